@@ -1,0 +1,50 @@
+"""The KV cache as a value: taken in, given out, with explicit positions."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.config import ModelConfig, Precision
+
+EMPTY = -1  # position of a slot that holds nothing; such a slot is never visible
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """Keys (after RoPE) and values of every layer.
+
+    Attributes:
+      k: L arrays [B, S, K, H].
+      v: L arrays [B, S, K, H].
+      positions: [B, S] int32, the absolute position of each slot, -1 where empty. Slots and positions differ
+        under left padding.
+    """
+
+    k: tuple[jax.Array, ...]
+    v: tuple[jax.Array, ...]
+    positions: jax.Array
+
+    @property
+    def num_slots(self) -> int:
+        """S."""
+        return self.positions.shape[1]
+
+
+def empty_cache(config: ModelConfig, precision: Precision, batch: int, slots: int) -> KVCache:
+    """Returns a cache of zeros with every slot empty."""
+    shape = (batch, slots, config.num_kv_heads, config.head_dim)
+    return KVCache(
+        k=tuple(jnp.zeros(shape, precision.cache) for _ in range(config.num_layers)),
+        v=tuple(jnp.zeros(shape, precision.cache) for _ in range(config.num_layers)),
+        positions=jnp.full((batch, slots), EMPTY, jnp.int32),
+    )
+
+
+def write_slots(buffer: jax.Array, rows: jax.Array, slot: jax.Array | int) -> jax.Array:
+    """Writes rows [B, T, ...] into buffer [B, S, ...] at slots [slot, slot + T).
+
+    `dynamic_update_slice` clamps a start that is out of range, so callers check `slot + T <= S` beforehand.
+    """
+    return jax.lax.dynamic_update_slice_in_dim(buffer, rows.astype(buffer.dtype), slot, axis=1)

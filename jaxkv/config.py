@@ -1,0 +1,191 @@
+"""Architecture and precision as data: every number a layer uses is a field here.
+
+Letters: B batch, T query rows, S cache slots, D model width, F mlp width, N query heads, K kv heads,
+G = N/K, H head dim, L layers, V vocabulary. Query head n = k*G + g.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.errors import UserError, nearest
+
+DType = Any  # a jnp scalar type such as jnp.float16
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Architecture of one decoder. Two configs that differ in any field compute different logits.
+
+    Attributes:
+      name: preset or checkpoint name; no effect on the numbers.
+      family: 'llama', 'mistral', 'gemma2' or 'gemma3': chooses the key table of a checkpoint, never a code path of a layer.
+      vocab_size: V.
+      num_layers: L.
+      model_dim: D.
+      mlp_dim: F.
+      num_query_heads: N.
+      num_kv_heads: K; N is a multiple of K.
+      head_dim: H; even (RoPE rotates halves).
+      context_length: most positions the model was trained for; longer prompts are refused.
+      activation: 'silu' or 'gelu_tanh' on the gate.
+      norm_eps: added to the mean square in RMSNorm.
+      norm_offset: the weight is applied as (norm_offset + w): 0 for LLaMA, 1 for Gemma.
+      norm_round_first: whether RMSNorm rounds to the activation dtype before it multiplies by the weight (LLaMA, Mistral) or after (Gemma).
+      post_norms: whether attention and MLP outputs are normed before they join the residual stream.
+      qk_norm: whether each head's q and k are normed before RoPE.
+      rope_theta: RoPE base of global layers.
+      local_rope_theta: RoPE base of windowed layers; None means rope_theta.
+      query_scale: attention scores are multiplied by it.
+      attn_softcap: scores become cap * tanh(scores / cap), before the mask; None means off.
+      final_softcap: the same at the logits.
+      window: a query sees keys at distance < window, in tokens; None means global.
+      window_pattern: cycled over layers; True marks a windowed layer.
+      tie_embeddings: whether the head is the transposed embedding table.
+      embed_scale: embeddings are multiplied by it, rounded to the parameter dtype first.
+    """
+
+    name: str
+    family: Literal["llama", "mistral", "gemma2", "gemma3"]
+    vocab_size: int
+    num_layers: int
+    model_dim: int
+    mlp_dim: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    context_length: int
+    activation: Literal["silu", "gelu_tanh"]
+    norm_eps: float
+    norm_offset: float
+    norm_round_first: bool
+    post_norms: bool
+    qk_norm: bool
+    rope_theta: float
+    local_rope_theta: float | None
+    query_scale: float
+    attn_softcap: float | None
+    final_softcap: float | None
+    window: int | None
+    window_pattern: tuple[bool, ...]
+    tie_embeddings: bool
+    embed_scale: float
+
+    def __post_init__(self):
+        if self.num_query_heads % self.num_kv_heads:
+            raise UserError(
+                f"{self.name}: {self.num_query_heads} query heads do not divide into {self.num_kv_heads} kv heads; fix the config"
+            )
+        if self.head_dim % 2:
+            raise UserError(f"{self.name}: head dim {self.head_dim} is odd and RoPE rotates halves; fix the config")
+        if self.activation not in ("silu", "gelu_tanh"):
+            raise UserError(f"{self.name}: activation '{self.activation}' is not implemented; known: silu, gelu_tanh")
+        if self.window is not None and self.window < 1:
+            raise UserError(f"{self.name}: a window of {self.window} sees no key; use a positive window or none")
+        if not self.window_pattern:
+            raise UserError(f"{self.name}: the window pattern is empty; use (False,) for a model without windows")
+
+    def layer_window(self, layer: int) -> int | None:
+        """Window of a layer in tokens, None if the layer is global."""
+        return self.window if self.window_pattern[layer % len(self.window_pattern)] else None
+
+    def layer_rope_theta(self, layer: int) -> float:
+        """RoPE base of a layer."""
+        if self.layer_window(layer) is not None and self.local_rope_theta is not None:
+            return self.local_rope_theta
+        return self.rope_theta
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; `from_json` restores an equal config."""
+        return dataclasses.asdict(self) | {"window_pattern": list(self.window_pattern)}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "ModelConfig":
+        """Restores what `to_json` gave. Raises UserError on unknown or missing fields."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        if set(values) != known:
+            odd = sorted(set(values) ^ known)
+            raise UserError(
+                f"the stored model config does not match this version of jaxkv (fields {', '.join(odd)}); convert the checkpoint again"
+            )
+        return cls(**{**values, "window_pattern": tuple(values["window_pattern"])})
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """The dtype of every part of the computation. Models hold no dtype of their own.
+
+    Attributes:
+      name: 'fp16', 'bf16', 'fp32' or 'fp64', with the overrides appended, e.g. 'fp16+residual=fp32'.
+      param: stored weights.
+      activation: outputs of matrix products, attention weights, gate and up, inputs of every product.
+      residual: the stream between layers.
+      accumulation: dtype a product is returned in before it is rounded to `activation` (`preferred_element_type`).
+        It bounds the accumulator from below; what the backend's kernel really adds in is its own choice.
+      softmax: exponentials and their sum.
+      norm: RMSNorm statistics.
+      rope: angles, cosines and sines, before they are rounded to `activation`.
+      cache: stored K and V.
+      logits: the head's output.
+      dot: matmul precision of 32-bit products; HIGHEST means true fp32, not TF32.
+    """
+
+    name: str
+    param: DType
+    activation: DType
+    residual: DType
+    accumulation: DType
+    softmax: DType
+    norm: DType
+    rope: DType
+    cache: DType
+    logits: DType
+    dot: jax.lax.Precision = jax.lax.Precision.HIGHEST
+
+    def to_json(self) -> dict[str, str]:
+        """Names of the dtypes, for records."""
+        return {
+            f.name: (v if f.name == "name" else v.name if f.name == "dot" else jnp.dtype(v).name)
+            for f in dataclasses.fields(self)
+            for v in [getattr(self, f.name)]
+        }
+
+
+DTYPES: dict[str, DType] = {"fp16": jnp.float16, "bf16": jnp.bfloat16, "fp32": jnp.float32, "fp64": jnp.float64}
+
+
+def dtype_from_name(name: str) -> DType:
+    """Returns the jnp dtype of 'fp16', 'bf16', 'fp32' or 'fp64'. Raises UserError on another name."""
+    if name not in DTYPES:
+        raise UserError(f"unknown precision '{name}'{nearest(name, list(DTYPES))}; known: {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def make_precision(name: str, **parts: str | None) -> Precision:
+    """Builds the policy that rounds where transformers' eager models round.
+
+    Args:
+      name: 'fp16', 'bf16', 'fp32' or 'fp64'.
+      **parts: overrides by part, e.g. `residual='fp32'`; None leaves the default.
+
+    Returns:
+      A Precision. Softmax, norm statistics and rope tables are at least fp32, as in transformers.
+
+    Raises:
+      UserError: unknown precision or part.
+    """
+    base = dtype_from_name(name)
+    wide = jnp.float64 if base == jnp.float64 else jnp.float32
+    policy: dict[str, Any] = dict.fromkeys(("param", "activation", "residual", "accumulation", "cache", "logits"), base)
+    policy |= dict.fromkeys(("softmax", "norm", "rope"), wide)
+    overrides = {part: value for part, value in parts.items() if value is not None}
+    for part, value in overrides.items():
+        if part not in policy:
+            raise UserError(
+                f"unknown part '{part}' of a precision{nearest(part, list(policy))}; known: {', '.join(policy)}"
+            )
+        policy[part] = dtype_from_name(value)
+    label = "+".join([name, *(f"{part}={value}" for part, value in sorted(overrides.items()) if DTYPES[value] != base)])
+    return Precision(name=label, **policy)

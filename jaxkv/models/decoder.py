@@ -1,0 +1,99 @@
+"""One decoder for every family; what differs between them is data in ModelConfig."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxkv.cache import KVCache, write_slots
+from jaxkv.config import ModelConfig, Precision
+from jaxkv.models.layers import MLP, Attention, Hook, RMSNorm, _init, no_hook, product, rope_table, softcap
+
+
+class DecoderLayer(nnx.Module):
+    """Pre-norm attention and MLP on the residual stream, with post norms where the config has them."""
+
+    def __init__(self, config: ModelConfig, precision: Precision, layer: int, rngs: nnx.Rngs):
+        self.precision, self.layer = precision, layer
+        D = config.model_dim
+        self.attn_norm = RMSNorm(D, config, precision)
+        self.attn = Attention(config, precision, layer, rngs)
+        self.mlp_norm = RMSNorm(D, config, precision)
+        self.mlp = MLP(config, precision, layer, rngs)
+        self.attn_post_norm = RMSNorm(D, config, precision) if config.post_norms else None
+        self.mlp_post_norm = RMSNorm(D, config, precision) if config.post_norms else None
+
+    def _join(self, resid, branch, post_norm: RMSNorm | None, name: str, hook: Hook):
+        residual = self.precision.residual
+        branch = branch.astype(residual) if post_norm is None else post_norm(branch, residual)
+        return resid + hook(f"{name}.{self.layer}", branch)
+
+    def __call__(self, resid, positions, k_slots, v_slots, key_positions, slot, table, hook: Hook = no_hook):
+        """One layer on resid [B,T,D]; the other arguments as in Attention. Returns resid, k_slots, v_slots."""
+        activation, layer = self.precision.activation, self.layer
+        resid = hook(f"resid_pre.{layer}", resid)
+        x = hook(f"attn_norm.{layer}", self.attn_norm(resid, activation))
+        out, k_slots, v_slots = self.attn(x, positions, k_slots, v_slots, key_positions, slot, table, hook)
+        resid = hook(f"resid_mid.{layer}", self._join(resid, out, self.attn_post_norm, "attn_out", hook))
+        x = hook(f"mlp_norm.{layer}", self.mlp_norm(resid, activation))
+        resid = self._join(resid, self.mlp(x, hook), self.mlp_post_norm, "mlp_out", hook)
+        return resid, k_slots, v_slots
+
+
+class Decoder(nnx.Module):
+    """Causal language model: token ids and a cache in, final hidden rows and the new cache out."""
+
+    def __init__(self, config: ModelConfig, precision: Precision, rngs: nnx.Rngs):
+        self.config, self.precision = config, precision
+        V, D = config.vocab_size, config.model_dim
+        self.embed = _init(rngs, (V, D), D, precision)
+        self.layers = nnx.List([DecoderLayer(config, precision, layer, rngs) for layer in range(config.num_layers)])
+        self.final_norm = RMSNorm(D, config, precision)
+        self.head = None if config.tie_embeddings else _init(rngs, (D, V), D, precision)
+
+    def __call__(
+        self, tokens: jax.Array, positions: jax.Array, cache: KVCache, slot: jax.Array | int, hook: Hook = no_hook
+    ) -> tuple[jax.Array, KVCache]:
+        """Runs T rows against the cache. Without a cache is this same call on an empty one.
+
+        Args:
+          tokens: [B, T] int32.
+          positions: [B, T] int32 absolute positions, -1 for padding rows, which write zeros and are seen by nobody.
+          cache: S slots; rows are written at slots [slot, slot + T), which must lie inside.
+          slot: int or int32 scalar.
+          hook: sees and may replace each named value (see layers.py).
+
+        Returns:
+          Hidden rows [B, T, D] after the final norm, and the new cache.
+        """
+        config, precision = self.config, self.precision
+        factor = jnp.asarray(config.embed_scale, precision.param).astype(precision.residual)
+        resid = self.embed[...][tokens].astype(precision.residual) * factor
+        key_positions = write_slots(cache.positions, positions, slot)
+        tables = {
+            theta: rope_table(positions, theta, config.head_dim, precision)
+            for theta in {config.layer_rope_theta(layer) for layer in range(config.num_layers)}
+        }
+        k_all, v_all = [], []
+        for index, layer in enumerate(self.layers):
+            table = tables[config.layer_rope_theta(index)]
+            resid, k, v = layer(resid, positions, cache.k[index], cache.v[index], key_positions, slot, table, hook)
+            k_all.append(k)
+            v_all.append(v)
+        resid = hook(f"resid_pre.{config.num_layers}", resid)
+        hidden = hook("final_norm", self.final_norm(resid, precision.activation))
+        return hidden, KVCache(tuple(k_all), tuple(v_all), key_positions)
+
+    def logits(self, hidden: jax.Array, hook: Hook = no_hook) -> jax.Array:
+        """Logits [B, T, V] of hidden rows [B, T, D]."""
+        precision = self.precision
+        if self.head is None:
+            logits = product("btd,vd->btv", hidden, self.embed[...], precision, precision.logits)
+        else:
+            logits = product("btd,dv->btv", hidden, self.head[...], precision, precision.logits)
+        return hook("logits", softcap(logits, self.config.final_softcap, precision.softmax))
+
+
+def abstract_decoder(config: ModelConfig, precision: Precision) -> tuple[nnx.GraphDef, nnx.State]:
+    """Shapes and dtypes of a decoder without allocating it: graphdef and a State of ShapeDtypeStructs."""
+    model = nnx.eval_shape(lambda: Decoder(config, precision, nnx.Rngs(0)))
+    return nnx.split(model)

@@ -1,0 +1,179 @@
+"""The parts of a decoder layer. Every number comes from ModelConfig, every dtype from Precision.
+
+Each layer names its intermediate values and passes them through a hook, `hook(name, value) -> value`, so that a
+caller can record or replace any of them. Names: `attn_norm.l q.l k.l v.l scores.l attn_weights.l attn_heads.l
+attn_out.l mlp_norm.l gate.l up.l mlp_act.l mlp_out.l`, with `resid_pre.l`, `resid_mid.l`, `final_norm` and `logits`
+from the decoder. `k.l` and `v.l` are the rows about to enter the cache.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxkv.cache import EMPTY, write_slots
+from jaxkv.config import DType, ModelConfig, Precision
+
+Hook = Callable[[str, jax.Array], jax.Array]
+
+
+def no_hook(name: str, value: jax.Array) -> jax.Array:
+    """Leaves every value as it is."""
+    del name
+    return value
+
+
+def scale(x: jax.Array, factor: float, wide: DType) -> jax.Array:
+    """x * factor rounded once to x.dtype; a bare Python factor would itself be rounded to 16 bits first."""
+    return (x.astype(wide) * factor).astype(x.dtype)
+
+
+def softcap(x: jax.Array, cap: float | None, wide: DType) -> jax.Array:
+    """cap * tanh(x / cap), rounded after each of the three operations as transformers does (Gemma-2, section 2)."""
+    if cap is None:
+        return x
+    return scale(jnp.tanh((x.astype(wide) / cap).astype(x.dtype)), cap, wide)
+
+
+def product(spec: str, x: jax.Array, w: jax.Array, precision: Precision, out: DType | None = None) -> jax.Array:
+    """einsum in the policy's dtypes, rounded to `out` (default: the activation dtype)."""
+    y = jnp.einsum(
+        spec,
+        x.astype(precision.activation),
+        w.astype(precision.activation),
+        precision=precision.dot,
+        preferred_element_type=precision.accumulation,
+    )
+    return y.astype(precision.activation if out is None else out)
+
+
+def visible(query_positions: jax.Array, key_positions: jax.Array, window: int | None) -> jax.Array:
+    """Which keys a query sees: filled slots, at its own position or before, at distance < window.
+
+    Args:
+      query_positions: [B, T] absolute positions.
+      key_positions: [B, S] absolute positions, -1 where empty.
+      window: in tokens, None for no limit.
+
+    Returns:
+      [B, T, S] booleans.
+    """
+    q, k = query_positions[:, :, None], key_positions[:, None, :]
+    seen = (k != EMPTY) & (k <= q)
+    return seen if window is None else seen & (q - k < window)
+
+
+def rope_table(positions: jax.Array, theta: float, head_dim: int, precision: Precision) -> tuple[jax.Array, jax.Array]:
+    """cos and sin [B, T, 1, H] of RoPE (arXiv 2104.09864), computed in `rope` and rounded to `activation`."""
+    exponents = np.arange(0, head_dim, 2, dtype=np.dtype(precision.rope)) / np.dtype(precision.rope).type(head_dim)
+    frequencies = 1.0 / np.power(np.dtype(precision.rope).type(theta), exponents)
+    angles = positions[:, :, None, None].astype(precision.rope) * jnp.asarray(frequencies)
+    angles = jnp.concatenate([angles, angles], axis=-1)
+    return jnp.cos(angles).astype(precision.activation), jnp.sin(angles).astype(precision.activation)
+
+
+def apply_rope(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotates the halves of each head of x [B, T, *, H]."""
+    cos, sin = table
+    first, second = jnp.split(x, 2, axis=-1)
+    return x * cos + jnp.concatenate([-second, first], axis=-1) * sin
+
+
+class RMSNorm(nnx.Module):
+    """Root mean square norm (arXiv 1910.07467) over the last axis."""
+
+    def __init__(self, width: int, config: ModelConfig, precision: Precision):
+        self.config, self.precision = config, precision
+        self.weight = nnx.Param(jnp.full((width,), 1.0 - config.norm_offset, precision.param))
+
+    def __call__(self, x: jax.Array, out: DType) -> jax.Array:
+        config, norm = self.config, self.precision.norm
+        wide = x.astype(norm)
+        y = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + config.norm_eps)
+        weight = self.weight[...]
+        if config.norm_round_first:
+            return y.astype(out) * (weight.astype(out) + config.norm_offset)
+        return (y * (weight.astype(norm) + config.norm_offset)).astype(out)
+
+
+def _init(rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: int, precision: Precision) -> nnx.Param:
+    value = jax.random.normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5
+    return nnx.Param(value.astype(precision.param))
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention over a cache. q [D,N,H], k v [D,K,H], o [N,H,D]."""
+
+    def __init__(self, config: ModelConfig, precision: Precision, layer: int, rngs: nnx.Rngs):
+        self.config, self.precision, self.layer = config, precision, layer
+        D, N, K, H = config.model_dim, config.num_query_heads, config.num_kv_heads, config.head_dim
+        self.q = _init(rngs, (D, N, H), D, precision)
+        self.k = _init(rngs, (D, K, H), D, precision)
+        self.v = _init(rngs, (D, K, H), D, precision)
+        self.o = _init(rngs, (N, H, D), N * H, precision)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(H, config, precision)
+            self.k_norm = RMSNorm(H, config, precision)
+
+    def __call__(self, x, query_positions, k_slots, v_slots, key_positions, slot, table, hook: Hook = no_hook):
+        """Attends from x [B,T,D] to the cache after x's own keys and values are written at `slot`.
+
+        Args:
+          x: normed input [B, T, D].
+          query_positions: [B, T], -1 for a padding row; its key and value enter the cache as zeros.
+          k_slots: [B, S, K, H]; v_slots alike.
+          key_positions: [B, S] with this call's positions already written.
+          slot: first slot to write.
+          table: RoPE cos and sin for the query positions.
+          hook: sees and may replace each named value.
+
+        Returns:
+          Output [B, T, D] and the new k_slots and v_slots.
+        """
+        config, precision, layer = self.config, self.precision, self.layer
+        B, T, _ = x.shape
+        K, H = config.num_kv_heads, config.head_dim
+        wide = precision.softmax
+        q = product("btd,dnh->btnh", x, self.q[...], precision)
+        k = product("btd,dkh->btkh", x, self.k[...], precision)
+        v = product("btd,dkh->btkh", x, self.v[...], precision)
+        if config.qk_norm:
+            q = self.q_norm(q, precision.activation)
+            k = self.k_norm(k, precision.activation)
+        filled = (query_positions != EMPTY)[:, :, None, None]
+        q = hook(f"q.{layer}", apply_rope(q, table))
+        k = hook(f"k.{layer}", jnp.where(filled, apply_rope(k, table), 0).astype(precision.cache))
+        v = hook(f"v.{layer}", jnp.where(filled, v, 0).astype(precision.cache))
+        k_slots, v_slots = write_slots(k_slots, k, slot), write_slots(v_slots, v, slot)
+
+        q = q.reshape(B, T, K, -1, H)
+        scores = scale(product("btkgh,bskh->bkgts", q, k_slots, precision), config.query_scale, wide)
+        scores = hook(f"scores.{layer}", softcap(scores, config.attn_softcap, wide))
+        mask = visible(query_positions, key_positions, config.layer_window(layer))[:, None, None]
+        scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
+        weights = jax.nn.softmax(scores.astype(wide), axis=-1).astype(precision.activation)
+        weights = hook(f"attn_weights.{layer}", weights)
+        heads = product("bkgts,bskh->btkgh", weights, v_slots, precision).reshape(B, T, -1, H)
+        heads = hook(f"attn_heads.{layer}", heads)
+        return product("btnh,nhd->btd", heads, self.o[...], precision), k_slots, v_slots
+
+
+class MLP(nnx.Module):
+    """Gated MLP: down(act(gate x) * up x). gate up [D,F], down [F,D]."""
+
+    def __init__(self, config: ModelConfig, precision: Precision, layer: int, rngs: nnx.Rngs):
+        self.config, self.precision, self.layer = config, precision, layer
+        D, F = config.model_dim, config.mlp_dim
+        self.gate = _init(rngs, (D, F), D, precision)
+        self.up = _init(rngs, (D, F), D, precision)
+        self.down = _init(rngs, (F, D), F, precision)
+
+    def __call__(self, x: jax.Array, hook: Hook = no_hook) -> jax.Array:
+        config, precision, layer = self.config, self.precision, self.layer
+        gate = hook(f"gate.{layer}", product("btd,df->btf", x, self.gate[...], precision))
+        up = hook(f"up.{layer}", product("btd,df->btf", x, self.up[...], precision))
+        activation = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}[config.activation]
+        gated = activation(gate.astype(precision.softmax)).astype(gate.dtype)
+        return product("btf,fd->btd", hook(f"mlp_act.{layer}", gated * up), self.down[...], precision)

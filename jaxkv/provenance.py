@@ -1,0 +1,62 @@
+"""Where a result came from: revision, versions, hashes. Imports neither jax nor flax; the caller adds the device."""
+
+import hashlib
+import os
+import pathlib
+import platform
+import subprocess
+from importlib import metadata
+from typing import Any
+
+from jaxkv.errors import UserError
+
+PACKAGES = ("jaxkv", "jax", "jaxlib", "flax", "orbax-checkpoint", "transformers", "numpy")
+# Environment variables that change what is computed.
+VARIABLES = (
+    "XLA_FLAGS",
+    "LIBTPU_INIT_ARGS",
+    "JAX_DEFAULT_MATMUL_PRECISION",
+    "JAX_ENABLE_X64",
+    "JAX_PLATFORMS",
+    "NVIDIA_TF32_OVERRIDE",
+)
+
+
+def sha256_file(path: str | os.PathLike[str]) -> str:
+    """SHA-256 of a file's bytes, in hex. Raises UserError if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; check the path") from error
+
+
+def git_revision() -> str | None:
+    """Commit of the source tree this package runs from, with '-dirty' if tracked files differ; None outside of one."""
+    here = pathlib.Path(__file__)
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(here.parent), *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", here.name)  # An installed copy may lie inside somebody else's repository.
+        return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def environment() -> dict[str, Any]:
+    """Python, platform, package versions (None: not installed) and the environment variables that change numbers."""
+    packages: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            packages[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            packages[name] = None
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": packages,
+        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+    }

@@ -1,0 +1,178 @@
+"""Schemas of the records, one validator an experiment. Imports neither jax nor flax.
+
+A sample of experiment 'divergence' is one problem decoded by both arms::
+
+    {"experiment": "divergence", "problem": int, "key": [experiment, problem],
+     "prompt_tokens": int, "prompt_sha256": str,
+     "shapes": {"batch": int, "prefill": int, "slots": int, "uncached": str, "left_pad": int},
+     "sampling": {"sampler": "greedy" | "temperature" | "top_k" | "top_p", "temperature": float,
+                  "top_k": int | null, "top_p": float | null, "seed": int},
+     "status": "ok" | "invalid",
+     "invalid": null | {"arm": str, "layer": int | null, "op": str, "position": int, "step": int | null,
+                        "value": "inf" | "nan"},
+     "headroom": {"max_abs": float, "layer": int | null, "op": str, "limit": float},
+     "arms": {"cached": arm, "uncached": arm},
+     "teacher_forced": null | comparison,
+     "free_running": null | {"diverged": bool, "first_diverged": int | null, "differing_after": int,
+                             "compared_after": int},
+     "controls": {"cached_rerun": null | comparison, "uncached_rerun": null | comparison,
+                  "uncached_other_length": null | comparison},
+     "label_change": {"strict" | "flexible" | "numeric": "same" | "answer_changed" | "extraction_only"}}
+
+    arm = {"tokens": [int], "text": str, "stop": "eos" | "length" | "stop_string" | "invalid",
+           "scores": {"strict" | "flexible" | "numeric": {"answer": str | null, "correct": bool}}}
+
+    comparison = {"flip": [bool], "kl": [float], "kl_reverse": [float], "js": [float], "max_abs": [float],
+                  "mean_abs": [float], "margin": [float], "bit_equal": [bool]}
+
+The lists of a comparison have one entry a token and equal lengths. `kl` is KL(uncached || cached) in nats and
+`margin` the reference arm's top logit minus its second. `teacher_forced` compares uncached with cached logits at each
+position, along the cached arm's tokens. `headroom` is the largest finite activation of the sample beside its dtype's
+maximum. In an invalid sample a non-finite number arose: it has no comparisons at all, since NaN is not agreement.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+SAMPLERS = ("greedy", "temperature", "top_k", "top_p")
+SCORERS = ("strict", "flexible", "numeric")
+CONTROLS = ("cached_rerun", "uncached_rerun", "uncached_other_length")
+LABEL_CHANGES = ("same", "answer_changed", "extraction_only")
+COMPARISON_FLAGS = ("flip", "bit_equal")
+COMPARISON_NUMBERS = ("kl", "kl_reverse", "js", "max_abs", "mean_abs", "margin")
+
+
+def _fail(field: str, message: str) -> None:
+    raise ValueError(f"{field}: {message}")
+
+
+def _get(values: Any, field: str, kind: str, *, optional: bool = False) -> Any:
+    """Returns the value at a dotted field, checked to be of `kind`: int, count, float, bool, str, list or dict."""
+    for part in field.split("."):
+        if not isinstance(values, Mapping) or part not in values:
+            _fail(field, "missing")
+        values = values[part]
+    if values is None and optional:
+        return None
+    number = isinstance(values, int | float) and not isinstance(values, bool)
+    fits = {
+        "int": number and isinstance(values, int),
+        "count": number and isinstance(values, int) and values >= 0,
+        "float": number and math.isfinite(values),
+        "bool": isinstance(values, bool),
+        "str": isinstance(values, str),
+        "list": isinstance(values, list),
+        "dict": isinstance(values, dict),
+    }[kind]
+    if not fits:
+        _fail(field, f"expected {kind}{' or null' if optional else ''}, got {values!r:.60}")
+    return values
+
+
+def _choose(values: Any, field: str, known: tuple[str, ...]) -> str:
+    value = _get(values, field, "str")
+    if value not in known:
+        _fail(field, f"'{value}' is not one of {', '.join(known)}")
+    return value
+
+
+def validate_comparison(record: Any, field: str) -> int:
+    """Checks the comparison at a dotted field of a record.
+
+    Returns:
+      Its length in tokens.
+
+    Raises:
+      ValueError: names the field.
+    """
+    lengths = set()
+    for name in COMPARISON_FLAGS + COMPARISON_NUMBERS:
+        column = _get(record, f"{field}.{name}", "list")
+        lengths.add(len(column))
+        for index, value in enumerate(column):
+            if name in COMPARISON_FLAGS:
+                if not isinstance(value, bool):
+                    _fail(f"{field}.{name}[{index}]", f"expected bool, got {value!r:.60}")
+            elif isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                _fail(f"{field}.{name}[{index}]", f"expected a finite number, got {value!r:.60}")
+    if len(lengths) != 1:
+        _fail(field, f"lists of unequal length: {sorted(lengths)}")
+    comparison = _get(record, field, "dict")
+    for index, equal in enumerate(comparison["bit_equal"]):
+        if equal and (comparison["flip"][index] or comparison["max_abs"][index]):
+            _fail(f"{field}.bit_equal[{index}]", "true beside a flip or a difference")
+    return lengths.pop()
+
+
+def _validate_arm(record: Any, arm: str) -> None:
+    for index, token in enumerate(_get(record, f"arms.{arm}.tokens", "list")):
+        if isinstance(token, bool) or not isinstance(token, int):
+            _fail(f"arms.{arm}.tokens[{index}]", f"expected int, got {token!r:.60}")
+    _get(record, f"arms.{arm}.text", "str")
+    _choose(record, f"arms.{arm}.stop", ("eos", "length", "stop_string", "invalid"))
+    for scorer in SCORERS:
+        _get(record, f"arms.{arm}.scores.{scorer}.answer", "str", optional=True)
+        _get(record, f"arms.{arm}.scores.{scorer}.correct", "bool")
+
+
+def validate_sample(record: Mapping[str, Any]) -> None:
+    """Checks a sample of experiment 'divergence' against the schema above.
+
+    Raises:
+      ValueError: starts with the dotted name of the first field at fault.
+    """
+    _choose(record, "experiment", ("divergence",))
+    problem = _get(record, "problem", "int")
+    if list(_get(record, "key", "list")) != ["divergence", problem]:
+        _fail("key", f"expected ['divergence', {problem}], got {record['key']!r:.60}")
+    _get(record, "prompt_tokens", "count")
+    _get(record, "prompt_sha256", "str")
+    for name in ("batch", "prefill", "slots", "left_pad"):
+        _get(record, f"shapes.{name}", "count")
+    _get(record, "shapes.uncached", "str")
+    _choose(record, "sampling.sampler", SAMPLERS)
+    _get(record, "sampling.temperature", "float")
+    _get(record, "sampling.top_k", "count", optional=True)
+    _get(record, "sampling.top_p", "float", optional=True)
+    _get(record, "sampling.seed", "int")
+    status = _choose(record, "status", ("ok", "invalid"))
+    for name in ("max_abs", "limit"):
+        _get(record, f"headroom.{name}", "float")
+    _get(record, "headroom.layer", "count", optional=True)
+    _get(record, "headroom.op", "str")
+    for arm in ("cached", "uncached"):
+        _validate_arm(record, arm)
+    comparisons = ["teacher_forced", *(f"controls.{name}" for name in CONTROLS)]
+    if status == "invalid":
+        _get(record, "invalid.arm", "str")
+        _get(record, "invalid.layer", "count", optional=True)
+        _get(record, "invalid.op", "str")
+        _get(record, "invalid.position", "int")
+        _get(record, "invalid.step", "int", optional=True)
+        _choose(record, "invalid.value", ("inf", "nan"))
+        for name in [*comparisons, "free_running"]:
+            if _get(record, name, "dict", optional=True) is not None:
+                _fail(name, "an invalid sample has no agreement to state; expected null")
+        return
+    if record.get("invalid") is not None:
+        _fail("invalid", "expected null in a sample with status ok")
+    for arm in ("cached", "uncached"):
+        if record["arms"][arm]["stop"] == "invalid":
+            _fail(f"arms.{arm}.stop", "'invalid' in a sample with status ok")
+    for name in comparisons:
+        if _get(record, name, "dict", optional=True) is not None:
+            validate_comparison(record, name)
+    if _get(record, "free_running", "dict", optional=True) is not None:
+        diverged = _get(record, "free_running.diverged", "bool")
+        first = _get(record, "free_running.first_diverged", "count", optional=True)
+        if diverged == (first is None):
+            _fail("free_running.first_diverged", f"{first} beside diverged {diverged}")
+        differing = _get(record, "free_running.differing_after", "count")
+        if differing > _get(record, "free_running.compared_after", "count"):
+            _fail("free_running.differing_after", "more than compared_after")
+    for scorer in SCORERS:
+        _choose(record, f"label_change.{scorer}", LABEL_CHANGES)
+
+
+VALIDATORS: dict[str | None, Callable[[Mapping[str, Any]], None]] = {"divergence": validate_sample}

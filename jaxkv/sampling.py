@@ -1,0 +1,118 @@
+"""Choosing the next token, with noise that both arms of a study share.
+
+Sampling adds Gumbel noise to the scaled logits and takes the argmax (the Gumbel-max trick, Gumbel 1954), which draws
+from their softmax. The noise of a token depends on (seed, problem, position, token id) alone: never on the batch, the
+step count, the cache or a token's rank, so two arms with equal logits draw equal tokens.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.errors import UserError, nearest
+
+KINDS = ("greedy", "temperature", "top_k", "top_p")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampler:
+    """How a token is chosen. Every field is what is really in effect; nothing is inherited from a checkpoint.
+
+    Attributes:
+      kind: 'greedy', 'temperature', 'top_k' or 'top_p'.
+      temperature: logits are divided by it; 1.0 for greedy, where it has no effect.
+      top_k: only the k largest logits may be drawn ('top_k'); ties with the k-th stay.
+      top_p: only the smallest set of tokens whose probability reaches p may be drawn ('top_p').
+    """
+
+    kind: str = "greedy"
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The effective settings, for records."""
+        return {"sampler": self.kind, "temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+
+
+def make_sampler(
+    kind: str, temperature: float | None = None, top_k: int | None = None, top_p: float | None = None
+) -> Sampler:
+    """Builds a sampler; what is not given takes the study's defaults (0.7 with k = 50; 1.0 with p = 0.9).
+
+    Raises:
+      UserError: unknown kind, a value out of range, or a value that the kind does not use.
+    """
+    if kind not in KINDS:
+        raise UserError(f"unknown sampler '{kind}'{nearest(kind, list(KINDS))}; known: {', '.join(KINDS)}")
+    uses = {
+        "greedy": (),
+        "temperature": ("temperature",),
+        "top_k": ("temperature", "top_k"),
+        "top_p": ("temperature", "top_p"),
+    }
+    for name, value in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p)):
+        if value is not None and name not in uses[kind]:
+            raise UserError(f"--{name}={value} has no effect with --sampler={kind}; drop it or choose another sampler")
+    if kind == "greedy":
+        return Sampler()
+    temperature = {"top_p": 1.0}.get(kind, 0.7) if temperature is None else temperature
+    if not temperature > 0:
+        raise UserError(f"temperature {temperature} must be above 0; use --sampler=greedy for the limit of 0")
+    top_k = (50 if top_k is None else top_k) if kind == "top_k" else None
+    if top_k is not None and top_k < 1:
+        raise UserError(f"top_k {top_k} must be at least 1")
+    top_p = (0.9 if top_p is None else top_p) if kind == "top_p" else None
+    if top_p is not None and not 0 < top_p <= 1:
+        raise UserError(f"top_p {top_p} must lie in (0, 1]")
+    return Sampler(kind, temperature, top_k, top_p)
+
+
+def gumbel_noise(seed: jax.Array, problem: jax.Array, position: jax.Array, vocab_size: int) -> jax.Array:
+    """Noise [V] float32 for one token to be drawn; a pure function of its arguments.
+
+    Args:
+      seed: int32 scalar of the study.
+      problem: int32 scalar, the problem's index in its data.
+      position: int32 scalar, the absolute position of the token to be drawn.
+      vocab_size: V.
+    """
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), problem), position)
+    return jax.random.gumbel(key, (vocab_size,), jnp.float32)
+
+
+def _kept(logits: jax.Array, sampler: Sampler) -> jax.Array:
+    """Booleans [B, V]: which tokens may be drawn, given logits already divided by the temperature."""
+    if sampler.top_k is not None:
+        floor = jax.lax.top_k(logits, min(sampler.top_k, logits.shape[-1]))[0][:, -1:]
+        return logits >= floor
+    if sampler.top_p is not None:
+        descending = -jnp.sort(-logits, axis=-1)
+        before = jnp.cumsum(jax.nn.softmax(descending, axis=-1), axis=-1)
+        before = jnp.concatenate([jnp.zeros_like(before[:, :1]), before[:, :-1]], axis=-1)
+        floor = jnp.min(jnp.where(before < sampler.top_p, descending, jnp.inf), axis=-1, keepdims=True)
+        return logits >= floor
+    return jnp.ones(logits.shape, bool)
+
+
+def choose(
+    logits: jax.Array, sampler: Sampler, seed: jax.Array, problems: jax.Array, positions: jax.Array
+) -> jax.Array:
+    """Returns the chosen token ids [B] int32; exact ties go to the lowest id.
+
+    Args:
+      logits: [B, V], any float dtype; scaled and filtered in float32 (float64 if they are).
+      sampler: how.
+      seed: int32 scalar.
+      problems: [B] int32.
+      positions: [B] int32, the absolute position of the token to be drawn.
+    """
+    if sampler.kind == "greedy":
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    wide = jnp.promote_types(logits.dtype, jnp.float32)
+    scaled = logits.astype(wide) / sampler.temperature
+    noise = jax.vmap(gumbel_noise, in_axes=(None, 0, 0, None))(seed, problems, positions, logits.shape[-1])
+    scores = jnp.where(_kept(scaled, sampler), scaled + noise, -jnp.inf)
+    return jnp.argmax(scores, axis=-1).astype(jnp.int32)

@@ -1,0 +1,1 @@
+"""The decoder and the four families it computes."""

@@ -1,9 +1,21 @@
 """Gemma-2: softcaps, alternating window, norms before and after, tied and scaled embedding, its own query scale."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from jaxkv.config import ModelConfig
+from jaxkv.errors import UserError
+from jaxkv.models.tables import LLAMA_KEYS, HFConfig, KeyTable
+
+KEYS: KeyTable = {
+    **LLAMA_KEYS,
+    "model.layers.{i}.post_attention_layernorm.weight": ("layers/{i}/attn_post_norm/weight", "same"),
+    "model.layers.{i}.pre_feedforward_layernorm.weight": ("layers/{i}/mlp_norm/weight", "same"),
+    "model.layers.{i}.post_feedforward_layernorm.weight": ("layers/{i}/mlp_post_norm/weight", "same"),
+}
 
 
-def _gemma2(
+def gemma2_config(
     name: str,
     *,
     layers: int,
@@ -11,41 +23,121 @@ def _gemma2(
     mlp: int,
     heads: int,
     kv_heads: int,
-    head_dim: int,
-    query_scalar: float,
+    head_dim: int = 256,
+    query_scalar: float = 256,
     vocab: int = 256000,
-    window: int = 4096,
+    window: int | None = 4096,
+    window_pattern: tuple[bool, ...] = (True, False),
     context: int = 8192,
-    attn_softcap: float = 50.0,
-    final_softcap: float = 30.0,
+    theta: float = 10000.0,
+    eps: float = 1e-6,
+    attn_softcap: float | None = 50.0,
+    final_softcap: float | None = 30.0,
+    tied: bool = True,
 ) -> ModelConfig:
+    """A Gemma-2 of the given sizes (arXiv 2408.00118)."""
     return ModelConfig(
-        name=name, family="gemma2", vocab_size=vocab, num_layers=layers, model_dim=width, mlp_dim=mlp, num_query_heads=heads,
-        num_kv_heads=kv_heads, head_dim=head_dim, context_length=context, activation="gelu_tanh", norm_eps=1e-6, norm_offset=1.0,
-        norm_round_first=False, post_norms=True, qk_norm=False, rope_theta=10000.0, local_rope_theta=None, query_scale=query_scalar**-0.5,
-        attn_softcap=attn_softcap, final_softcap=final_softcap, window=window, window_pattern=(True, False), tie_embeddings=True,
+        name=name,
+        family="gemma2",
+        vocab_size=vocab,
+        num_layers=layers,
+        model_dim=width,
+        mlp_dim=mlp,
+        num_query_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        context_length=context,
+        activation="gelu_tanh",
+        norm_eps=eps,
+        norm_offset=1.0,
+        norm_round_first=False,
+        post_norms=True,
+        qk_norm=False,
+        rope_theta=theta,
+        local_rope_theta=None,
+        query_scale=query_scalar**-0.5,
+        attn_softcap=attn_softcap,
+        final_softcap=final_softcap,
+        window=window,
+        window_pattern=window_pattern,
+        tie_embeddings=tied,
         embed_scale=width**0.5,
-    )  # fmt: skip
+    )
 
+
+TEST_SIZES: dict[str, Any] = {
+    "width": 48,
+    "mlp": 96,
+    "heads": 4,
+    "head_dim": 16,
+    "vocab": 259,
+    "window": 24,
+    "context": 512,
+}
 
 PRESETS = {
     c.name: c
     for c in (
-        _gemma2("gemma2-2b", layers=26, width=2304, mlp=9216, heads=8, kv_heads=4, head_dim=256, query_scalar=256),
-        _gemma2("gemma2-9b", layers=42, width=3584, mlp=14336, heads=16, kv_heads=8, head_dim=256, query_scalar=256),
-        _gemma2("gemma2-27b", layers=46, width=4608, mlp=36864, heads=32, kv_heads=16, head_dim=128, query_scalar=144),
-        _gemma2(
-            "test-gemma2",
-            layers=4,
-            width=48,
-            mlp=96,
-            heads=4,
-            kv_heads=2,
-            head_dim=16,
-            query_scalar=24,
-            vocab=259,
-            window=24,
-            context=512,
+        gemma2_config("gemma2-2b", layers=26, width=2304, mlp=9216, heads=8, kv_heads=4),
+        gemma2_config("gemma2-9b", layers=42, width=3584, mlp=14336, heads=16, kv_heads=8),
+        gemma2_config(
+            "gemma2-27b", layers=46, width=4608, mlp=36864, heads=32, kv_heads=16, head_dim=128, query_scalar=144
         ),
+        gemma2_config("test-gemma2", **TEST_SIZES, layers=4, kv_heads=2, query_scalar=24),
     )
 }
+
+# transformers 5, models/gemma2/configuration_gemma2.py
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 256000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+}
+
+
+def read_sizes(read: HFConfig, theta: float, pattern: tuple[bool, ...]) -> ModelConfig:
+    """A Gemma-2 config from the fields that Gemma-2 and Gemma-3 share."""
+    read.require_plain()
+    # transformers computes `hidden_activation`; Gemma configs keep `hidden_act` for old readers, 'gelu' meaning tanh.
+    read.activation("hidden_activation", {"gelu_pytorch_tanh": "gelu_tanh"})
+    if read.raw.get("hidden_act") not in (None, "gelu", "gelu_pytorch_tanh"):
+        raise read.refuse("hidden_act", read.raw["hidden_act"])
+    if any(pattern) and not read["sliding_window"]:
+        raise UserError(f"{read.name}: the config has windowed layers but sliding_window is null; fix the config")
+    return gemma2_config(
+        read.name,
+        layers=read["num_hidden_layers"],
+        width=read["hidden_size"],
+        mlp=read["intermediate_size"],
+        heads=read["num_attention_heads"],
+        kv_heads=read["num_key_value_heads"],
+        head_dim=read["head_dim"],
+        query_scalar=read["query_pre_attn_scalar"],
+        vocab=read["vocab_size"],
+        window=read["sliding_window"],
+        window_pattern=pattern,
+        context=read["max_position_embeddings"],
+        theta=theta,
+        eps=read["rms_norm_eps"],
+        attn_softcap=read["attn_logit_softcapping"],
+        final_softcap=read["final_logit_softcapping"],
+        tied=read["tie_word_embeddings"],
+    )
+
+
+def parse_config(raw: Mapping[str, Any], name: str) -> ModelConfig:
+    """ModelConfig of a raw config.json of model_type 'gemma2'. Raises UserError on options we do not compute."""
+    read = HFConfig(raw, name, DEFAULTS)
+    return read_sizes(read, read.rope_theta(), read.window_pattern((True, False)))

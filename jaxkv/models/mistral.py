@@ -1,28 +1,27 @@
-"""Mistral-7B: grouped-query attention; a window of 4096 in v0.1, none since v0.2."""
+"""Mistral-7B: LLaMA with grouped queries; a window of 4096 in v0.1, none since v0.2."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from jaxkv.config import ModelConfig
+from jaxkv.models import llama
+from jaxkv.models.llama import TEST_SIZES, llama_config, read_sizes
+from jaxkv.models.tables import LLAMA_KEYS, HFConfig
+
+KEYS = LLAMA_KEYS
 
 
-def _mistral(
-    name: str,
-    *,
-    vocab: int = 32000,
-    theta: float = 10000.0,
-    window: int | None = None,
-    layers: int = 32,
-    width: int = 4096,
-    mlp: int = 14336,
-    heads: int = 32,
-    kv_heads: int = 8,
-    context: int = 32768,
-) -> ModelConfig:
-    head_dim = width // heads
-    return ModelConfig(
-        name=name, family="mistral", vocab_size=vocab, num_layers=layers, model_dim=width, mlp_dim=mlp, num_query_heads=heads,
-        num_kv_heads=kv_heads, head_dim=head_dim, context_length=context, activation="silu", norm_eps=1e-5, norm_offset=0.0,
-        norm_round_first=True, post_norms=False, qk_norm=False, rope_theta=theta, local_rope_theta=None, query_scale=head_dim**-0.5,
-        attn_softcap=None, final_softcap=None, window=window, window_pattern=(window is not None,), tie_embeddings=False, embed_scale=1.0,
-    )  # fmt: skip
+def _windowed(config: ModelConfig, window: int | None) -> ModelConfig:
+    pattern = (window is not None,)
+    return dataclasses.replace(config, family="mistral", window=window, window_pattern=pattern)
+
+
+def _mistral(name: str, vocab: int = 32000, theta: float = 10000.0, window: int | None = None) -> ModelConfig:
+    sizes = llama_config(
+        name, layers=32, width=4096, mlp=14336, heads=32, kv_heads=8, vocab=vocab, theta=theta, context=32768
+    )
+    return _windowed(sizes, window)
 
 
 PRESETS = {
@@ -31,6 +30,25 @@ PRESETS = {
         _mistral("mistral-7b-v0.1", window=4096),
         _mistral("mistral-7b-v0.2", theta=1e6),
         _mistral("mistral-7b-v0.3", theta=1e6, vocab=32768),
-        _mistral("test-mistral", layers=3, width=48, mlp=96, heads=4, kv_heads=2, vocab=259, window=24, context=512),
+        _windowed(llama_config("test-mistral", **TEST_SIZES, kv_heads=2), 24),
     )
 }
+
+# transformers 5, models/mistral/configuration_mistral.py
+DEFAULTS: dict[str, Any] = {
+    **llama.DEFAULTS,
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+}
+
+
+def parse_config(raw: Mapping[str, Any], name: str) -> ModelConfig:
+    """ModelConfig of a raw config.json of model_type 'mistral'. Raises UserError on options we do not compute."""
+    read = HFConfig(raw, name, DEFAULTS)
+    config = _windowed(read_sizes(read), read["sliding_window"])
+    # transformers' Mistral has one kind of layer; layer_types that say otherwise belong to Ministral.
+    if read.window_pattern(config.window_pattern) != config.window_pattern:
+        raise read.refuse("layer_types", "mixed", "is not implemented for Mistral")
+    return config

@@ -139,6 +139,8 @@ def validate_sample(record: Mapping[str, Any]) -> None:
     status = _choose(record, "status", ("ok", "invalid"))
     for name in ("max_abs", "limit"):
         _get(record, f"headroom.{name}", "float")
+    if record["headroom"]["limit"] <= 0:
+        _fail("headroom.limit", "expected a positive number")
     _get(record, "headroom.layer", "count", optional=True)
     _get(record, "headroom.op", "str")
     for arm in ("cached", "uncached"):

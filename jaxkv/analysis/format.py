@@ -1,0 +1,70 @@
+"""Numbers as text: shares with intervals, means, differences."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+
+def format_number(value: float, digits: int = 2) -> str:
+    """Two significant digits, all digits of large whole parts, exponents only where needed: 0.26, 25, 100, 2.0e-05."""
+    value = float(value)
+    if not math.isfinite(value):
+        return str(value)
+    if value and abs(value) < 1e-3:
+        return f"{value:.{digits - 1}e}"
+    if abs(value) >= 1e6:
+        return f"{value:.{digits}e}"
+    places = max(0, digits - 1 - math.floor(math.log10(abs(value)))) if value else 0
+    text = f"{value:.{places}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def format_share(entry: Mapping[str, Any] | None) -> str:
+    """A share with its interval, ``0.26 % [0.1, 0.5]``; a count of 0 or of all with its bound; ``-`` for None."""
+    if entry is None:
+        return "-"
+    if "upper_bound" in entry:
+        return f"0 of {entry['total']} (95 % upper bound {format_percent(entry['upper_bound'])} %)"
+    if "lower_bound" in entry:
+        return f"{entry['total']} of {entry['total']} (95 % lower bound {format_percent(entry['lower_bound'])} %)"
+    low, high = entry["interval"]
+    return f"{format_percent(entry['rate'])} % [{format_percent(low)}, {format_percent(high)}]"
+
+
+def format_percent(rate: float) -> str:
+    """A share in percent, without the sign. Less than all never becomes 100."""
+    text = format_number(100 * rate)
+    if text != "100" or rate == 1:
+        return text
+    return f"{100 * rate:.2f}" if rate < 0.99995 else ">99.99"
+
+
+def format_count(entry: Mapping[str, Any] | None) -> str:
+    """``3 of 1152``; ``-`` for None."""
+    return "-" if entry is None else f"{entry['count']} of {entry['total']}"
+
+
+def format_counted_share(entry: Mapping[str, Any] | None) -> str:
+    """``3 of 1152, 0.26 % [0.1, 0.5]``, or the bound as in `format_share`."""
+    text = format_share(entry)
+    return text if entry is None or " of " in text else f"{format_count(entry)}, {text}"
+
+
+def format_mean(entry: Mapping[str, Any]) -> str:
+    """A mean with its interval, in its own unit."""
+    if entry["interval"] is None or entry["max"] == 0:
+        return format_number(entry["mean"])
+    low, high = entry["interval"]
+    return f"{format_number(entry['mean'])} [{format_number(low)}, {format_number(high)}]"
+
+
+def format_points(entry: Mapping[str, Any]) -> str:
+    """A difference of two shares with its interval, in percentage points, signed."""
+    low, high = entry["interval"]
+    return f"{100 * entry['mean']:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
+
+
+def format_cell(entry: Mapping[str, Any]) -> str:
+    """Accuracy in percent without the sign; its interval is also given at 0 and at 100."""
+    low, high = entry["interval"]
+    return f"{format_percent(entry['rate'])} [{format_percent(low)}, {format_percent(high)}]"

@@ -1,0 +1,399 @@
+"""A summary as a terminal table and as report.md. The same summary and run give the same bytes."""
+
+import itertools
+import json
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from jaxkv import records
+from jaxkv.analysis.format import (
+    format_cell,
+    format_count,
+    format_counted_share,
+    format_mean,
+    format_number,
+    format_percent,
+    format_points,
+    format_share,
+)
+from jaxkv.analysis.summary import summarize
+from jaxkv.errors import UserError
+from jaxkv.schemas import SCORERS
+
+MAIN = "cached vs uncached"
+LABELS = {
+    "cached_rerun": "cached, run again",
+    "uncached_rerun": "uncached, run again",
+    "uncached_other_length": "uncached, other length",
+}
+RULES_OUT = {
+    "cached_rerun": "the cached arm differing from itself between runs (atomics, another kernel picked)",
+    "uncached_rerun": "the uncached arm differing from itself between runs",
+    "uncached_other_length": "the shape of the program, rather than the cache, as the cause:"
+    " no cache is involved, only another padded length",
+}
+Summary = Mapping[str, Any]
+
+
+def _comparisons(summary: Summary) -> list[tuple[str, Mapping[str, Any]]]:
+    rows = [(MAIN, summary["teacher_forced"])] + [(LABELS[n], c) for n, c in summary["controls"].items()]
+    return [(label, comparison) for label, comparison in rows if comparison is not None]
+
+
+def describe_sampling(sampling: Mapping[str, Any]) -> str:
+    """The effective sampling in a few words, e.g. ``top_k, temperature 0.7, top_k 50, seed 0``."""
+    if sampling["sampler"] == "greedy":
+        return "greedy"
+    parts = [sampling["sampler"], f"temperature {sampling['temperature']}"]
+    parts += [f"{name} {sampling[name]}" for name in ("top_k", "top_p") if sampling[name] is not None]
+    return ", ".join([*parts, f"seed {sampling['seed']}"])
+
+
+def _describe_invalid(summary: Summary) -> str:
+    return "; ".join(
+        f"{g['samples']} at {g['reason']} ({g['arm']}, {g['value']}, from position {g['first_position']})"
+        for g in summary["invalid"]
+    )
+
+
+def _add_row(table: Table, *cells: str) -> None:
+    """Adds cells as plain text: rich would take ``[nan, nan]`` for markup."""
+    table.add_row(*(Text(cell) for cell in cells))
+
+
+def render_table(summary: Summary) -> Table:
+    """Renders the summary for a terminal of 80 columns or more."""
+    problems = summary["problems"]
+    outer = Table.grid()
+    outer.add_column(overflow="fold")
+    sampling = "; ".join(describe_sampling(s) for s in summary["sampling"])
+    _add_row(outer, f"{problems['ok']} of {problems['total']} problems valid; {sampling or 'no samples'}")
+    if problems["invalid"]:
+        _add_row(outer, f"INVALID, counted nowhere below: {_describe_invalid(summary)}")
+    if summary["status"] != "ok":
+        _add_row(outer, "no valid sample, so nothing is said about agreement")
+        return outer
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table.add_column("teacher-forced", min_width=11)
+    table.add_column("argmax flips", min_width=19)
+    table.add_column("sequences\nwith a flip", justify="right")
+    table.add_column("mean KL\n(nats)", justify="right")
+    table.add_column("max |diff|\nof logits", justify="right")
+    table.add_column("bit-equal\nsteps", justify="right")
+    for label, c in _comparisons(summary):
+        equal = (
+            format_count(c["bit_equal"])
+            if "lower_bound" in c["bit_equal"]
+            else f"{format_percent(c['bit_equal']['rate'])} %"
+        )
+        kl, worst = format_number(c["kl"]["mean"]), format_number(c["max_abs"]["max"])
+        _add_row(table, label, format_share(c["flips"]), format_count(c["sequences_with_flip"]), kl, worst, equal)
+    outer.add_row(table)
+    if free := summary["free_running"]:
+        _add_row(outer, f"free-running sequences that diverge: {_divergence_sentence(free)}")
+
+    scores = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    scores.add_column("accuracy, %")
+    for name in ("cached", "uncached", "difference", "McNemar p", "labels changed"):
+        scores.add_column(name, justify="right")
+    for scorer in SCORERS:
+        a = summary["accuracy"][scorer]
+        p = format_number(a["mcnemar_p"])
+        _add_row(
+            scores,
+            scorer,
+            format_cell(a["cached"]),
+            format_cell(a["uncached"]),
+            format_points(a["difference"]),
+            p,
+            _changes(a),
+        )
+    outer.add_row(scores)
+    return outer
+
+
+def _changes(accuracy: Mapping[str, Any]) -> str:
+    changes = accuracy["label_changes"]
+    return f"{changes['answer_changed']}" + (
+        f" (+{changes['extraction_only']} extraction)" if changes["extraction_only"] else ""
+    )
+
+
+def _divergence_sentence(free: Mapping[str, Any]) -> str:
+    text = format_counted_share(free["diverged"])
+    if free["expected"] is not None:
+        low, high = free["expected"]["interval"]
+        expected = f"{format_percent(free['expected']['rate'])} % [{format_percent(low)}, {format_percent(high)}]"
+        text += f"; {expected} expected from the flips per token"
+    if free["first_diverged"] is not None:
+        text += f"; first at token {format_number(free['first_diverged']['quartiles'][1], 3)} (median)"
+    return text
+
+
+def _lookup(run: Mapping[str, Any], name: str) -> Any:
+    """A value from the config, else from the provenance of the last session that has it."""
+    if name in run["config"]:
+        return run["config"][name]
+    return next((s[name] for s in reversed(run["sessions"]) if name in s), None)
+
+
+def _inline(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{k} {_inline(v)}" for k, v in records.flatten(value).items())
+    if isinstance(value, list):
+        return "[" + ", ".join(_inline(v) for v in value) + "]"
+    return "none" if value is None else str(value)
+
+
+def _cellsafe(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _rows(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [header, ["---"] * len(header), *rows]
+    return ["| " + " | ".join(_cellsafe(cell) for cell in line) + " |" for line in lines] + [""]
+
+
+def _range(pair: Sequence[int] | None) -> str:
+    return "none" if pair is None else str(pair[0]) if pair[0] == pair[1] else f"{pair[0]} to {pair[1]}"
+
+
+def _headline(summary: Summary, run: Mapping[str, Any]) -> str:
+    """The answer in two sentences."""
+    problems = summary["problems"]
+    if summary["status"] == "empty":
+        return "There is no sample yet. Run the command below to go on."
+    if summary["status"] == "invalid":
+        return (
+            f"The run is invalid: a non-finite number arose in each of its {problems['total']} samples"
+            f" ({_describe_invalid(summary)}). It says nothing about agreement between cached and uncached decoding."
+        )
+    forced, free, controls = summary["teacher_forced"], summary["free_running"], summary["controls"]
+    precision = _lookup(run, "precision")
+    name = precision.get("name") if isinstance(precision, Mapping) else precision
+    first = f"In {name}, " if name else ""
+    if forced:
+        first += (
+            "the cached arm picks another top token than the uncached one at"
+            f" {format_counted_share(forced['flips'])} of the teacher-forced steps, and at least once in"
+            f" {format_counted_share(forced['sequences_with_flip'])} of the sequences"
+        )
+    else:
+        first += "there are no teacher-forced steps to compare"
+    if free:
+        first += f"; running free, {format_counted_share(free['diverged'])} of the sequences diverge"
+    beside = [
+        f"{format_counted_share(c['flips'])} ({LABELS[n]})"
+        for n in reversed(controls)
+        if (c := controls[n]) is not None
+    ]
+    numeric = summary["accuracy"]["numeric"]
+    second = (
+        f"{numeric['cached']['count']} (cached) and {numeric['uncached']['count']} (uncached) of {problems['ok']}"
+        f" answers are right by numeric value (difference {format_points(numeric['difference'])} points, McNemar"
+        f" p = {format_number(numeric['mcnemar_p'])})"
+    )
+    if beside:
+        second = f"Without the cache being at stake, flips come to {' and '.join(beside)}; {second}"
+    if problems["invalid"]:
+        second += f", with {problems['invalid']} of {problems['total']} samples invalid and left out"
+    return f"{first}. {second}."
+
+
+def _what_was_run(summary: Summary, run: Mapping[str, Any]) -> list[str]:
+    precision = _lookup(run, "precision")
+    model = _lookup(run, "model")
+    shapes = summary["shapes"]
+    rows = [
+        ("model", _inline(model.get("name", model) if isinstance(model, Mapping) else model)),
+        ("precision", _inline(precision)),
+        ("device", _inline(_lookup(run, "device"))),
+        *((f"{name} (shape)", _range(shapes[name])) for name in ("batch", "prefill", "slots", "left_pad")),
+        ("uncached arm", ", ".join(shapes["uncached"]) or "none"),
+        ("prompt tokens", _range(shapes["prompt_tokens"])),
+        ("sampling", "; ".join(f"{describe_sampling(s)} ({s['samples']} samples)" for s in summary["sampling"])),
+        ("data", _inline(_lookup(run, "data"))),
+        ("prompt", _inline(_lookup(run, "prompt"))),
+        ("problems", "{ok} valid, {invalid} invalid".format(**summary["problems"])),
+    ]
+    return ["## What was run", "", *_rows(["what", "value"], rows)]
+
+
+def _agreement(summary: Summary) -> list[str]:
+    comparisons = _comparisons(summary)
+
+    def each(show: Any) -> list[str]:
+        return [show(comparison) for _, comparison in comparisons]
+
+    rows = [
+        ["sequences", *each(lambda c: str(c["sequences"]))],
+        ["tokens", *each(lambda c: str(c["tokens"]))],
+        ["argmax flips per token", *each(lambda c: format_counted_share(c["flips"]))],
+        ["sequences with a flip", *each(lambda c: format_counted_share(c["sequences_with_flip"]))],
+        ["bit-equal steps", *each(lambda c: format_counted_share(c["bit_equal"]))],
+        ["mean KL(uncached to cached), nats", *each(lambda c: format_mean(c["kl"]))],
+        ["largest KL, nats", *each(lambda c: format_number(c["kl"]["max"]))],
+        ["mean reverse KL, nats", *each(lambda c: format_mean(c["kl_reverse"]))],
+        ["mean JS, nats", *each(lambda c: format_mean(c["js"]))],
+        ["largest JS, nats", *each(lambda c: format_number(c["js"]["max"]))],
+        ["max abs logit difference, mean over steps", *each(lambda c: format_mean(c["max_abs"]))],
+        ["max abs logit difference, largest", *each(lambda c: format_number(c["max_abs"]["max"]))],
+        ["mean abs logit difference", *each(lambda c: format_mean(c["mean_abs"]))],
+        ["steps with margin ≤ 2 × max abs difference", *each(lambda c: str(c["tokens_at_risk"]))],
+        ["flips among those steps", *each(lambda c: format_count(c["flips_within_perturbation"]))],
+        ["exact ties (margin 0)", *each(lambda c: str(c["ties"]["count"]))],
+    ]
+    lines = ["## Cached against uncached, teacher-forced", ""]
+    if not comparisons:
+        return [*lines, "No steps were compared.", ""]
+    lines += _rows(["", *(label for label, _ in comparisons)], rows)
+    lines += ["What each control rules out:", ""]
+    for name, why in RULES_OUT.items():
+        ran = "" if summary["controls"].get(name) else " **Not run here, so not ruled out.**"
+        lines.append(f"- {LABELS[name]}: {why}.{ran}")
+    lines.append("")
+    ties = [(label, tie) for label, c in comparisons for tie in c["ties"]["listed"]]
+    if ties:
+        lines += ["Exact ties, where the lowest token id wins:", ""]
+        flipped = {True: "flip", False: "no flip"}
+        rows = [[label, str(t["problem"]), str(t["step"]), flipped[t["flip"]]] for label, t in ties]
+        lines += _rows(["comparison", "problem", "step", "outcome"], rows)
+    return lines
+
+
+def _free(free: Mapping[str, Any] | None) -> list[str]:
+    if free is None:
+        return []
+    rows = [["sequences that diverge", format_counted_share(free["diverged"])]]
+    if free["expected"]:
+        low, high = free["expected"]["interval"]
+        rate = f"{format_percent(free['expected']['rate'])} % [{format_percent(low)}, {format_percent(high)}]"
+        rows.append(["expected from 1 - (1 - p)^n with independent flips", rate])
+        rows.append(["first divergence is the first teacher-forced flip", format_count(free["first_flip_agrees"])])
+    if first := free["first_diverged"]:
+        shown = [format_number(v, 3) for v in (first["min"], *first["quartiles"], first["max"])]
+        rows.append(["first diverged token: min, quartiles, max", ", ".join(shown)])
+        rows.append(["tokens that differ after it", format_counted_share(free["differing_after"])])
+    return ["## Running free", "", *_rows(["", MAIN], rows)]
+
+
+def _accuracy(accuracy: Mapping[str, Any]) -> list[str]:
+    header = ["scorer", "cached", "uncached", "difference, points", "only cached right", "only uncached right"]
+    header += ["McNemar p", "answer changed", "extraction only"]
+    rows = []
+    for scorer in SCORERS:
+        a = accuracy[scorer]
+        changes = a["label_changes"]
+        rows.append(
+            [
+                scorer,
+                format_counted_share(a["cached"]),
+                format_counted_share(a["uncached"]),
+                format_points(a["difference"]),
+                str(a["only_cached"]),
+                str(a["only_uncached"]),
+                format_number(a["mcnemar_p"]),
+                str(changes["answer_changed"]),
+                str(changes["extraction_only"]),
+            ]
+        )
+    return ["## Accuracy, both arms on the same problems", "", *_rows(header, rows)]
+
+
+def _invalid(summary: Summary) -> list[str]:
+    lines = ["## Invalid samples and headroom", ""]
+    if summary["invalid"]:
+        rows = [
+            [g["reason"], g["arm"], g["value"], str(g["samples"]), str(g["first_position"]), _inline(g["problems"])]
+            for g in summary["invalid"]
+        ]
+        lines += ["A non-finite number arose; these samples enter no figure of agreement or accuracy.", ""]
+        lines += _rows(["where it began", "arm", "value", "samples", "first position", "problems"], rows)
+    else:
+        lines += ["No sample is invalid.", ""]
+    if room := summary["headroom"]:
+        where = room["op"] if room["layer"] is None else f"{room['op']}, layer {room['layer']}"
+        lines += [
+            f"Largest finite activation: {format_number(room['max_abs'], 3)} at {where} (problem {room['problem']}),"
+            f" {format_percent(room['share_of_limit'])} % of its dtype's maximum {format_number(room['limit'], 3)}.",
+            "",
+        ]
+    return lines
+
+
+def _provenance(run: Mapping[str, Any]) -> list[str]:
+    lines = ["## Provenance", "", "Replay or finish the run, RUN being its directory:", "", "```"]
+    lines += ["python -m jaxkv.launch --flagfile=RUN/run.flags", "python -m jaxkv.report RUN", "```", ""]
+    lines += [f"Configuration fingerprint: `{run['fingerprint']}`.", ""]
+    session = run["sessions"][-1] if run["sessions"] else {}
+    rows = [[name, _inline(value)] for name, value in sorted(records.flatten(session).items())]
+    lines += [f"Last of {len(run['sessions'])} session(s):", "", *_rows(["what", "value"], rows)]
+    lines += ["Configuration:", ""]
+    lines += _rows(["key", "value"], [[k, _inline(v)] for k, v in sorted(records.flatten(run["config"]).items())])
+    return lines
+
+
+def _caveats(summary: Summary, run: Mapping[str, Any]) -> list[str]:
+    notes = [
+        "Intervals are 95 %. Those of per-token figures resample whole sequences, since tokens of a sequence are not"
+        " independent; the bounds of zero counts take tokens as independent, so read them beside the sequences.",
+        "Flips per token, sequences with a flip and sequences that diverge are three rates: a sequence of n tokens"
+        " diverges with probability 1 - (1 - p)^n.",
+        "The uncached arm is defined by its shape; figures hold for the shapes, device and versions named here.",
+        "Which arm is nearer to the truth is not measured here; that takes a float64 run.",
+    ]
+    if len(summary["sampling"]) > 1:
+        notes.append("Samples of different sampling are pooled: see the sampling row.")
+    if any(s["sampler"] != "greedy" for s in summary["sampling"]):
+        notes.append("Sampled tokens can differ without an argmax flip, so no divergence is derived from flips.")
+    if 0 < summary["problems"]["ok"] < 30:
+        notes.append(f"Only {summary['problems']['ok']} valid problems: the intervals say how little that settles.")
+    sessions = [
+        {k: v for k, v in s.items() if k not in ("started", "done_before")} for s in run["sessions"] if "started" in s
+    ]
+    if changes := [records.describe_difference(a, b) for a, b in itertools.pairwise(sessions) if a != b]:
+        notes.append(f"The sessions of this run differ (before = there, after = here): {'; '.join(changes)}.")
+    return ["## Caveats", "", *(f"- {note}" for note in notes), ""]
+
+
+def render_markdown(summary: Summary, run: Mapping[str, Any]) -> str:
+    """Renders report.md.
+
+    Args:
+      summary: from `summarize`.
+      run: content of run.json. Shown by name, from the config or else the provenance: `model`, `precision` (a name or
+        the dtype of each part), `device`, `data` and `prompt`; all the rest is listed under provenance.
+    """
+    lines = ["# Cached against uncached decoding", "", _headline(summary, run), "", *_what_was_run(summary, run)]
+    if summary["status"] == "ok":
+        lines += [*_agreement(summary), *_free(summary["free_running"]), *_accuracy(summary["accuracy"])]
+    lines += [*_invalid(summary), *_caveats(summary, run), *_provenance(run)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def write_report(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Writes summary.json and report.md of a run directory from its records alone.
+
+    Returns:
+      The summary.
+
+    Raises:
+      UserError: not a run directory, corrupt records, or not writable.
+    """
+    directory = pathlib.Path(path)
+    run, samples = records.read_run(directory)
+    try:
+        summary = summarize(samples, run)
+    except ValueError as error:
+        raise UserError(f"{directory / 'samples.jsonl'}: {error}; was it written by another version?") from error
+    text = json.dumps(records.to_plain(summary), allow_nan=False, indent=2) + "\n"
+    records.write_atomically(directory / "summary.json", text)
+    records.write_atomically(directory / "report.md", render_markdown(summary, run))
+    return summary

@@ -1,0 +1,251 @@
+"""From the records of a run to the figures of its report. A pure function of the records: same records, same summary.
+
+A share is a dict ``{"count", "total", "rate"}`` with ``interval`` ``[low, high]`` (95 %) and ``method``. A count of 0
+also has ``upper_bound``, a count of everything ``lower_bound`` (one-sided 95 %, exact for independent trials).
+An invalid sample enters no figure but the count of invalid samples and the headroom.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxkv.analysis import statistics
+from jaxkv.schemas import CONTROLS, LABEL_CHANGES, SCORERS, validate_sample
+
+CLUSTERED = (
+    f"percentile bootstrap over sequences ({statistics.RESAMPLES} resamples, seed 0), widened to Wilson on tokens"
+)
+TIES_LISTED = 50
+Record = Mapping[str, Any]
+
+
+def summarize(records: Sequence[Record], run: Mapping[str, Any]) -> dict[str, Any]:
+    """Summarizes the 'divergence' records of a run.
+
+    Args:
+      records: samples, in any order; records of other experiments are left out.
+      run: content of run.json; its fingerprint ties the summary to the run.
+
+    Returns:
+      Plain values for summary.json. ``status`` is 'ok', 'invalid' (no sample is valid: there are no agreement
+      figures) or 'empty'.
+
+    Raises:
+      ValueError: a record breaks its schema; starts with its key and the field.
+    """
+    samples = sorted((r for r in records if r.get("experiment") == "divergence"), key=lambda r: r.get("problem", 0))
+    for sample in samples:
+        try:
+            validate_sample(sample)
+        except ValueError as error:
+            raise ValueError(f"sample {sample.get('key')}: {error}") from error
+    valid = [s for s in samples if s["status"] == "ok"]
+    summary: dict[str, Any] = {
+        "experiment": "divergence",
+        "fingerprint": run.get("fingerprint"),
+        "status": "ok" if valid else "invalid" if samples else "empty",
+        "problems": {"total": len(samples), "ok": len(valid), "invalid": len(samples) - len(valid)},
+        "invalid": _group_invalid([s for s in samples if s["status"] == "invalid"]),
+        "headroom": _find_headroom(samples),
+        "sampling": _count_distinct([s["sampling"] for s in samples]),
+        "shapes": _describe_shapes(samples),
+    }
+    if not valid:
+        return summary
+    summary["teacher_forced"] = _summarize_comparisons([(s, s["teacher_forced"]) for s in valid])
+    summary["controls"] = {name: _summarize_comparisons([(s, s["controls"][name]) for s in valid]) for name in CONTROLS}
+    summary["free_running"] = _summarize_free_running(valid, summary["teacher_forced"])
+    summary["accuracy"] = {scorer: _summarize_accuracy(valid, scorer) for scorer in SCORERS}
+    return summary
+
+
+def share(count: int, total: int) -> dict[str, Any] | None:
+    """A share of independent trials with its Wilson interval; None if there were no trials."""
+    if total == 0:
+        return None
+    entry: dict[str, Any] = {"count": count, "total": total, "rate": count / total}
+    entry |= {"interval": list(statistics.wilson(count, total)), "method": "Wilson"}
+    return _bounded(entry)
+
+
+def clustered_share(counts: Sequence[int], sizes: Sequence[int]) -> dict[str, Any] | None:
+    """A share of tokens with an interval over sequences, never narrower than if tokens were independent.
+
+    The widening matters when sequences are few: a bootstrap of two sequences with a flip each has no width at all.
+
+    Args:
+      counts: counted tokens of each sequence.
+      sizes: tokens of each sequence.
+    """
+    entry = share(int(sum(counts)), int(sum(sizes)))
+    if entry is None:
+        return None
+    low, high = statistics.cluster_bootstrap(counts, sizes)
+    entry["interval"] = [min(low, entry["interval"][0]), max(high, entry["interval"][1])]
+    entry["method"] = CLUSTERED
+    return entry
+
+
+def _bounded(entry: dict[str, Any]) -> dict[str, Any]:
+    bound = statistics.zero_upper_bound(entry["total"])
+    if entry["count"] == 0:
+        entry["upper_bound"] = bound
+    if entry["count"] == entry["total"]:
+        entry["lower_bound"] = 1 - bound
+    return entry
+
+
+def _summarize_comparisons(pairs: Sequence[tuple[Record, Mapping[str, Any] | None]]) -> dict[str, Any] | None:
+    """Figures of one comparison over all samples that have it; None if none has a token of it."""
+    kept = [(sample["problem"], comparison) for sample, comparison in pairs if comparison and comparison["flip"]]
+    if not kept:
+        return None
+    sizes = [len(comparison["flip"]) for _, comparison in kept]
+
+    def column(name: str) -> list[np.ndarray]:
+        return [np.asarray(comparison[name], np.float64) for _, comparison in kept]
+
+    flips, margins, perturbations = column("flip"), column("margin"), column("max_abs")
+    # |a - b| <= e for all logits: only a margin of at most 2e can be closed. An untouched row cannot flip.
+    at_risk = [(m <= 2 * e) & (e > 0) for m, e in zip(margins, perturbations, strict=True)]
+    ties = [
+        {"problem": problem, "step": int(step), "flip": bool(flip[step])}
+        for (problem, _), margin, flip in zip(kept, margins, flips, strict=True)
+        for step in np.flatnonzero(margin == 0)
+    ]
+    explained = sum(int((risk & (flip > 0)).sum()) for risk, flip in zip(at_risk, flips, strict=True))
+    summary: dict[str, Any] = {
+        "sequences": len(kept),
+        "tokens": sum(sizes),
+        "flips": clustered_share([int(f.sum()) for f in flips], sizes),
+        "sequences_with_flip": share(sum(bool(f.any()) for f in flips), len(kept)),
+        "bit_equal": clustered_share([int(c.sum()) for c in column("bit_equal")], sizes),
+        "flips_within_perturbation": {"count": explained, "total": int(sum(f.sum() for f in flips))},
+        "tokens_at_risk": int(sum(risk.sum() for risk in at_risk)),
+        "ties": {"count": len(ties), "listed": ties[:TIES_LISTED]},
+    }
+    for name in ("kl", "kl_reverse", "js", "max_abs", "mean_abs"):
+        summary[name] = _describe_column(column(name), sizes)
+    return summary
+
+
+def _describe_column(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> dict[str, Any]:
+    sums = [float(c.sum()) for c in columns]
+    return {
+        "mean": sum(sums) / sum(sizes),
+        "interval": list(statistics.cluster_bootstrap(sums, sizes)) if len(sizes) > 1 else None,
+        "max": max(float(c.max()) for c in columns),
+    }
+
+
+def _summarize_free_running(valid: Sequence[Record], forced: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    runs = [s for s in valid if s["free_running"] is not None]
+    if not runs:
+        return None
+    diverged = [s["free_running"] for s in runs if s["free_running"]["diverged"]]
+    after = [(d["differing_after"], d["compared_after"]) for d in diverged if d["compared_after"]]
+    starts = [d["first_diverged"] for d in diverged]
+    summary: dict[str, Any] = {
+        "diverged": share(len(diverged), len(runs)),
+        "first_diverged": None,
+        "differing_after": clustered_share([a for a, _ in after], [b for _, b in after]),
+        "expected": None,
+        "first_flip_agrees": None,
+    }
+    if starts:
+        low, median, high = np.quantile(starts, [0.25, 0.5, 0.75])
+        summary["first_diverged"] = {
+            "sequences": len(starts),
+            "min": min(starts),
+            "quartiles": [float(low), float(median), float(high)],
+            "max": max(starts),
+        }
+    compared = [s for s in runs if s["teacher_forced"] and s["teacher_forced"]["flip"]]
+    if forced and compared and all(s["sampling"]["sampler"] == "greedy" for s in compared):
+        lengths = [len(s["teacher_forced"]["flip"]) for s in compared]
+        rate, (low, high) = forced["flips"]["rate"], forced["flips"]["interval"]
+        summary["expected"] = {
+            "rate": statistics.expected_divergence(rate, lengths),
+            "interval": [statistics.expected_divergence(p, lengths) for p in (low, high)],
+            "method": "mean of 1 - (1 - p)^n over sequences, p the flip rate per token",
+        }
+        agrees = sum(_first_flip(s["teacher_forced"]) == s["free_running"]["first_diverged"] for s in compared)
+        summary["first_flip_agrees"] = {"count": agrees, "total": len(compared)}
+    return summary
+
+
+def _first_flip(comparison: Mapping[str, Any]) -> int | None:
+    return next((step for step, flip in enumerate(comparison["flip"]) if flip), None)
+
+
+def _summarize_accuracy(valid: Sequence[Record], scorer: str) -> dict[str, Any]:
+    cached = np.array([s["arms"]["cached"]["scores"][scorer]["correct"] for s in valid], bool)
+    uncached = np.array([s["arms"]["uncached"]["scores"][scorer]["correct"] for s in valid], bool)
+    only_cached, only_uncached = int((cached & ~uncached).sum()), int((uncached & ~cached).sum())
+    if only_cached or only_uncached:
+        interval = list(statistics.paired_bootstrap(cached, uncached))
+        method = f"percentile bootstrap over problems ({statistics.RESAMPLES} resamples, seed 0)"
+    else:
+        bound = statistics.zero_upper_bound(len(valid))
+        interval, method = [-bound, bound], "no problem differs: upper bound of the share that would"
+    changes = Counter(s["label_change"][scorer] for s in valid)
+    return {
+        "cached": share(int(cached.sum()), len(valid)),
+        "uncached": share(int(uncached.sum()), len(valid)),
+        "only_cached": only_cached,
+        "only_uncached": only_uncached,
+        "mcnemar_p": statistics.mcnemar_exact(only_cached, only_uncached),
+        "difference": {
+            "mean": float(cached.mean() - uncached.mean()),
+            "interval": interval,
+            "method": method,
+        },
+        "label_changes": {kind: changes[kind] for kind in LABEL_CHANGES},
+    }
+
+
+def _group_invalid(invalid: Sequence[Record]) -> list[dict[str, Any]]:
+    groups: dict[tuple[str, int, str, str], list[Record]] = {}
+    for sample in invalid:
+        why = sample["invalid"]
+        layer = -1 if why["layer"] is None else why["layer"]
+        groups.setdefault((why["op"], layer, why["arm"], why["value"]), []).append(sample)
+    return [
+        {
+            "reason": op if layer < 0 else f"{op}, layer {layer}",
+            "arm": arm,
+            "value": value,
+            "samples": len(members),
+            "first_position": min(s["invalid"]["position"] for s in members),
+            "problems": [s["problem"] for s in members][:TIES_LISTED],
+        }
+        for (op, layer, arm, value), members in sorted(groups.items())
+    ]
+
+
+def _find_headroom(samples: Sequence[Record]) -> dict[str, Any] | None:
+    if not samples:
+        return None
+    worst = max(samples, key=lambda s: s["headroom"]["max_abs"] / s["headroom"]["limit"])
+    used = worst["headroom"]["max_abs"] / worst["headroom"]["limit"]
+    return dict(worst["headroom"]) | {"share_of_limit": used, "problem": worst["problem"]}
+
+
+def _count_distinct(values: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    counts = Counter(tuple(sorted(v.items())) for v in values)
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], repr(item[0])))
+    return [dict(items) | {"samples": count} for items, count in ordered]
+
+
+def _describe_shapes(samples: Sequence[Record]) -> dict[str, Any]:
+    """Range of each shape over the samples, and the distinct values of the uncached regime."""
+    described: dict[str, Any] = {}
+    for name in ("batch", "prefill", "slots", "left_pad"):
+        values = [s["shapes"][name] for s in samples]
+        described[name] = [min(values), max(values)] if values else None
+    prompts = [s["prompt_tokens"] for s in samples]
+    described["prompt_tokens"] = [min(prompts), max(prompts)] if prompts else None
+    described["uncached"] = sorted({s["shapes"]["uncached"] for s in samples})
+    return described

@@ -1,0 +1,86 @@
+"""Tasks by name: problems, prompts and scores."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jaxkv.errors import UserError, nearest
+from jaxkv.tasks import gsm8k, scoring
+from jaxkv.tasks.gsm8k import Problem, PromptSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """Problems with the way they are asked and scored.
+
+    Attributes:
+      name: key in the registry.
+      problems: what is asked, in source order.
+      spec: how it is asked.
+      shots: the worked examples in every prompt.
+      provenance: JSON-ready origin of `problems` and `shots` (None without shots), rows of the shots, prompt spec.
+    """
+
+    name: str
+    problems: tuple[Problem, ...]
+    spec: PromptSpec
+    shots: tuple[Problem, ...]
+    provenance: dict[str, Any]
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Strings at which a continuation ends."""
+        return gsm8k.stop_strings(self.spec)
+
+    def prompt(self, problem: Problem) -> str | list[dict[str, str]]:
+        """Returns the prompt: a string, or messages for the chat style."""
+        return gsm8k.build_prompt(self.spec, problem, self.shots)
+
+    def score(self, text: str, problem: Problem) -> dict[str, dict[str, Any]]:
+        """Scores a continuation; see `scoring.score`."""
+        return scoring.score(text, problem.answer, self.stops)
+
+    def label_change_kind(self, text_a: str, text_b: str, problem: Problem, scorer: str) -> str:
+        """Says why the label differs between two arms; see `scoring.label_change_kind`."""
+        return scoring.label_change_kind(text_a, text_b, problem.answer, scorer, self.stops)
+
+
+def load_task(
+    name: str,
+    *,
+    data: str | None = None,
+    fewshot_data: str | None = None,
+    spec: PromptSpec | None = None,
+    limit: int | None = None,
+) -> Task:
+    """Loads a task.
+
+    Args:
+      name: 'gsm8k'.
+      data: file with the problems to ask; None fetches the test split from the hub.
+      fewshot_data: file with the worked examples; None fetches the train split. Not read without shots.
+      spec: prompt style; 8-shot by default.
+      limit: ask only the first so many problems.
+
+    Raises:
+      UserError: unknown task, a limit below 1, or what `gsm8k.load_problems` and `gsm8k.choose_shots` raise.
+    """
+    if name not in TASKS:
+        raise UserError(f"unknown task '{name}'{nearest(name, list(TASKS))}; known: {', '.join(TASKS)}")
+    if limit is not None and limit < 1:
+        raise UserError(f"a limit of {limit} problems leaves nothing to ask; use 1 or more, or none")
+    return TASKS[name](data, fewshot_data, spec or gsm8k.DEFAULT_PROMPT, limit)
+
+
+def _load_gsm8k(data: str | None, fewshot_data: str | None, spec: PromptSpec, limit: int | None) -> Task:
+    problems, origin = gsm8k.load_problems(data, "test")
+    provenance: dict[str, Any] = {"prompt": dataclasses.asdict(spec), "problems": origin, "shots": None}
+    shots: tuple[Problem, ...] = ()
+    if spec.shots:
+        train, origin = gsm8k.load_problems(fewshot_data, "train", flag="--fewshot_data")
+        shots = gsm8k.choose_shots(spec, train, problems)
+        provenance["shots"] = origin | {"indices": [shot.index for shot in shots]}
+    return Task("gsm8k", problems[:limit], spec, shots, provenance)
+
+
+TASKS: dict[str, Callable[[str | None, str | None, PromptSpec, int | None], Task]] = {"gsm8k": _load_gsm8k}

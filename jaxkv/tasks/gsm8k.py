@@ -1,0 +1,295 @@
+"""GSM8K (Cobbe et al., 2021, arXiv 2110.14168): problems, prompts and stop strings. Scores are in `scoring`."""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxkv.errors import UserError, nearest
+from jaxkv.tasks.scoring import STOPS, TURN_ENDS, canonical, parse_number
+
+HUB_NAME = "openai/gsm8k"
+HUB_REVISION = "740312add88f781978c0658806c59bc2815b9866"
+STYLES = ("zero_shot", "few_shot", "chat")
+ROW_SHAPE = "rows with 'question' and 'answer', the answer ending in '#### N'"
+CHAT_REQUEST = (
+    "Work it out step by step. Finish with one line that holds only #### and the final number, like this: #### 7"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One problem.
+
+    Attributes:
+      index: row in the source, from 0.
+      question: its text.
+      answer: the gold number in plain digits: no commas, no trailing zeros.
+      solution: the worked solution as published, `<<...>>` annotations and the `#### N` line included.
+    """
+
+    index: int
+    question: str
+    answer: str
+    solution: str
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptSpec:
+    """How a problem is put to the model.
+
+    Attributes:
+      style: 'zero_shot' and 'few_shot' are plain text for base models; 'chat' is messages for a chat template.
+      shots: worked examples before the question; 0 for zero_shot, at least 1 for few_shot.
+      seed: None takes the first train problems; a number takes a seeded choice, the same on every machine.
+    """
+
+    style: Literal["zero_shot", "few_shot", "chat"]
+    shots: int = 0
+    seed: int | None = None
+
+    def __post_init__(self):
+        if self.style not in STYLES:
+            raise UserError(
+                f"unknown prompt style '{self.style}'{nearest(self.style, list(STYLES))}; known: {', '.join(STYLES)}"
+            )
+        fits = {"zero_shot": self.shots == 0, "few_shot": self.shots > 0, "chat": self.shots >= 0}
+        if not fits[self.style]:
+            raise UserError(
+                f"a {self.style} prompt cannot have {self.shots} shots; use few_shot with shots, or zero_shot"
+            )
+
+
+DEFAULT_PROMPT = PromptSpec("few_shot", shots=8)
+
+
+def load_problems(
+    data: str | None, split: str = "test", flag: str = "--data"
+) -> tuple[tuple[Problem, ...], dict[str, Any]]:
+    """Loads problems from a file, or from the Hugging Face hub.
+
+    Args:
+      data: a .jsonl or .parquet file with the fields `question` and `answer`; None downloads openai/gsm8k.
+      split: 'train' or 'test'; of a file it is only recorded.
+      flag: the flag that names `data`, for error messages.
+
+    Returns:
+      The problems in source order and their provenance: `source`, `sha256` of the file (None from the hub), `rows`,
+      `split`, `revision` (None for a file), `fingerprint` of the `datasets` table (None without that package).
+
+    Raises:
+      UserError: no network or no `datasets` package for the hub; a file that is missing, empty, of an unknown type or
+        not UTF-8; a row that is not JSON, lacks a field or has no `#### N`.
+    """
+    if data is None:
+        return _load_hub(split, flag)
+    path = Path(data)
+    if path.suffix not in (".jsonl", ".parquet"):
+        raise UserError(
+            f"{data}: unknown extension '{path.suffix}'; {flag} takes a .jsonl or .parquet file: {ROW_SHAPE}"
+        )
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{data}: cannot be read ({error.strerror}); {flag} takes a file with {ROW_SHAPE}") from error
+    # Read here rather than by `datasets`, whose errors name no line and which stumbles on blank lines.
+    rows = _read_jsonl(data, content) if path.suffix == ".jsonl" else _read_parquet(data, path)
+    problems = tuple(_make_problem(where, index, row) for index, (where, row) in enumerate(rows))
+    if not problems:
+        raise UserError(f"{data}: holds no rows; {flag} takes a file with {ROW_SHAPE}")
+    table = _make_table(problems)
+    provenance = {
+        "source": data,
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "rows": len(problems),
+        "split": split,
+        "revision": None,
+        "fingerprint": table._fingerprint if table is not None else None,
+    }
+    return problems, provenance
+
+
+def choose_shots(spec: PromptSpec, train: Sequence[Problem], test: Iterable[Problem] = ()) -> tuple[Problem, ...]:
+    """Chooses the worked examples of a prompt.
+
+    With a seed, train problems are ordered by a hash of seed and index, so that fewer shots are a prefix of more.
+
+    Args:
+      spec: prompt style, number of shots and seed.
+      train: problems to choose from.
+      test: problems that will be asked; none of them may be in `train`.
+
+    Raises:
+      UserError: too few train problems, or a test problem among them.
+    """
+    asked = {_plain(problem.question) for problem in test}
+    shared = [problem.index + 1 for problem in train if _plain(problem.question) in asked]
+    if shared and spec.shots:
+        raise UserError(
+            f"{len(shared)} of the few-shot problems are also asked (first: row {shared[0]}); "
+            "give --fewshot_data a train file that shares no question with --data"
+        )
+    if len(train) < spec.shots:
+        raise UserError(f"{spec.shots} shots wanted and the train problems are {len(train)}; use fewer shots")
+    if spec.seed is None:
+        return tuple(train[: spec.shots])
+    ranked = sorted(train, key=lambda p: hashlib.sha256(f"{spec.seed}:{p.index}".encode()).digest())
+    return tuple(ranked[: spec.shots])
+
+
+def show_solution(problem: Problem) -> str:
+    """Returns the solution as a model should see it: without calculator annotations."""
+    return re.sub(r"<<[^<>]*>>", "", problem.solution).strip()
+
+
+def zero_shot(problem: Problem) -> str:
+    """Returns `Question: ...` and an open `Answer:`."""
+    return f"Question: {problem.question.strip()}\nAnswer:"
+
+
+def k_shot(problem: Problem, shots: Sequence[Problem]) -> str:
+    """Returns worked examples and the open question, separated by blank lines."""
+    return "\n\n".join([*(f"{zero_shot(shot)} {show_solution(shot)}" for shot in shots), zero_shot(problem)])
+
+
+def chat(problem: Problem, shots: Sequence[Problem] = ()) -> list[dict[str, str]]:
+    """Returns messages for `tokenizer.apply_chat_template`; worked examples become earlier turns."""
+    messages = []
+    for shot in shots:
+        messages.append({"role": "user", "content": f"{shot.question.strip()}\n\n{CHAT_REQUEST}"})
+        messages.append({"role": "assistant", "content": show_solution(shot)})
+    return [*messages, {"role": "user", "content": f"{problem.question.strip()}\n\n{CHAT_REQUEST}"}]
+
+
+def build_prompt(spec: PromptSpec, problem: Problem, shots: Sequence[Problem] = ()) -> str | list[dict[str, str]]:
+    """Builds the prompt of a problem: a string, or messages for the chat style.
+
+    Raises:
+      UserError: the number of shots is not the spec's, or the problem is one of them.
+    """
+    if len(shots) != spec.shots:
+        raise UserError(f"the prompt wants {spec.shots} shots and got {len(shots)}; choose them with choose_shots")
+    if _plain(problem.question) in {_plain(shot.question) for shot in shots}:
+        raise UserError(f"problem {problem.index} is one of its own worked examples; take shots from the train split")
+    if spec.style == "chat":
+        return chat(problem, shots)
+    return k_shot(problem, shots)
+
+
+def stop_strings(spec: PromptSpec) -> tuple[str, ...]:
+    """Returns where a continuation ends: the next question for plain text, the end of the turn for chat."""
+    return TURN_ENDS if spec.style == "chat" else STOPS
+
+
+def _plain(question: str) -> str:
+    return " ".join(question.split()).casefold()
+
+
+def _make_problem(where: str, index: int, row: Any) -> Problem:
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: is not a JSON object; every row needs 'question' and 'answer'")
+    for field in ("question", "answer"):
+        if not isinstance(row.get(field), str) or not row[field].strip():
+            raise UserError(f"{where}: has no text in '{field}'; every row needs 'question' and 'answer'")
+    _, marker, gold = row["answer"].rpartition("####")
+    value = parse_number(gold) if marker else None
+    if value is None:
+        raise UserError(f"{where}: the answer does not end in '#### N' with a number N; add that line or drop the row")
+    return Problem(index, row["question"], canonical(value), row["answer"])
+
+
+def _read_jsonl(data: str, content: bytes) -> list[tuple[str, Any]]:
+    rows = []
+    for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        where = f"{data} line {number}"
+        try:
+            text = line.decode("utf-8").strip()
+            if text:
+                rows.append((where, json.loads(text)))
+        except UnicodeDecodeError as error:
+            raise UserError(f"{where}: is not UTF-8; save the file as UTF-8") from error
+        except json.JSONDecodeError as error:
+            raise UserError(f"{where}: is not JSON ({error.msg}); each line must be one JSON object") from error
+    return rows
+
+
+def _read_parquet(data: str, path: Path) -> list[tuple[str, Any]]:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UserError(f"{data}: Parquet needs pyarrow; run `pip install pyarrow` or give a .jsonl file") from error
+    try:
+        rows = pyarrow.parquet.read_table(path, columns=["question", "answer"]).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(
+            f"{data}: is not a Parquet file that can be read; copy it again or give a .jsonl file"
+        ) from error
+    return [(f"{data} row {number}", row) for number, row in enumerate(rows, start=1)]
+
+
+def _make_table(problems: Sequence[Problem]) -> Any:
+    """Returns the problems as a `datasets.Dataset`, fingerprinted by content; None without `datasets`."""
+    datasets = _import_datasets()
+    if datasets is None:
+        return None
+    text = datasets.Value("string")
+    return datasets.Dataset.from_list(
+        [{"question": problem.question, "answer": problem.solution} for problem in problems],
+        features=datasets.Features({"question": text, "answer": text}),
+    )
+
+
+def _load_hub(split: str, flag: str) -> tuple[tuple[Problem, ...], dict[str, Any]]:
+    remedy = f"pass {flag} FILE, a .jsonl or .parquet file: {ROW_SHAPE}"
+    datasets = _import_datasets()
+    if datasets is None:
+        raise UserError(f"GSM8K from the hub needs `datasets`: run `pip install datasets`, or {remedy}")
+    with _NoProgress(datasets):
+        try:
+            table = datasets.load_dataset(HUB_NAME, "main", revision=HUB_REVISION, split=split)
+        except Exception as error:
+            raise UserError(
+                f"GSM8K could not be fetched from the Hugging Face hub ({type(error).__name__}); {remedy}"
+            ) from error
+    problems = tuple(_make_problem(f"{HUB_NAME} {split} row {i + 1}", i, row) for i, row in enumerate(table))
+    provenance = {
+        "source": HUB_NAME,
+        "sha256": None,
+        "rows": len(problems),
+        "split": split,
+        "revision": HUB_REVISION,
+        "fingerprint": table._fingerprint,
+    }
+    return problems, provenance
+
+
+def _import_datasets() -> Any:
+    """Returns the `datasets` module, or None where it is not installed."""
+    try:
+        import datasets
+    except ImportError:
+        return None
+    return datasets
+
+
+class _NoProgress:
+    """Silences progress bars and retry notices of `datasets` while it reads."""
+
+    def __init__(self, datasets: Any):
+        self._datasets = datasets
+        self._logger = logging.getLogger("huggingface_hub")
+
+    def __enter__(self):
+        self._bars = self._datasets.are_progress_bars_disabled()
+        self._level = self._logger.level
+        self._datasets.disable_progress_bars()
+        self._logger.setLevel(logging.ERROR)
+
+    def __exit__(self, *_):
+        self._logger.setLevel(self._level)
+        if not self._bars:
+            self._datasets.enable_progress_bars()

@@ -29,30 +29,14 @@ from typing import Any
 import numpy as np
 
 from jaxkv.errors import UserError
-from jaxkv.provenance import environment, git_revision, sha256_file
-from jaxkv.schemas import VALIDATORS, validate_sample
+from jaxkv.provenance import environment as environment
+from jaxkv.provenance import git_revision as git_revision
+from jaxkv.provenance import sha256_file as sha256_file
+from jaxkv.schemas import VALIDATORS
+from jaxkv.schemas import validate_sample as validate_sample
 
 FORMAT = 1
 Key = tuple[str | int, ...]
-
-__all__ = [
-    "FORMAT",
-    "Key",
-    "RunDirectory",
-    "describe_difference",
-    "environment",
-    "fingerprint",
-    "flatten",
-    "git_revision",
-    "read_lines",
-    "read_run",
-    "record_key",
-    "sha256_file",
-    "to_line",
-    "to_plain",
-    "validate_sample",
-    "write_atomically",
-]
 
 
 def to_plain(value: Any) -> Any:

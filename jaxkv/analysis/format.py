@@ -45,9 +45,9 @@ def format_count(entry: Mapping[str, Any] | None) -> str:
 
 
 def format_counted_share(entry: Mapping[str, Any] | None) -> str:
-    """``3 of 1152, 0.26 % [0.1, 0.5]``, or the bound as in `format_share`."""
+    """``3 of 1152 (0.26 % [0.1, 0.5])``, or the bound as in `format_share`."""
     text = format_share(entry)
-    return text if entry is None or " of " in text else f"{format_count(entry)}, {text}"
+    return text if entry is None or " of " in text else f"{format_count(entry)} ({text})"
 
 
 def format_mean(entry: Mapping[str, Any]) -> str:
@@ -68,3 +68,11 @@ def format_cell(entry: Mapping[str, Any]) -> str:
     """Accuracy in percent without the sign; its interval is also given at 0 and at 100."""
     low, high = entry["interval"]
     return f"{format_percent(entry['rate'])} [{format_percent(low)}, {format_percent(high)}]"
+
+
+def format_expected(entry: Mapping[str, Any]) -> str:
+    """An expected share with its interval; only the upper bound if it rests on a count of 0."""
+    if "upper_bound" in entry:
+        return f"at most {format_percent(entry['upper_bound'])} % (95 % upper bound)"
+    low, high = entry["interval"]
+    return f"{format_percent(entry['rate'])} % [{format_percent(low)}, {format_percent(high)}]"

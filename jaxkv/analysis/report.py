@@ -16,6 +16,7 @@ from jaxkv.analysis.format import (
     format_cell,
     format_count,
     format_counted_share,
+    format_expected,
     format_mean,
     format_number,
     format_percent,
@@ -27,10 +28,11 @@ from jaxkv.errors import UserError
 from jaxkv.schemas import SCORERS
 
 MAIN = "cached vs uncached"
+# Each control is an arm against itself.
 LABELS = {
-    "cached_rerun": "cached, run again",
-    "uncached_rerun": "uncached, run again",
-    "uncached_other_length": "uncached, other length",
+    "cached_rerun": "cached again",
+    "uncached_rerun": "uncached again",
+    "uncached_other_length": "uncached padded otherwise",
 }
 RULES_OUT = {
     "cached_rerun": "the cached arm differing from itself between runs (atomics, another kernel picked)",
@@ -80,29 +82,20 @@ def render_table(summary: Summary) -> Table:
         _add_row(outer, "no valid sample, so nothing is said about agreement")
         return outer
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    table.add_column("teacher-forced", min_width=11)
-    table.add_column("argmax flips", min_width=19)
-    table.add_column("sequences\nwith a flip", justify="right")
-    table.add_column("mean KL\n(nats)", justify="right")
-    table.add_column("max |diff|\nof logits", justify="right")
-    table.add_column("bit-equal\nsteps", justify="right")
+    table = _make_table("teacher-forced", "argmax flips")
+    for name in ("with flip", "mean KL", "max |diff|", "bit-equal"):
+        table.add_column(name, justify="right")
     for label, c in _comparisons(summary):
-        equal = (
-            format_count(c["bit_equal"])
-            if "lower_bound" in c["bit_equal"]
-            else f"{format_percent(c['bit_equal']['rate'])} %"
-        )
+        equal = f"{format_percent(c['bit_equal']['rate'])} %"
         kl, worst = format_number(c["kl"]["mean"]), format_number(c["max_abs"]["max"])
         _add_row(table, label, format_share(c["flips"]), format_count(c["sequences_with_flip"]), kl, worst, equal)
     outer.add_row(table)
     if free := summary["free_running"]:
         _add_row(outer, f"free-running sequences that diverge: {_divergence_sentence(free)}")
 
-    scores = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    scores.add_column("accuracy, %")
-    for name in ("cached", "uncached", "difference", "McNemar p", "labels changed"):
-        scores.add_column(name, justify="right")
+    scores = _make_table("right, %")
+    for name in ("cached", "uncached", "difference", "McNemar p", "labels"):
+        scores.add_column(name, justify="right", no_wrap=True)
     for scorer in SCORERS:
         a = summary["accuracy"][scorer]
         p = format_number(a["mcnemar_p"])
@@ -116,22 +109,27 @@ def render_table(summary: Summary) -> Table:
             _changes(a),
         )
     outer.add_row(scores)
+    _add_row(outer, "with flip: sequences. KL in nats. labels: changed answers (+ by extraction only).")
     return outer
+
+
+def _make_table(*left: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
+    for name in left:
+        table.add_column(name)
+    return table
 
 
 def _changes(accuracy: Mapping[str, Any]) -> str:
     changes = accuracy["label_changes"]
-    return f"{changes['answer_changed']}" + (
-        f" (+{changes['extraction_only']} extraction)" if changes["extraction_only"] else ""
-    )
+    extraction = f" (+{changes['extraction_only']})" if changes["extraction_only"] else ""
+    return f"{changes['answer_changed']}{extraction}"
 
 
 def _divergence_sentence(free: Mapping[str, Any]) -> str:
     text = format_counted_share(free["diverged"])
     if free["expected"] is not None:
-        low, high = free["expected"]["interval"]
-        expected = f"{format_percent(free['expected']['rate'])} % [{format_percent(low)}, {format_percent(high)}]"
-        text += f"; {expected} expected from the flips per token"
+        text += f"; expected from the flips per token: {format_expected(free['expected'])}"
     if free["first_diverged"] is not None:
         text += f"; first at token {format_number(free['first_diverged']['quartiles'][1], 3)} (median)"
     return text
@@ -182,17 +180,17 @@ def _headline(summary: Summary, run: Mapping[str, Any]) -> str:
     if forced:
         first += (
             "the cached arm picks another top token than the uncached one at"
-            f" {format_counted_share(forced['flips'])} of the teacher-forced steps, and at least once in"
-            f" {format_counted_share(forced['sequences_with_flip'])} of the sequences"
+            f" {format_counted_share(forced['flips'])} teacher-forced steps, and at least once in"
+            f" {format_counted_share(forced['sequences_with_flip'])} sequences"
         )
     else:
         first += "there are no teacher-forced steps to compare"
     if free:
-        first += f"; running free, {format_counted_share(free['diverged'])} of the sequences diverge"
+        first += f"; running free, {format_counted_share(free['diverged'])} sequences diverge"
     beside = [
-        f"{format_counted_share(c['flips'])} ({LABELS[n]})"
-        for n in reversed(controls)
-        if (c := controls[n]) is not None
+        f"{format_counted_share(control['flips'])} steps ({LABELS[name]})"
+        for name, control in reversed(controls.items())
+        if control is not None
     ]
     numeric = summary["accuracy"]["numeric"]
     second = (
@@ -201,7 +199,7 @@ def _headline(summary: Summary, run: Mapping[str, Any]) -> str:
         f" p = {format_number(numeric['mcnemar_p'])})"
     )
     if beside:
-        second = f"Without the cache being at stake, flips come to {' and '.join(beside)}; {second}"
+        second = f"An arm against itself flips at {', at '.join(beside)}, and {second}"
     if problems["invalid"]:
         second += f", with {problems['invalid']} of {problems['total']} samples invalid and left out"
     return f"{first}. {second}."
@@ -273,9 +271,7 @@ def _free(free: Mapping[str, Any] | None) -> list[str]:
         return []
     rows = [["sequences that diverge", format_counted_share(free["diverged"])]]
     if free["expected"]:
-        low, high = free["expected"]["interval"]
-        rate = f"{format_percent(free['expected']['rate'])} % [{format_percent(low)}, {format_percent(high)}]"
-        rows.append(["expected from 1 - (1 - p)^n with independent flips", rate])
+        rows.append(["expected from 1 - (1 - p)^n with independent flips", format_expected(free["expected"])])
         rows.append(["first divergence is the first teacher-forced flip", format_count(free["first_flip_agrees"])])
     if first := free["first_diverged"]:
         shown = [format_number(v, 3) for v in (first["min"], *first["quartiles"], first["max"])]

@@ -171,6 +171,9 @@ def _summarize_free_running(valid: Sequence[Record], forced: Mapping[str, Any] |
             "interval": [statistics.expected_divergence(p, lengths) for p in (low, high)],
             "method": "mean of 1 - (1 - p)^n over sequences, p the flip rate per token",
         }
+        if forced["flips"]["count"] == 0:
+            bound = statistics.expected_divergence(forced["flips"]["upper_bound"], lengths)
+            summary["expected"]["upper_bound"] = bound
         agrees = sum(_first_flip(s["teacher_forced"]) == s["free_running"]["first_diverged"] for s in compared)
         summary["first_flip_agrees"] = {"count": agrees, "total": len(compared)}
     return summary

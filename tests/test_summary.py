@@ -1,0 +1,307 @@
+"""The summary and its reports: counts, intervals, wording, invalid samples, and life without jax."""
+
+import io
+import json
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from rich.console import Console
+from sample_records import make_invalid, make_sample
+
+from jaxkv import records
+from jaxkv.analysis.format import format_number, format_percent, format_share
+from jaxkv.analysis.report import render_markdown, render_table, write_report
+from jaxkv.analysis.summary import clustered_share, share, summarize
+from jaxkv.errors import UserError
+
+CONFIG = {
+    "model": {"name": "tiny-llama2", "layers": 2},
+    "precision": {"name": "fp16", "param": "float16", "residual": "float16", "softmax": "float32"},
+    "data": "gsm8k test, sha256 12ab",
+    "prompt": "8-shot",
+}
+RUN = {
+    "format": 1,
+    "config": CONFIG,
+    "fingerprint": "f00d",
+    "sessions": [
+        {"started": "2026-01-01T00:00:00+00:00", "done_before": 0, "device": "cpu", "packages": {"jax": "0.10.2"}}
+    ],
+}
+
+
+def build(problem, flips=(), tokens=100, length=4, correct=(True, True), diverged=None):
+    """A sample with flips at the given steps, whose free run diverges at `diverged`, by default the first flip."""
+    sample = make_sample(problem, tokens)
+    comparison = sample["teacher_forced"]
+    for step in flips:
+        comparison["flip"][step] = True
+        comparison["margin"][step] = 0.25
+    comparison["bit_equal"][0], comparison["max_abs"][0] = 0 not in flips, 0.5 * (0 in flips)
+    first = min(flips, default=None) if diverged is None else diverged
+    if first is not None:
+        after = tokens - first - 1
+        sample["free_running"] = {
+            "diverged": True,
+            "first_diverged": first,
+            "differing_after": after // 2,
+            "compared_after": after,
+        }
+    for arm, right in zip(("cached", "uncached"), correct, strict=True):
+        for score in sample["arms"][arm]["scores"].values():
+            score["correct"] = right
+    if correct[0] != correct[1]:
+        sample["label_change"] = {
+            "strict": "extraction_only",
+            "flexible": "answer_changed",
+            "numeric": "answer_changed",
+        }
+    return sample
+
+
+def sample_run():
+    samples = [build(i) for i in range(9)]
+    samples += [build(9, flips=(20,)), build(10, flips=(3, 50), correct=(True, False))]
+    samples += [build(11, flips=(60,), correct=(False, True)), build(12, correct=(False, False))]
+    return samples
+
+
+def as_text(summary, width=80):
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(render_table(summary))
+    return console.export_text()
+
+
+def test_rates_are_kept_apart():
+    summary = summarize(sample_run(), RUN)
+    forced, free = summary["teacher_forced"], summary["free_running"]
+    assert (forced["flips"]["count"], forced["flips"]["total"]) == (4, 1300)
+    low, high = forced["flips"]["interval"]
+    assert low < 4 / 1300 < high
+    assert (forced["sequences_with_flip"]["count"], forced["sequences_with_flip"]["total"]) == (3, 13)
+    assert (free["diverged"]["count"], free["diverged"]["total"]) == (3, 13)
+    assert free["expected"]["rate"] == pytest.approx(1 - (1 - 4 / 1300) ** 100)
+    assert free["first_flip_agrees"] == {"count": 13, "total": 13}
+    assert free["first_diverged"]["quartiles"][1] == 20
+    assert free["differing_after"]["rate"] == pytest.approx((39 + 48 + 19) / (79 + 96 + 39))
+    assert forced["kl"]["mean"] == 0.5
+    assert forced["bit_equal"]["count"] == 13
+    # A margin of 0.5 is within twice 0.5; the 13 untouched first steps are not at risk.
+    assert forced["flips_within_perturbation"] == {"count": 4, "total": 4}
+    assert forced["tokens_at_risk"] == 1287
+
+
+def test_accuracy_is_paired_and_labels_are_split():
+    summary = summarize(sample_run(), RUN)
+    numeric = summary["accuracy"]["numeric"]
+    assert (numeric["cached"]["count"], numeric["uncached"]["count"], numeric["mcnemar_p"]) == (11, 11, 1.0)
+    assert (numeric["only_cached"], numeric["only_uncached"]) == (1, 1)
+    assert numeric["difference"]["interval"][0] < 0 < numeric["difference"]["interval"][1]
+    assert numeric["label_changes"] == {"same": 11, "answer_changed": 2, "extraction_only": 0}
+    assert summary["accuracy"]["strict"]["label_changes"]["extraction_only"] == 2
+    alike = summarize([build(i) for i in range(20)], RUN)["accuracy"]["numeric"]["difference"]
+    assert alike["interval"] == pytest.approx([-0.139, 0.139], abs=1e-3)  # Twenty equal pairs do not prove equality.
+
+
+def test_few_alike_sequences_have_no_false_certainty():
+    entry = clustered_share([1, 1], [10, 10])
+    assert entry["interval"][1] - entry["interval"][0] > 0.2
+    assert share(0, 0) is None
+
+
+def test_a_zero_has_its_bound_everywhere():
+    summary = summarize([build(i) for i in range(9)], RUN)
+    assert summary["teacher_forced"]["flips"]["upper_bound"] == pytest.approx(1 - 0.05 ** (1 / 900))
+    text = render_markdown(summary, RUN)
+    assert "0 of 900 (95 % upper bound 0.33 %)" in text
+    assert "0 of 9 (95 % upper bound 28 %)" in text
+    assert "at most 28 % (95 % upper bound)" in text
+    assert "exactly 0" not in text
+    assert "0 of 900 (95 %" in " ".join(as_text(summary, 200).split())
+
+
+def test_ties_are_listed():
+    sample = build(7, tokens=5)
+    sample["teacher_forced"]["margin"][2] = 0
+    sample["teacher_forced"]["flip"][2] = True
+    summary = summarize([sample], RUN)
+    assert summary["teacher_forced"]["ties"] == {"count": 1, "listed": [{"problem": 7, "step": 2, "flip": True}]}
+    assert "| cached vs uncached | 7 | 2 | flip |" in render_markdown(summary, RUN)
+
+
+def test_invalid_samples_enter_no_agreement():
+    samples = sample_run()
+    with_invalid = summarize([*samples, make_invalid(20), make_invalid(21)], RUN)
+    clean = summarize(samples, RUN)
+    for part in ("teacher_forced", "controls", "free_running", "accuracy"):
+        assert with_invalid[part] == clean[part]
+    assert with_invalid["problems"] == {"total": 15, "ok": 13, "invalid": 2}
+    assert with_invalid["invalid"][0]["reason"] == "resid_pre, layer 8"
+    text = render_markdown(with_invalid, RUN)
+    assert "2 of 15 samples invalid" in text
+    assert "| resid_pre, layer 8 | cached | inf | 2 | 5 | [20, 21] |" in text
+    assert "INVALID" in as_text(with_invalid)
+
+
+def test_an_all_invalid_run_says_nothing_of_agreement():
+    summary = summarize([make_invalid(1), make_invalid(2)], RUN)
+    assert summary["status"] == "invalid"
+    assert not {"teacher_forced", "controls", "free_running", "accuracy"} & set(summary)
+    text = render_markdown(summary, RUN)
+    assert "The run is invalid" in text
+    assert "resid_pre, layer 8" in text
+    for word in ("flips", "bit-equal", "0 of"):
+        assert word not in text.split("## Caveats")[0]
+    assert "nothing is said about agreement" in as_text(summary)
+
+
+def test_an_empty_run_renders():
+    summary = summarize([], RUN)
+    assert summary["status"] == "empty"
+    assert "no sample yet" in render_markdown(summary, RUN)
+    assert "0 of 0" in as_text(summary)
+
+
+def test_missing_parts_render_as_missing():
+    sample = build(1)
+    sample |= {"teacher_forced": None, "free_running": None, "controls": dict.fromkeys(sample["controls"])}
+    text = render_markdown(summarize([sample], RUN), RUN)
+    assert "No steps were compared" in text
+    sample = build(1)
+    sample["controls"]["cached_rerun"] = None
+    assert text != (text := render_markdown(summarize([sample], RUN), RUN))
+    assert text.count("**Not run here, so not ruled out.**") == 3
+
+
+def test_effective_sampling_is_shown_and_no_divergence_is_derived_from_it():
+    sample = build(1, flips=(2,))
+    sample["sampling"] = {"sampler": "top_k", "temperature": 0.7, "top_k": 50, "top_p": None, "seed": 3}
+    summary = summarize([sample], RUN)
+    assert summary["free_running"]["expected"] is None
+    assert "top_k, temperature 0.7, top_k 50, seed 3 (1 samples)" in render_markdown(summary, RUN)
+    assert "top_k 50, seed 3" in as_text(summary)
+    assert "different sampling" in render_markdown(summarize([sample, build(2)], RUN), RUN)
+
+
+def test_a_first_flip_elsewhere_than_the_divergence_is_seen():
+    summary = summarize([build(1, flips=(2,), diverged=5), build(2)], RUN)
+    assert summary["free_running"]["first_flip_agrees"] == {"count": 1, "total": 2}
+
+
+def test_the_order_of_records_makes_no_difference():
+    samples = sample_run()
+    shuffled = samples.copy()
+    random.Random(0).shuffle(shuffled)
+    one, other = summarize(samples, RUN), summarize([{"experiment": "drift"}, *shuffled], RUN)
+    assert json.dumps(one, allow_nan=False) == json.dumps(other, allow_nan=False)
+    assert render_markdown(one, RUN) == render_markdown(other, RUN)
+
+
+def test_the_report_names_what_was_run():
+    text = render_markdown(summarize(sample_run(), RUN), RUN)
+    for part in (
+        "In fp16, the cached arm picks another top token than the uncached one at 4 of 1300 (0.31 % [",
+        "3 of 13 (23 % [",
+        "tiny-llama2",
+        "residual float16, softmax float32",
+        "gsm8k test, sha256 12ab",
+        "8-shot",
+        "| device | cpu |",
+        "padded to 128",
+        "packages.jax | 0.10.2",
+        "--flagfile=RUN/run.flags",
+        "f00d",
+        "cached again",
+    ):
+        assert part in text
+
+
+def test_sessions_that_differ_are_a_caveat():
+    sessions = [*RUN["sessions"], {"started": "later", "done_before": 3, "device": "gpu", "packages": {"jax": "0.11"}}]
+    text = render_markdown(summarize(sample_run(), RUN), {**RUN, "sessions": sessions})
+    assert "device is cpu there, gpu here, packages.jax is 0.10.2 there, 0.11 here" in text
+
+
+def test_the_table_fits_80_columns():
+    sampled = sample_run()
+    for sample in sampled:
+        sample["controls"] = dict.fromkeys(sample["controls"], sample["teacher_forced"])
+    text = as_text(summarize([*sampled, make_invalid(20)], RUN))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    for part in ("bit-equal", "1 %", "with flip", "labels", "2", "+0.0 [-23.1, +23.1]", "85 [58, 96]"):
+        assert part in text
+    assert "0.31 % [" in text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (0.264, "0.26"),
+        (25.0, "25"),
+        (100, "100"),
+        (1234, "1234"),
+        (2e-5, "2.0e-05"),
+        (0.0999, "0.1"),
+        (float("nan"), "nan"),
+        (3.4e38, "3.40e+38"),
+        (-0.5, "-0.5"),
+    ],
+)
+def test_numbers(value, text):
+    assert format_number(value) == text
+
+
+def test_nearly_all_is_not_all():
+    assert format_percent(0.9999) == "99.99"
+    assert format_percent(0.9999999) == ">99.99"
+    assert format_share(share(10, 10)) == "10 of 10 (95 % lower bound 74 %)"
+
+
+def write_run(path):
+    with records.RunDirectory.open(path, CONFIG, "--model=tiny-llama2\n", {"device": "cpu"}) as run:
+        for sample in sample_run():
+            run.append(sample)
+
+
+def test_the_report_is_rebuilt_without_jax(tmp_path):
+    write_run(tmp_path)
+    write_report(tmp_path)
+    before = [(tmp_path / name).read_bytes() for name in ("report.md", "summary.json")]
+    for name in ("report.md", "summary.json"):
+        (tmp_path / name).unlink()
+    code = f"""import runpy, sys
+class Block:
+    def find_spec(self, name, *_):
+        if name.split(".")[0] in ("jax", "jaxlib", "flax", "orbax", "transformers", "torch", "absl"):
+            raise ImportError(name + " is blocked")
+sys.meta_path.insert(0, Block())
+sys.argv = ["report", {str(tmp_path)!r}]
+runpy.run_module("jaxkv.report", run_name="__main__")"""
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (child.returncode, child.stderr) == (0, "")
+    assert "argmax flips" in child.stdout
+    assert [(tmp_path / name).read_bytes() for name in ("report.md", "summary.json")] == before
+
+
+def test_faults_of_a_run_are_one_line(tmp_path):
+    child = subprocess.run([sys.executable, "-m", "jaxkv.report", str(tmp_path)], capture_output=True, text=True)
+    assert child.returncode == 2
+    assert child.stderr.startswith("error: ")
+    assert child.stderr.count("\n") == 1
+    write_run(tmp_path)
+    lines = (tmp_path / "samples.jsonl").read_text().replace('"seed":0', '"seed":null', 1)
+    (tmp_path / "samples.jsonl").write_text(lines)
+    with pytest.raises(UserError, match=r"sampling\.seed: expected int"):
+        write_report(tmp_path)
+
+
+def test_a_large_run_is_summarized_quickly():
+    samples = [build(i, flips=(i % 256,) if i % 7 == 0 else (), tokens=256) for i in range(300)]
+    summary = summarize(samples, RUN)
+    assert summary["teacher_forced"]["tokens"] == 300 * 256
+    assert np.isfinite(summary["teacher_forced"]["flips"]["interval"]).all()

@@ -1,0 +1,114 @@
+"""Reading checkpoints: safetensors, GGUF, Orbax, the hub, or random weights, all into one form."""
+
+import pathlib
+import re
+
+import jax
+from flax import nnx
+
+from jaxkv.checkpoints.checkpoint import Checkpoint, Progress, Sharding
+from jaxkv.checkpoints.fill import flat_paths, with_leaves
+from jaxkv.checkpoints.tokenizer import ByteTokenizer, Tokenizer
+from jaxkv.config import ModelConfig, Precision
+from jaxkv.errors import UserError
+from jaxkv.models.families import HUB_IDS
+from jaxkv.models.tables import differing_fields
+
+__all__ = ["ByteTokenizer", "Checkpoint", "Tokenizer", "load"]
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*")
+
+
+def load(
+    source: str,
+    *,
+    precision: Precision,
+    config: ModelConfig | None = None,
+    revision: str | None = None,
+    sharding: Sharding = None,
+    progress: Progress | None = None,
+) -> Checkpoint:
+    """Loads a model from wherever it is.
+
+    Args:
+      source: a directory with safetensors, a .gguf file, an Orbax directory of ours, 'random:SEED', a hub id, or the
+        name of a preset that has one.
+      precision: weights are rounded once, from the file's dtype (GGUF: from fp32) to its param dtype.
+      config: the preset that the source should be; required for random weights.
+      revision: branch, tag or commit of a hub id.
+      sharding: a Sharding, or a function of parameter path and shape that gives one; None is the default device.
+      progress: called after each tensor with (done, of, name).
+
+    Returns:
+      The checkpoint.
+
+    Raises:
+      UserError: one line, the fault and the remedy.
+    """
+    if source.startswith("random:"):
+        return _random(source, precision, config, sharding)
+
+    def check(found: ModelConfig) -> None:
+        if config is not None and (odd := differing_fields(found, config)):
+            fields = ", ".join(f"{key} {a} (model {config.name}: {b})" for key, (a, b) in odd.items())
+            raise UserError(
+                f"{source} is not a {config.name}: {fields}; choose the --model that fits or another source"
+            )
+
+    path = pathlib.Path(source).expanduser()
+    if not path.exists():
+        return _from_hub(source, revision, path, precision=precision, check=check, sharding=sharding, progress=progress)
+    if revision is not None:
+        raise UserError(f"a revision belongs to a hub id, and {source} is a local path; drop --revision")
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise UserError(f"{source} is a file but no .gguf; give the directory of a safetensors or Orbax checkpoint")
+        from jaxkv.checkpoints.gguf import read_gguf
+
+        return read_gguf(path, precision, name=source, preset=config, check=check, sharding=sharding, progress=progress)
+    from jaxkv.checkpoints import orbax
+
+    if orbax.is_checkpoint(path):
+        return orbax.restore(path, precision, check=check, sharding=sharding, progress=progress)
+    from jaxkv.checkpoints.hf import read_hf
+
+    return read_hf(path, precision, name=source, check=check, sharding=sharding, progress=progress)
+
+
+def _from_hub(source: str, revision: str | None, path: pathlib.Path, **options) -> Checkpoint:
+    hub_id = HUB_IDS.get(source, source)
+    local = source.startswith((".", "/", "~")) or path.suffix == ".gguf"
+    if local or not _HUB_ID.fullmatch(hub_id):
+        raise UserError(
+            f"{source} does not exist; give a directory, a .gguf file, a hub id (owner/name) or random:SEED"
+        )
+    from jaxkv.checkpoints.hf import download, read_hf
+
+    directory, commit = download(hub_id, revision)
+    return read_hf(directory, name=hub_id, revision=commit, **options)
+
+
+def _random(source: str, precision: Precision, config: ModelConfig | None, sharding: Sharding) -> Checkpoint:
+    from jaxkv.checkpoints.fill import place
+    from jaxkv.models.decoder import Decoder
+
+    seed = source.removeprefix("random:")
+    if not seed.isdecimal():
+        raise UserError(f"'{source}' needs a whole number as seed; for example random:0")
+    if config is None:
+        raise UserError(f"{source} needs to know the architecture; name a model, for example --model=test-gemma2")
+    graphdef, state = nnx.split(Decoder(config, precision, nnx.Rngs(int(seed))))
+    if sharding is not None:
+        arrays = {path: jax.device_get(leaf[...]) for path, leaf in flat_paths(state).items()}
+        state = with_leaves(state, {path: place(array, path, sharding) for path, array in arrays.items()})
+    tokenizer = ByteTokenizer()
+    provenance = {
+        "source": source,
+        "kind": "random",
+        "revision": None,
+        "files": {},
+        "dtypes": {},
+        "add_bos": tokenizer.add_bos,
+        "note": "random weights",
+    }
+    return Checkpoint(config, graphdef, state, tokenizer, {}, provenance)

@@ -63,6 +63,7 @@ class HFConfig:
     def require_plain(self) -> None:
         """Raises UserError on what no family here implements."""
         self.require_unset("attention_bias", "mlp_bias", "quantization_config", "use_bidirectional_attention")
+        self.require_unset("rope_interleaved")
         if (self.raw.get("pretraining_tp") or 1) > 1:
             raise self.refuse("pretraining_tp", self.raw["pretraining_tp"])
         if (self.raw.get("partial_rotary_factor") or 1.0) != 1.0:

@@ -26,7 +26,7 @@ from flax import nnx
 from jaxkv.cache import EMPTY, KVCache, empty_cache
 from jaxkv.config import ModelConfig, Precision
 from jaxkv.errors import UserError
-from jaxkv.models.layers import no_hook
+from jaxkv.models.layers import ATTENTION_SHAPED
 from jaxkv.sampling import Sampler, choose
 
 PAD_ID = 0  # written to rows that have ended; such slots are never read back
@@ -185,15 +185,21 @@ class Arms:
     def _audit_pass(self, state, tokens, first, end) -> dict[str, jax.Array]:
         """Largest magnitude of every named value in each row: name -> [B, P] float32, 0 in padding rows.
 
-        NaN and inf show as themselves. Masked scores do not count.
+        NaN and inf show as themselves. Masked scores do not count. Keys are in order of execution.
+
+        Args:
+          state: weights.
+          tokens: [B, P].
+          first: [B] slot of the first token.
+          end: [B] slot after the last.
         """
         model = nnx.merge(self.graphdef, state)
         B, P = tokens.shape
-        positions = slot_positions(jnp.arange(P, dtype=jnp.int32), first, end)
+        positions = slot_positions(jnp.arange(P, dtype=jnp.int32), first, end[:, None])
         largest: dict[str, jax.Array] = {}
 
         def record(name, value):
-            row_axis = 3 if name.startswith(("scores.", "attn_weights.")) else 1
+            row_axis = 3 if name.startswith(ATTENTION_SHAPED) else 1
             magnitude = jnp.abs(value.astype(jnp.promote_types(value.dtype, jnp.float32)))
             if name.startswith("scores."):
                 magnitude = jnp.where(value == jnp.finfo(value.dtype).min, 0, magnitude)
@@ -203,10 +209,16 @@ class Arms:
 
         cache = empty_cache(self.config, self.precision, B, P)
         hidden, _ = model(tokens, positions, cache, 0, record)
-        last = jax.lax.dynamic_slice_in_dim(hidden, end - 1, 1, axis=1)
-        peak = jnp.max(jnp.abs(model.logits(last, no_hook).astype(jnp.float32)), axis=-1)
-        largest["logits"] = jnp.zeros((B, P), jnp.float32).at[:, end - 1].set(peak[:, 0])
-        return largest
+
+        def head(row):  # [B, D]; a few rows at a time, since all of [B, P, V] may not fit
+            seen = {}
+            model.logits(row[:, None], lambda name, value: seen.setdefault(name, value))
+            return {name: jnp.max(jnp.abs(value.astype(jnp.float32)), axis=(1, 2)) for name, value in seen.items()}
+
+        for name, peak in jax.lax.map(head, jnp.swapaxes(hidden, 0, 1), batch_size=16).items():
+            largest[name] = jnp.where(positions != EMPTY, peak.T, 0)
+        # Dicts come out of jit sorted by key; numbers keep the order of execution.
+        return {f"{number:05d} {name}": peak for number, (name, peak) in enumerate(largest.items())}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -90,6 +90,7 @@ class Decoder(nnx.Module):
             logits = product("btd,vd->btv", hidden, self.embed[...], precision, precision.logits)
         else:
             logits = product("btd,dv->btv", hidden, self.head[...], precision, precision.logits)
+        logits = hook("head", logits)
         return hook("logits", softcap(logits, self.config.final_softcap, precision.softmax))
 
 

@@ -1,9 +1,12 @@
 """The parts of a decoder layer. Every number comes from ModelConfig, every dtype from Precision.
 
 Each layer names its intermediate values and passes them through a hook, `hook(name, value) -> value`, so that a
-caller can record or replace any of them. Names: `attn_norm.l q.l k.l v.l scores.l attn_weights.l attn_heads.l
-attn_out.l mlp_norm.l gate.l up.l mlp_act.l mlp_out.l`, with `resid_pre.l`, `resid_mid.l`, `final_norm` and `logits`
-from the decoder. `k.l` and `v.l` are the rows about to enter the cache.
+caller can record or replace any of them. In order of execution: `resid_pre.l attn_norm.l q.l k.l v.l qk.l scores.l
+attn_weights.l attn_heads.l attn_proj.l attn_out.l resid_mid.l mlp_norm.l gate.l up.l mlp_act.l mlp_down.l mlp_out.l`,
+then `resid_pre.L final_norm head logits`. `k.l` and `v.l` are the rows about to enter the cache; `attn_proj.l` and
+`mlp_down.l` are outputs before a post norm, `attn_out.l` and `mlp_out.l` what joins the residual stream; `qk.l` and
+`head` are products before scale and softcap, `scores.l` is masked. Values are [B, T, ...], except `qk.l scores.l
+attn_weights.l`, which are [B, K, G, T, S].
 """
 
 from collections.abc import Callable
@@ -17,6 +20,7 @@ from jaxkv.cache import EMPTY, write_slots
 from jaxkv.config import DType, ModelConfig, Precision
 
 Hook = Callable[[str, jax.Array], jax.Array]
+ATTENTION_SHAPED = ("qk.", "scores.", "attn_weights.")  # names of values [B, K, G, T, S]
 
 
 def no_hook(name: str, value: jax.Array) -> jax.Array:
@@ -149,15 +153,15 @@ class Attention(nnx.Module):
         k_slots, v_slots = write_slots(k_slots, k, slot), write_slots(v_slots, v, slot)
 
         q = q.reshape(B, T, K, -1, H)
-        scores = scale(product("btkgh,bskh->bkgts", q, k_slots, precision), config.query_scale, wide)
-        scores = hook(f"scores.{layer}", softcap(scores, config.attn_softcap, wide))
+        scores = hook(f"qk.{layer}", product("btkgh,bskh->bkgts", q, k_slots, precision))
+        scores = softcap(scale(scores, config.query_scale, wide), config.attn_softcap, wide)
         mask = visible(query_positions, key_positions, config.layer_window(layer))[:, None, None]
-        scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
+        scores = hook(f"scores.{layer}", jnp.where(mask, scores, jnp.finfo(scores.dtype).min))
         weights = jax.nn.softmax(scores.astype(wide), axis=-1).astype(precision.activation)
         weights = hook(f"attn_weights.{layer}", weights)
         heads = product("bkgts,bskh->btkgh", weights, v_slots, precision).reshape(B, T, -1, H)
         heads = hook(f"attn_heads.{layer}", heads)
-        return product("btnh,nhd->btd", heads, self.o[...], precision), k_slots, v_slots
+        return hook(f"attn_proj.{layer}", product("btnh,nhd->btd", heads, self.o[...], precision)), k_slots, v_slots
 
 
 class MLP(nnx.Module):
@@ -176,4 +180,5 @@ class MLP(nnx.Module):
         up = hook(f"up.{layer}", product("btd,df->btf", x, self.up[...], precision))
         activation = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}[config.activation]
         gated = activation(gate.astype(precision.softmax)).astype(gate.dtype)
-        return product("btf,fd->btd", hook(f"mlp_act.{layer}", gated * up), self.down[...], precision)
+        down = product("btf,fd->btd", hook(f"mlp_act.{layer}", gated * up), self.down[...], precision)
+        return hook(f"mlp_down.{layer}", down)

@@ -1,0 +1,64 @@
+"""Where a sample's numbers stop being finite, and how near they came to it.
+
+A NaN's argmax is the same index in both arms, so an overflow would pass for perfect agreement. Each sample is
+therefore run once more through an uncached forward that reports the largest magnitude of every named value: an
+overflow that a softcap later hides is found too.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxkv.config import Precision
+from jaxkv.decode import Arms, Rollout, Rows
+
+_PART = {"resid_pre": "residual", "resid_mid": "residual", "attn_out": "residual", "mlp_out": "residual"}
+_PART |= {"k": "cache", "v": "cache", "head": "logits", "logits": "logits"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One row's audit.
+
+    Attributes:
+      invalid: None, or {'layer', 'op', 'position', 'value'}: the first op in order of execution with a value that is
+        not finite, the first absolute position at which it is so there, and 'inf' or 'nan'.
+      headroom: {'max_abs', 'layer', 'op', 'limit'} of the finite value nearest to its dtype's maximum.
+    """
+
+    invalid: dict[str, Any] | None
+    headroom: dict[str, Any]
+
+
+def _split(name: str) -> tuple[str, int | None]:
+    op, _, layer = name.partition(".")
+    return op, int(layer) if layer else None
+
+
+def audit_rows(arms: Arms, state: nnx.State, run: Rollout, rows: Rows) -> list[Finding]:
+    """Audits each row of a rollout over its prompt and the tokens it took, in one uncached forward."""
+    end = rows.prompt + run.lengths
+    peaks = {
+        name.split(" ")[1]: np.asarray(p) for name, p in arms.audit_pass(state, run.tokens, rows.first, end).items()
+    }
+    return [_find(peaks, arms.precision, row, int(rows.first[row])) for row in range(run.tokens.shape[0])]
+
+
+def _find(peaks: dict[str, np.ndarray], precision: Precision, row: int, first: int) -> Finding:
+    invalid, nearest = None, (-1.0, {})
+    for name, rows in peaks.items():
+        op, layer = _split(name)
+        values = rows[row]
+        finite = np.isfinite(values)
+        if invalid is None and not finite.all():
+            slot = int(np.argmin(finite))
+            value = "nan" if np.isnan(values[slot]) else "inf"
+            invalid = {"layer": layer, "op": op, "position": slot - first, "value": value}
+        limit = float(jnp.finfo(getattr(precision, _PART.get(op, "activation"))).max)
+        largest = float(values[finite].max(initial=0.0))
+        if largest / limit > nearest[0]:
+            nearest = (largest / limit, {"max_abs": largest, "layer": layer, "op": op, "limit": limit})
+    return Finding(invalid, nearest[1])

@@ -1,0 +1,215 @@
+"""Decode speed of the cached arm, beside the device's copy bandwidth and transformers, all in one run.
+
+    python -m jaxkv.benchmark --model=llama2-7b --precision=fp16 --prompt_tokens=512 --new_tokens=128
+
+Weights are random: speed depends on shapes alone. Each engine runs in a process of its own, so that neither holds the
+other's memory.
+"""
+
+import json
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from absl import app, flags
+
+from jaxkv.errors import UserError
+
+FLAGS = flags.FLAGS
+
+
+def define_flags() -> None:
+    """Defines the command's flags."""
+    flags.DEFINE_string("model", "llama2-7b", "Preset whose shapes to run.")
+    flags.DEFINE_list("precision", ["fp16"], "Precisions: fp16, bf16, fp32.")
+    flags.DEFINE_integer("prompt_tokens", 512, "Tokens in the prompt.", lower_bound=1)
+    flags.DEFINE_integer("new_tokens", 128, "Tokens to generate.", lower_bound=2)
+    flags.DEFINE_integer("repeats", 3, "Timed runs; the median counts.", lower_bound=1)
+    flags.DEFINE_list("engines", ["jaxkv", "transformers"], "What to time: jaxkv, transformers.")
+    flags.DEFINE_string("out", None, "JSON file for the figures.")
+    flags.DEFINE_string("worker", None, "Internal: run one engine in this process and print JSON.")
+
+
+def median_seconds(run: Callable[[], Any], repeats: int) -> float:
+    """Median wall time of `run`, which must wait for its own result, after one run to warm up."""
+    run()
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begin)
+    return sorted(times)[len(times) // 2]
+
+
+def copy_bandwidth(bytes_each: int) -> float:
+    """Bytes a second of a device-to-device copy, read plus written, the best of ten."""
+    import jax
+    import jax.numpy as jnp
+
+    source = jnp.arange(bytes_each // 4, dtype=jnp.uint32)
+    copy = jax.jit(lambda x: x ^ jnp.uint32(1))  # XLA would alias a plain copy away
+    jax.block_until_ready(copy(source))
+    best = float("inf")
+    for _ in range(10):
+        begin = time.perf_counter()
+        jax.block_until_ready(copy(source))
+        best = min(best, time.perf_counter() - begin)
+    return 2 * source.nbytes / best
+
+
+def time_jaxkv(model: str, precision_name: str, prompt_tokens: int, new_tokens: int, repeats: int) -> dict[str, Any]:
+    """Times the cached arm's on-device loop; see `main` for the figures."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from flax import nnx
+
+    from jaxkv.cache import empty_cache
+    from jaxkv.config import make_precision
+    from jaxkv.decode import Arms, make_layout, make_rows, start_rollout
+    from jaxkv.models.decoder import Decoder, abstract_decoder
+    from jaxkv.models.families import get_preset
+
+    config, precision = get_preset(model), make_precision(precision_name)
+    bandwidth = copy_bandwidth(1 << 32 if jax.default_backend() != "cpu" else 1 << 29)
+    graphdef, _ = abstract_decoder(config, precision)
+    state = jax.block_until_ready(jax.jit(lambda: nnx.split(Decoder(config, precision, nnx.Rngs(0)))[1])())
+    arms = Arms(graphdef, config, precision, keep_logits=False)
+    prompt = np.random.default_rng(0).integers(3, config.vocab_size, prompt_tokens).tolist()
+    layout = make_layout([prompt], new_tokens, prompt_tokens, config)
+    tokens, rows = make_rows([prompt], [0], 0, layout)
+    end = layout.prompt + new_tokens
+
+    def prefill():
+        cache = empty_cache(config, precision, 1, layout.slots)
+        return jax.block_until_ready(arms.prefill(state, jnp.asarray(tokens[:, : layout.prefill]), rows, cache))
+
+    loops = []
+
+    def run():
+        logits, cache = prefill()
+        start = jax.block_until_ready(start_rollout(arms, tokens, rows, layout))
+        begin = time.perf_counter()
+        jax.block_until_ready(arms.cached_loop(state, logits, start, rows, end, cache))
+        loops.append(time.perf_counter() - begin)
+
+    median_seconds(run, repeats)
+    step = sorted(loops[1:])[repeats // 2] / (new_tokens - 1)
+    weights = sum(x.nbytes for x in jax.tree.leaves(state))
+    if not config.tie_embeddings:
+        weights -= state["embed"].get_value().nbytes  # one row of it is read
+    cache = (
+        2
+        * config.num_layers
+        * layout.slots
+        * config.num_kv_heads
+        * config.head_dim
+        * jnp.dtype(precision.cache).itemsize
+    )
+    return {
+        "engine": "jaxkv",
+        "device": jax.devices()[0].device_kind,
+        "versions": {"jax": jax.__version__},
+        "ms_a_step": 1e3 * step,
+        "tokens_a_second": 1 / step,
+        "prefill_ms": 1e3 * median_seconds(prefill, repeats),
+        "copy_bandwidth_gb_s": bandwidth / 1e9,
+        "weight_bytes": weights,
+        "cache_bytes": cache,
+        "weights_share_of_copy_bandwidth": weights / step / bandwidth,
+        "weights_and_cache_share_of_copy_bandwidth": (weights + cache) / step / bandwidth,
+    }
+
+
+def time_transformers(model: str, precision: str, prompt_tokens: int, new_tokens: int, repeats: int) -> dict[str, Any]:
+    """Times transformers' generate: a static cache and torch.compile on a GPU, its defaults on a CPU."""
+    import torch
+    import transformers
+
+    from jaxkv.models.families import get_preset
+    from jaxkv.torch_path import transformers_config
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[precision]
+    torch.set_float32_matmul_precision("highest")
+    config = transformers_config(get_preset(model))
+    with torch.device(device):
+        net = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    net.generation_config.eos_token_id = None
+    ids = torch.randint(3, config.vocab_size, (1, prompt_tokens), device=device)
+    options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "use_cache": True}
+    options["attention_mask"] = torch.ones_like(ids)
+    if device == "cuda":
+        options["cache_implementation"] = "static"
+
+    def generate(count: int) -> float:
+        def run():
+            with torch.inference_mode():
+                net.generate(
+                    ids, attention_mask=torch.ones_like(ids), min_new_tokens=count, max_new_tokens=count, **options
+                )
+            if device == "cuda":
+                torch.cuda.synchronize()
+
+        run()
+        return median_seconds(run, repeats)
+
+    step = (generate(new_tokens) - generate(1)) / (new_tokens - 1)
+    return {
+        "engine": "transformers (static cache, torch.compile)" if device == "cuda" else "transformers",
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "attention": net.config._attn_implementation,
+        "ms_a_step": 1e3 * step,
+        "tokens_a_second": 1 / step,
+    }
+
+
+ENGINES = {"jaxkv": time_jaxkv, "transformers": time_transformers}
+
+
+def _run_worker(engine: str, precision: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "jaxkv.benchmark", f"--worker={engine}", f"--precision={precision}"]
+    command += [f"--{name}={FLAGS[name].value}" for name in ("model", "prompt_tokens", "new_tokens", "repeats")]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise UserError(f"the benchmark of {engine} in {precision} failed with exit code {done.returncode}; see above")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def main(argv: list[str]) -> None:
+    """Prints a line per engine and precision."""
+    del argv
+    if FLAGS.worker:
+        print(
+            json.dumps(
+                ENGINES[FLAGS.worker](
+                    FLAGS.model, FLAGS.precision[0], FLAGS.prompt_tokens, FLAGS.new_tokens, FLAGS.repeats
+                )
+            )
+        )
+        return
+    results = []
+    for precision in FLAGS.precision:
+        for engine in FLAGS.engines:
+            result = {"model": FLAGS.model, "precision": precision} | _run_worker(engine, precision)
+            result |= {"prompt_tokens": FLAGS.prompt_tokens, "new_tokens": FLAGS.new_tokens}
+            results.append(result)
+            line = f"{FLAGS.model} {precision} {result['engine']}: {result['ms_a_step']:.2f} ms a step"
+            if "copy_bandwidth_gb_s" in result:
+                line += (
+                    f", {result['weights_share_of_copy_bandwidth']:.3f} of the copy bandwidth "
+                    f"({result['copy_bandwidth_gb_s']:.0f} GB/s) for the weights alone, "
+                    f"{result['weights_and_cache_share_of_copy_bandwidth']:.3f} with the cache"
+                )
+            print(line, flush=True)
+    if FLAGS.out:
+        pathlib.Path(FLAGS.out).write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    define_flags()
+    app.run(main)

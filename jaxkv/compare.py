@@ -1,0 +1,80 @@
+"""Two arms' logits compared step by step, in float64, where they lie.
+
+The difference of two fp32 arms is near 1e-11 nats of KL, far below what fp32 arithmetic could tell from zero, so the
+comparison itself runs with x64 on. `jaxkv.analysis.metrics` is the same in NumPy; a test holds the two together.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+FIELDS = ("flip", "kl", "kl_reverse", "js", "max_abs", "mean_abs", "margin", "bit_equal")
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+
+
+def _kl(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
+    """KL(p || q) in nats as the sum of p * (exp(d) - 1 - d), d = log q - log p: no term is negative, none cancels."""
+    d = log_q - log_p
+    small = jnp.clip(d, -1e-3, 1e-3)
+    series = small**2 * (1 / 2 + small * (1 / 6 + small * (1 / 24 + small / 120)))
+    middle = jnp.minimum(d, 50.0)
+    terms = jnp.exp(log_p) * jnp.where(jnp.abs(d) < 1e-3, series, jnp.expm1(middle) - middle)
+    far = jnp.exp(log_q) - jnp.exp(log_p) * (1 + d)  # expm1 would overflow where p is nearly 0 beside q
+    return jnp.sum(jnp.where(d > 50.0, far, terms))
+
+
+def _compare_step(pair: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
+    """Metrics of one step's logits, reference [V] against other [V]."""
+    reference, other = pair
+    a, b = reference.astype(jnp.float64), other.astype(jnp.float64)
+    log_a, log_b = jax.nn.log_softmax(a), jax.nn.log_softmax(b)
+    log_mean = jnp.logaddexp(log_a, log_b) - jnp.log(2.0)
+    top = jax.lax.top_k(a, 2)[0]
+    difference = jnp.abs(a - b)
+    equal = jnp.all(_bits(reference) == _bits(other))
+    finite = jnp.all(jnp.isfinite(a)) & jnp.all(jnp.isfinite(b))
+    js = (_kl(log_a, log_mean) + _kl(log_b, log_mean)) / 2
+    return {
+        "flip": jnp.argmax(a) != jnp.argmax(b),
+        "kl": _kl(log_a, log_b),
+        "kl_reverse": _kl(log_b, log_a),
+        "js": jnp.where(equal, 0.0, js),
+        "max_abs": jnp.max(difference),
+        "mean_abs": jnp.mean(difference),
+        "margin": top[0] - top[1],
+        "bit_equal": equal,
+        "finite": finite,
+    }
+
+
+@jax.jit
+def _compare(reference: jax.Array, other: jax.Array) -> dict[str, jax.Array]:
+    # A step at a time: float64 copies of [n, V] would be four times the fp16 logits, several times over.
+    return jax.lax.map(_compare_step, (reference, other), batch_size=8)
+
+
+def compare_logits(reference: jax.Array, other: jax.Array, steps: int) -> dict[str, list]:
+    """Per-step metrics of two arms' logits on the same tokens.
+
+    Args:
+      reference: [n, V] logits of the uncached arm.
+      other: [n, V] logits of the arm it is compared with, same dtype.
+      steps: how many of the n steps count.
+
+    Returns:
+      Lists of `steps` values: flip (argmax differs), kl = KL(reference || other), kl_reverse and js in nats, max_abs
+      and mean_abs logit difference, margin (reference's top-1 minus top-2), bit_equal.
+
+    Raises:
+      ValueError: the dtypes or shapes differ, or a compared logit is not finite (such a sample is invalid, not equal).
+    """
+    if reference.shape != other.shape or reference.dtype != other.dtype:
+        raise ValueError(f"logits differ in kind: {reference.shape} {reference.dtype}, {other.shape} {other.dtype}")
+    with jax.enable_x64(True):
+        values = jax.device_get(_compare(reference, other))
+    if not np.all(values["finite"][:steps]):
+        raise ValueError("a compared logit is not finite")
+    return {name: values[name][:steps].tolist() for name in FIELDS}

@@ -1,0 +1,284 @@
+"""Where do cached and uncached decoding part? Both arms on the same problems, teacher-forced and free-running.
+
+The cached arm runs freely. The uncached arm then follows its tokens (teacher-forced), which gives per-step figures free
+of compounding, and runs freely from its own first disagreement. On some problems three controls run beside them: each
+arm against itself (rules out that a program is not deterministic) and the uncached arm against itself at another padded
+length (tells a cache's effect from a mere shape's).
+"""
+
+import dataclasses
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxkv.analysis.metrics import free_running
+from jaxkv.audit import Finding, audit_rows
+from jaxkv.compare import compare_logits
+from jaxkv.decode import (
+    Arms,
+    Layout,
+    Rollout,
+    Rows,
+    force,
+    free_after_forced,
+    make_layout,
+    make_rows,
+    run_cached,
+    run_uncached,
+    start_rollout,
+)
+
+
+class Scoring(Protocol):
+    """What the experiment asks of a task."""
+
+    def cut(self, text: str) -> tuple[str, bool]:
+        """The text up to the first stop string, and whether there was one."""
+
+    def score(self, text: str, gold: str) -> dict[str, dict[str, Any]]:
+        """Scorer -> {'answer', 'correct'}."""
+
+    def label_change(self, text_a: str, text_b: str, gold: str) -> dict[str, str]:
+        """Scorer -> 'same', 'answer_changed' or 'extraction_only'."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """One problem as the model sees it.
+
+    Attributes:
+      problem: its index in the data; keys the record and the sampling noise.
+      prompt: token ids.
+      gold: the gold answer.
+    """
+
+    problem: int
+    prompt: tuple[int, ...]
+    gold: str
+
+
+@dataclasses.dataclass(frozen=True)
+class DivergenceSpec:
+    """What is run, apart from model and data.
+
+    Attributes:
+      new_tokens: most tokens to generate.
+      seed: of the sampling noise.
+      batch_size: rows of a batch.
+      padding: 'equal' batches prompts of one length only; 'left' batches neighbours and pads them on the left.
+      bucket: prompts are padded to a multiple of this many rows in the prefill, and the arms' buffers with them.
+      uncached_length: 'padded' or 'bucket:M' (decode.uncached_lengths).
+      control_problems: the controls run on this many of the first batches' problems, at least one batch if above 0.
+    """
+
+    new_tokens: int
+    seed: int = 0
+    batch_size: int = 1
+    padding: str = "equal"
+    bucket: int = 64
+    uncached_length: str = "padded"
+    control_problems: int = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Items run together. `items` may be fewer than the batch's rows: the last is then repeated to fill it."""
+
+    items: tuple[Item, ...]
+    controls: bool
+
+
+def plan_batches(items: Sequence[Item], spec: DivergenceSpec) -> list[Batch]:
+    """Groups items into batches by the data alone, so that a resumed run makes the same ones."""
+    if spec.padding == "left":
+        groups = [list(items)]
+    else:
+        by_length: dict[int, list[Item]] = {}
+        for item in items:
+            by_length.setdefault(len(item.prompt), []).append(item)
+        groups = list(by_length.values())
+    chunks = [group[i : i + spec.batch_size] for group in groups for i in range(0, len(group), spec.batch_size)]
+    chunks.sort(key=lambda chunk: items.index(chunk[0]))
+    batches, seen = [], 0
+    for chunk in chunks:
+        batches.append(Batch(tuple(chunk), controls=seen < spec.control_problems))
+        seen += len(chunk)
+    return batches
+
+
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """All rollouts of one batch. The controls are None where they were not asked for."""
+
+    cached: Rollout
+    forced: Rollout
+    free: Rollout
+    cached_again: Rollout | None
+    forced_again: Rollout | None
+    forced_longer: Rollout | None
+    seconds: dict[str, float]
+
+
+def run_arms(
+    arms: Arms, state: nnx.State, tokens: np.ndarray, rows: Rows, layout: Layout, spec: DivergenceSpec, controls: bool
+) -> Runs:
+    """Runs both arms, and the controls if asked, on one batch."""
+    seconds: dict[str, float] = {}
+
+    def timed(name, function, *args):
+        begin = time.perf_counter()
+        result = jax.block_until_ready(function(*args))
+        seconds[name] = time.perf_counter() - begin
+        return result
+
+    def forced_run(length: str) -> Rollout:
+        start = start_rollout(arms, np.asarray(cached.tokens), forced_rows, layout)
+        return run_uncached(arms, state, start, forced_rows, layout, length)
+
+    cached = timed("cached", run_cached, arms, state, tokens, rows, layout)
+    forced_rows = force(rows, cached)
+    forced = timed("uncached_forced", forced_run, spec.uncached_length)
+    free = timed("uncached_free", free_after_forced, arms, state, forced, rows, layout, spec.uncached_length)
+    if not controls:
+        return Runs(cached, forced, free, None, None, None, seconds)
+    longer = f"bucket:{layout.slots + spec.bucket}"
+    return Runs(
+        cached,
+        forced,
+        free,
+        timed("control_cached", run_cached, arms, state, tokens, rows, layout),
+        timed("control_uncached", forced_run, spec.uncached_length),
+        timed("control_length", forced_run, longer),
+        seconds,
+    )
+
+
+def _arm_record(tokens: list[int], broke: bool, stop_ids, tokenizer, scoring: Scoring, gold: str) -> dict[str, Any]:
+    text, cut = scoring.cut(tokenizer.decode([t for t in tokens if t not in stop_ids]))
+    stop = "eos" if tokens and tokens[-1] in stop_ids else "stop_string" if cut else "length"
+    return {
+        "tokens": tokens,
+        "text": text,
+        "stop": "invalid" if broke else stop,
+        "scores": scoring.score(text, gold),
+    }
+
+
+def _fault(finding: Finding, runs: Runs, row: int, first: int, prompt: int) -> dict[str, Any] | None:
+    """Where a row's numbers stopped being finite, None if they never did."""
+    named = {"cached": runs.cached, "uncached": runs.forced}
+    named |= {"uncached (free)": runs.free, "uncached (other length)": runs.forced_longer or runs.forced}
+    for arm, run in named.items():
+        step = int(run.nonfinite_step[row])
+        if step >= 0:
+            where = finding.invalid or {
+                "layer": None,
+                "op": "logits",
+                "position": prompt - first + step - 1,
+                "value": "nan",
+            }
+            return {"arm": arm, "step": step} | where
+    return None if finding.invalid is None else {"arm": "uncached", "step": None} | finding.invalid
+
+
+def make_record(
+    arms: Arms, item: Item, row: int, runs: Runs, finding: Finding, rows: Rows, layout: Layout, spec: DivergenceSpec,
+    tokenizer: Any, scoring: Scoring,
+) -> dict[str, Any]:  # fmt: skip
+    """The sample of one row (schema: jaxkv.schemas)."""
+    prompt, first = layout.prompt, int(rows.first[row])
+
+    def taken(run: Rollout) -> list[int]:
+        return np.asarray(run.tokens[row, prompt : prompt + int(run.lengths[row])]).tolist()
+
+    fault = _fault(finding, runs, row, first, prompt)
+    steps = int(runs.cached.lengths[row])
+
+    def against_cached(reference: Rollout | None, other: Rollout | None) -> dict[str, list] | None:
+        if fault or reference is None or other is None:
+            return None
+        return compare_logits(reference.logits[row], other.logits[row], steps)
+
+    broke = {"cached": int(runs.cached.nonfinite_step[row]) >= 0}
+    broke["uncached"] = max(int(runs.forced.nonfinite_step[row]), int(runs.free.nonfinite_step[row])) >= 0
+    tokens = {"cached": taken(runs.cached), "uncached": taken(runs.free)}
+    arm_records = {
+        arm: _arm_record(tokens[arm], broke[arm], arms.stop_ids, tokenizer, scoring, item.gold) for arm in tokens
+    }
+    return {
+        "experiment": "divergence",
+        "problem": item.problem,
+        "key": ["divergence", item.problem],
+        "prompt_tokens": len(item.prompt),
+        "prompt_sha256": hashlib.sha256(np.asarray(item.prompt, "<i4").tobytes()).hexdigest(),
+        "shapes": {
+            "batch": layout.batch,
+            "prefill": layout.prefill,
+            "slots": layout.slots,
+            "uncached": spec.uncached_length,
+            "left_pad": first,
+        },
+        "sampling": arms.sampler.to_json() | {"seed": spec.seed},
+        "status": "invalid" if fault else "ok",
+        "invalid": fault,
+        "headroom": finding.headroom,
+        "arms": arm_records,
+        "teacher_forced": against_cached(runs.forced, runs.cached),
+        "free_running": None if fault else free_running(tokens["uncached"], tokens["cached"]),
+        "controls": {
+            "cached_rerun": against_cached(runs.cached_again, runs.cached),
+            "uncached_rerun": against_cached(runs.forced_again, runs.forced),
+            "uncached_other_length": against_cached(runs.forced_longer, runs.forced),
+        },
+        "label_change": scoring.label_change(arm_records["uncached"]["text"], arm_records["cached"]["text"], item.gold),
+    }
+
+
+def run_divergence(
+    arms: Arms,
+    state: nnx.State,
+    items: Sequence[Item],
+    spec: DivergenceSpec,
+    tokenizer: Any,
+    scoring: Scoring,
+    done: frozenset[int] = frozenset(),
+) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
+    """Yields, batch by batch, the records not yet done and the batch's timing.
+
+    Args:
+      arms: compiled programs; they must keep logits.
+      state: weights.
+      items: the problems.
+      spec: what to run.
+      tokenizer: decodes token ids (`decode`).
+      scoring: the task's scorers.
+      done: problems that have a record; a batch is run whole if any of its problems lacks one, so that its shape, and
+        with it every bit, is that of an undisturbed run.
+
+    Raises:
+      UserError: a prompt that does not fit the context.
+    """
+    width = spec.batch_size
+    for batch in plan_batches(items, spec):
+        if all(item.problem in done for item in batch.items):
+            continue
+        filled = [*batch.items, *[batch.items[-1]] * (width - len(batch.items))]
+        prompts = [list(item.prompt) for item in filled]
+        layout = make_layout(prompts, spec.new_tokens, spec.bucket, arms.config)
+        tokens, rows = make_rows(prompts, [item.problem for item in filled], spec.seed, layout)
+        runs = run_arms(arms, state, tokens, rows, layout, spec, batch.controls)
+        findings = audit_rows(arms, state, runs.cached, rows)
+        records = [
+            make_record(arms, item, row, runs, findings[row], rows, layout, spec, tokenizer, scoring)
+            for row, item in enumerate(batch.items)
+            if item.problem not in done
+        ]
+        steps = {"cached": int(jnp.sum(runs.cached.lengths)), "uncached_forced": int(jnp.sum(runs.forced.lengths))}
+        timing = {"problems": [item.problem for item in batch.items], "seconds": runs.seconds, "tokens": steps}
+        yield records, timing

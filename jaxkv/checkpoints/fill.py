@@ -116,6 +116,8 @@ def cast(source: np.ndarray, shape: tuple[int, ...], transform: str, dtype: DTyp
       UserError: a finite weight has no finite value in `dtype`.
     """
     target = np.dtype(dtype)
+    if transform == "same" and source.dtype == target:
+        return source.reshape(shape)
     rows = source.reshape(source.shape[0], -1)
     out = np.empty(rows.shape if transform == "same" else rows.shape[::-1], target)
     step = max(1, _BLOCK // max(1, rows.shape[1]))

@@ -39,6 +39,7 @@ _GEMMA_NAMES = _COMMON | {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _NAMES = {"llama": _LLAMA_NAMES, "gemma2": _GEMMA_NAMES, "gemma3": _GEMMA_NAMES}
+_BLOCK = 1 << 22  # weights dequantized at a time
 # llama.cpp does not store Gemma's query_pre_attn_scalar: it takes the head dim, and D / N for the 27B models, which it
 # knows by their number of layers (llama-model.cpp, LLM_ARCH_GEMMA2 and LLM_ARCH_GEMMA3).
 _LAYERS_27B = {"gemma2": 46, "gemma3": 62}
@@ -176,6 +177,8 @@ def read_gguf(
     except (ValueError, IndexError, KeyError, OSError, OverflowError) as error:
         raise UserError(f"{name} is truncated or no GGUF file ({error}); download it again") from None
 
+    reader.fields.clear()  # a large vocabulary takes most of a gigabyte here
+
     arch = fields.get("general.architecture")
     stored = {tensor.name: tensor for tensor in reader.tensors}
     odd = [tensor for tensor in stored if tensor.startswith(("rope_freqs", "rope_factors"))]
@@ -191,13 +194,21 @@ def read_gguf(
         check(config)
     names = _NAMES[arch]
 
+    def read(tensor: Any) -> np.ndarray:
+        # By rows: dequantizing takes several times its result, and the copy keeps pages of the mapped file out of JAX.
+        shape = tuple(int(n) for n in tensor.shape[::-1])
+        values = np.empty(shape, np.float32)
+        if len(shape) == 1:
+            values[:] = dequantize(tensor.data, tensor.tensor_type)
+        else:
+            step = max(1, _BLOCK // shape[1])
+            for start in range(0, shape[0], step):
+                values[start : start + step] = dequantize(tensor.data[start : start + step], tensor.tensor_type)
+        return _undo(arch, tensor.name, config)(values)
+
     def source(tensor: Any) -> SourceTensor:
-        undo = _undo(arch, tensor.name, config)
-        # The file is memory-mapped: the copy keeps its pages out of the arrays that JAX may alias.
-        read = lambda: undo(np.array(dequantize(tensor.data, tensor.tensor_type), np.float32))  # noqa: E731
-        return SourceTensor(
-            _hf_name(tensor.name, names), tuple(int(n) for n in tensor.shape[::-1]), tensor.tensor_type.name, read
-        )
+        shape = tuple(int(n) for n in tensor.shape[::-1])
+        return SourceTensor(_hf_name(tensor.name, names), shape, tensor.tensor_type.name, lambda: read(tensor))
 
     tensors = [source(tensor) for tensor in reader.tensors]
     graphdef, abstract = abstract_decoder(config, precision)

@@ -70,13 +70,12 @@ def time_jaxkv(model: str, precision_name: str, prompt_tokens: int, new_tokens: 
     from jaxkv.cache import empty_cache
     from jaxkv.config import make_precision
     from jaxkv.decode import Arms, make_layout, make_rows, start_rollout
-    from jaxkv.models.decoder import Decoder, abstract_decoder
+    from jaxkv.models.decoder import Decoder
     from jaxkv.models.families import get_preset
 
     config, precision = get_preset(model), make_precision(precision_name)
     bandwidth = copy_bandwidth(1 << 32 if jax.default_backend() != "cpu" else 1 << 29)
-    graphdef, _ = abstract_decoder(config, precision)
-    state = jax.block_until_ready(jax.jit(lambda: nnx.split(Decoder(config, precision, nnx.Rngs(0)))[1])())
+    graphdef, state = nnx.split(Decoder(config, precision, nnx.Rngs(0)))
     arms = Arms(graphdef, config, precision, keep_logits=False)
     prompt = np.random.default_rng(0).integers(3, config.vocab_size, prompt_tokens).tolist()
     layout = make_layout([prompt], new_tokens, prompt_tokens, config)
@@ -148,9 +147,7 @@ def time_transformers(model: str, precision: str, prompt_tokens: int, new_tokens
     def generate(count: int) -> float:
         def run():
             with torch.inference_mode():
-                net.generate(
-                    ids, attention_mask=torch.ones_like(ids), min_new_tokens=count, max_new_tokens=count, **options
-                )
+                net.generate(ids, min_new_tokens=count, max_new_tokens=count, **options)
             if device == "cuda":
                 torch.cuda.synchronize()
 

@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+from typing import Any
 
 import jax
 from flax import nnx
@@ -48,12 +49,15 @@ def load(
     if source.startswith("random:"):
         return _random(source, precision, config, sharding)
 
-    def check(found: ModelConfig) -> None:
-        if config is not None and (odd := differing_fields(found, config)):
+    def check(found: ModelConfig) -> ModelConfig:
+        if config is None:
+            return found
+        if odd := differing_fields(found, config):
             fields = ", ".join(f"{key} {a} (model {config.name}: {b})" for key, (a, b) in odd.items())
             raise UserError(
                 f"{source} is not a {config.name}: {fields}; choose the --model that fits or another source"
             )
+        return config
 
     path = pathlib.Path(source).expanduser()
     if not path.exists():
@@ -102,7 +106,7 @@ def _random(source: str, precision: Precision, config: ModelConfig | None, shard
         arrays = {path: jax.device_get(leaf[...]) for path, leaf in flat_paths(state).items()}
         state = with_leaves(state, {path: place(array, path, sharding) for path, array in arrays.items()})
     tokenizer = ByteTokenizer()
-    provenance = {
+    provenance: dict[str, Any] = {
         "source": source,
         "kind": "random",
         "revision": None,

@@ -12,6 +12,7 @@ from jaxkv.config import ModelConfig
 
 Sharding = jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sharding.Sharding | None] | None
 Progress = Callable[[int, int, str], None]  # done, of, name of the tensor just placed
+ConfigCheck = Callable[[ModelConfig], ModelConfig]  # raises on a config that is not wanted, may rename it
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.checkpoints.checkpoint import Checkpoint, Progress, Sharding
+from jaxkv.checkpoints.checkpoint import Checkpoint, ConfigCheck, Progress, Sharding
 from jaxkv.checkpoints.fill import SourceTensor, count_dtypes, fill_state, flat_paths, match_tensors
 from jaxkv.checkpoints.hf import as_ids, hash_files
 from jaxkv.checkpoints.tokenizer import Tokenizer
@@ -142,7 +142,7 @@ def read_gguf(
     *,
     name: str,
     preset: ModelConfig | None = None,
-    check: Any = None,
+    check: ConfigCheck | None = None,
     sharding: Sharding = None,
     progress: Progress | None = None,
 ) -> Checkpoint:
@@ -153,7 +153,7 @@ def read_gguf(
       precision: its param dtype is what weights are rounded to.
       name: the source as the user gave it.
       preset: the model asked for; tells Mistral from LLaMA, which GGUF does not.
-      check: called with the config before any weight is read; may raise.
+      check: called with the config before any weight is read; may raise, or rename it.
       sharding: a Sharding, or a function of path and shape.
       progress: called after each tensor.
 
@@ -179,7 +179,7 @@ def read_gguf(
 
     reader.fields.clear()  # a large vocabulary takes most of a gigabyte here
 
-    arch = fields.get("general.architecture")
+    arch = str(fields.get("general.architecture"))
     stored = {tensor.name: tensor for tensor in reader.tensors}
     odd = [tensor for tensor in stored if tensor.startswith(("rope_freqs", "rope_factors"))]
     if odd and arch in _NAMES:
@@ -191,7 +191,7 @@ def read_gguf(
         read_config(fields, vocab_size, "output.weight" not in stored, preset, name), name=path.stem
     )
     if check is not None:
-        check(config)
+        config = check(config)
     names = _NAMES[arch]
 
     def read(tensor: Any) -> np.ndarray:

@@ -1,6 +1,8 @@
 """Hugging Face checkpoints: a directory of safetensors, or a hub id that is downloaded first."""
 
 import concurrent.futures
+import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -13,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxkv.checkpoints.checkpoint import Checkpoint, Progress, Sharding
+from jaxkv.checkpoints.checkpoint import Checkpoint, ConfigCheck, Progress, Sharding
 from jaxkv.checkpoints.fill import SourceTensor, count_dtypes, fill_state, flat_paths, match_tensors, shorten
 from jaxkv.checkpoints.tokenizer import AnyTokenizer, ByteTokenizer, Tokenizer
 from jaxkv.config import ModelConfig, Precision
@@ -86,7 +88,7 @@ def list_tensors(path: pathlib.Path) -> list[SourceTensor]:
         return array.reshape(entry["shape"])
 
     return [
-        SourceTensor(name, tuple(entry["shape"]), _NAMES[entry["dtype"]], lambda name=name: read(name))
+        SourceTensor(name, tuple(entry["shape"]), _NAMES[entry["dtype"]], functools.partial(read, name))
         for name, entry in header.items()
         if not _BUFFERS.fullmatch(name)
     ]
@@ -148,7 +150,7 @@ def read_hf(
     precision: Precision,
     *,
     name: str,
-    check: Any = None,
+    check: ConfigCheck | None = None,
     sharding: Sharding = None,
     progress: Progress | None = None,
     revision: str | None = None,
@@ -159,7 +161,7 @@ def read_hf(
       directory: holds config.json, safetensors and tokenizer files.
       precision: its param dtype is what weights are rounded to, once.
       name: the source as the user gave it.
-      check: called with the config before any weight is read; may raise.
+      check: called with the config before any weight is read; may raise, or rename it.
       sharding: a Sharding, or a function of path and shape.
       progress: called after each tensor.
       revision: recorded.
@@ -171,9 +173,9 @@ def read_hf(
         weight_files(directory)  # its message is the better one where there are no weights either
         raise UserError(f"{directory} has weights but no config.json; download it too")
     raw = read_json(directory / "config.json")
-    config = parse_config(raw, name)
+    config = dataclasses.replace(parse_config(raw, name), name=name.rstrip("/").split("/")[-1])
     if check is not None:
-        check(config)
+        config = check(config)
     generation_file = directory / "generation_config.json"
     generation = read_json(generation_file) if generation_file.exists() else {}
     files = weight_files(directory)

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.checkpoints.checkpoint import Checkpoint, Progress, Sharding
+from jaxkv.checkpoints.checkpoint import Checkpoint, ConfigCheck, Progress, Sharding
 from jaxkv.checkpoints.fill import cast, flat_paths, place, with_leaves
 from jaxkv.checkpoints.tokenizer import load_tokenizer
 from jaxkv.config import ModelConfig, Precision
@@ -133,7 +133,7 @@ def restore(
     directory: str | pathlib.Path,
     precision: Precision,
     *,
-    check: Any = None,
+    check: ConfigCheck | None = None,
     sharding: Sharding = None,
     progress: Progress | None = None,
 ) -> Checkpoint:
@@ -142,7 +142,7 @@ def restore(
     Args:
       directory: DEST of `save`.
       precision: weights stored in another dtype than its param dtype are rounded once.
-      check: called with the config before any weight is read; may raise.
+      check: called with the config before any weight is read; may raise, or rename it.
       sharding: a Sharding, or a function of path and shape; None is the default device.
       progress: called after each tensor.
 
@@ -155,7 +155,7 @@ def restore(
     metadata = read_metadata(path)
     config = ModelConfig.from_json(metadata["config"])
     if check is not None:
-        check(config)
+        config = check(config)
     graphdef, abstract = abstract_decoder(config, precision)
     leaves = flat_paths(abstract)
     stored = np.dtype(jax.numpy.dtype(metadata["dtype"]))

@@ -1,0 +1,296 @@
+"""GGUF files: our tensors are those of transformers to the bit, on tiny written files and on real ones if named."""
+
+import builtins
+import os
+import re
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from gguf import GGMLQuantizationType as QuantType
+
+from jaxkv.checkpoints import gguf as ours
+from jaxkv.checkpoints import load
+from jaxkv.checkpoints.fill import flat_paths
+from jaxkv.config import make_precision
+from jaxkv.errors import UserError
+from jaxkv.models.families import get_preset, key_table
+
+FP32 = make_precision("fp32")
+TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "\u2581", *"abcdefghijklmnopqrstuvwxyz"]
+TOKENS += ["\u2581a", "he", "ll", "llo", "hello", "\u2581hello"]
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %} b{% endif %}"
+)
+CONFIGS = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
+    "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
+}
+
+
+def write_gguf(
+    path, arch="llama", quant=QuantType.F32, *, permute=1, trained=False, change=None, skip=(), extra=(), **settings
+):
+    """A tiny model as llama.cpp's converter would write it; returns the state dict of the same model in transformers.
+
+    Args:
+      path: the file.
+      arch: 'llama', 'gemma2' or 'gemma3'.
+      quant: block type of the matrices.
+      permute: how often q and k rows are permuted; once is right for llama.
+      trained: gives q and k rows the norms that training leaves.
+      change: edits the writer before tensors are added.
+      skip: GGUF names left out.
+      extra: tensors added, (name, array).
+      settings: for the transformers config.
+    """
+    config_class, model_class = CONFIGS[arch]
+    sizes = {
+        "vocab_size": len(TOKENS), "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16 if arch == "llama" else 32,
+        "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
+    }  # fmt: skip
+    config = config_class(**(sizes | settings))
+    torch.manual_seed(0)
+    state = {name: torch.randn_like(value) * 0.3 for name, value in model_class(config).state_dict().items()}
+    for name in state:
+        if trained and name.endswith(("q_proj.weight", "k_proj.weight")):  # rows of a frequency share their norm
+            scale = torch.linspace(2.0, 0.5, config.head_dim // 2).repeat(state[name].shape[0] * 2 // config.head_dim)
+            state[name] = state[name] * scale[:, None]
+    if config.tie_word_embeddings:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(1e6 if arch == "gemma3" else 10000.0)
+    if arch != "llama":
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+        writer.add_sliding_window(config.sliding_window)
+    if arch == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(TOKENS)
+    writer.add_token_scores([0.0] * 259 + [-float(i) for i in range(len(TOKENS) - 259)])
+    writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * (len(TOKENS) - 259))
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    if change is not None:
+        change(writer)
+
+    names = {hf: short for short, hf in ours._NAMES[arch].items()}
+    for name, value in state.items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
+        short = f"blk.{layer[1]}.{names[layer[2]]}.weight" if layer else f"{names[name.removesuffix('.weight')]}.weight"
+        if short in skip:
+            continue
+        array = value.float().numpy().copy()
+        if arch == "llama" and short.endswith(("attn_q.weight", "attn_k.weight")):
+            for _ in range(permute):
+                array = array.reshape(-1, 2, config.head_dim // 2, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
+        if arch != "llama" and short.endswith("norm.weight"):
+            array = array + np.float32(1)
+        kind = quant if array.ndim == 2 else QuantType.F32
+        writer.add_tensor(short, gguf.quants.quantize(np.ascontiguousarray(array), kind), raw_dtype=kind)
+    for name, array in extra:
+        writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return state
+
+
+def assert_same_bits(checkpoint, state_dict):
+    params = flat_paths(checkpoint.state)
+    count = 0
+    for name, (path, transform) in key_table(checkpoint.config.family).items():
+        for layer in range(checkpoint.config.num_layers if "{i}" in name else 1):
+            if (key := path.format(i=layer)) in params:
+                theirs = state_dict[name.format(i=layer)].float()
+                theirs = (theirs if transform == "same" else theirs.T).contiguous().numpy()
+                mine = np.asarray(params[key][...]).reshape(theirs.shape)
+                np.testing.assert_array_equal(mine.view(np.uint32), theirs.view(np.uint32), err_msg=key)
+                count += 1
+    assert count == len(params)
+
+
+def read_by_transformers(path):
+    model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    return model.state_dict(), model.config
+
+
+@pytest.mark.parametrize("quant", [QuantType.F32, QuantType.F16, QuantType.BF16, QuantType.Q8_0, QuantType.Q4_1])
+@pytest.mark.parametrize("arch", CONFIGS)
+def test_same_bits_as_transformers(tmp_path, arch, quant):
+    path = tmp_path / "tiny.gguf"
+    state = write_gguf(path, arch, quant)
+    checkpoint = load(str(path), precision=FP32)
+    if quant == QuantType.F32 and arch == "llama":
+        assert_same_bits(checkpoint, state)
+    theirs, config = read_by_transformers(path)
+    assert_same_bits(checkpoint, theirs)
+    assert checkpoint.config.rope_theta == (1e6 if arch == "gemma3" else 10000.0)
+    assert checkpoint.config.norm_eps == 1e-5
+    assert checkpoint.config.head_dim == config.head_dim
+    assert checkpoint.config.tie_embeddings == (arch != "llama")
+    assert checkpoint.provenance["dtypes"][quant.name] > 1
+    if arch != "llama":
+        assert checkpoint.config.window == config.sliding_window
+        assert checkpoint.config.attn_softcap == config.attn_logit_softcapping
+
+
+@pytest.mark.parametrize("quant", ["Q4_0", "Q5_0", "Q5_1", "TQ1_0", "TQ2_0"])
+def test_other_block_types(tmp_path, quant):
+    """Every type that gguf can write and dequantize is read; values equal gguf's own."""
+    kind = QuantType[quant]
+    size = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 256} if quant.startswith("TQ") else {}
+    state = write_gguf(tmp_path / "tiny.gguf", "llama", kind, **size)
+    checkpoint = load(str(tmp_path / "tiny.gguf"), precision=FP32)
+    source = state["model.layers.1.mlp.up_proj.weight"].numpy()
+    expected = gguf.quants.dequantize(gguf.quants.quantize(source, kind), kind)
+    np.testing.assert_array_equal(np.asarray(flat_paths(checkpoint.state)["layers/1/mlp/up"][...]), expected.T)
+
+
+def test_tied_llama_and_mistral(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, tie_word_embeddings=True)
+    assert load(str(path), precision=FP32).config.tie_embeddings
+    write_gguf(path, change=lambda w: w.add_name("Mistral 7B"))
+    assert load(str(path), precision=FP32).config.family == "mistral"
+
+
+def test_gemma_window_pattern_and_bases(tmp_path):
+    def change(writer):
+        writer.add_sliding_window_pattern([False, True, False])
+        writer.add_rope_freq_base_swa(5000.0)
+
+    write_gguf(tmp_path / "tiny.gguf", "gemma3", change=change)
+    config = load(str(tmp_path / "tiny.gguf"), precision=FP32).config
+    assert [config.layer_window(i) is not None for i in range(3)] == [False, True, False]
+    assert [config.layer_rope_theta(i) for i in range(3)] == [1e6, 5000.0, 1e6]
+
+
+@pytest.mark.parametrize("permute", [0, 1, 2])
+def test_permuted_once_or_else_told(tmp_path, permute):
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, permute=permute, trained=True, num_hidden_layers=12, num_key_value_heads=1)
+    if permute == 1:
+        load(str(path), precision=FP32)
+    else:
+        fails(path, "permuted once too often" if permute == 0 else "RoPE pairs where halves are expected")
+
+
+def fails(path, words, **options):
+    with pytest.raises(UserError) as caught:
+        load(str(path), precision=FP32, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert re.search(words, message), message
+
+
+def test_faults(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    write_gguf(
+        path, skip=("blk.1.ffn_up.weight", "output_norm.weight"), extra=[("blk.0.attn_q.bias", np.zeros(64, "f"))]
+    )
+    fails(path, "2 missing: model.layers.1.mlp.up_proj.weight, model.norm.weight; 1 unknown: .*q_proj.bias")
+    write_gguf(path, extra=[("rope_freqs.weight", np.ones(8, "f"))])
+    fails(path, "rope_freqs.weight .*not implemented")
+    write_gguf(path, change=lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN))
+    fails(path, "llama.rope.scaling.type='yarn' is not implemented")
+    write_gguf(path, change=lambda w: w.add_rope_scaling_factor(4.0))
+    fails(path, "llama.rope.scaling.factor=4.0 is not implemented")
+    write_gguf(path, change=lambda w: w.add_expert_count(8))
+    fails(path, "llama.expert_count=8")
+    write_gguf(path, change=lambda w: w.add_rope_dimension_count(8))
+    fails(path, "llama.rope.dimension_count=8")
+    write_gguf(path)
+    fails(path, "is not a test-llama2: .*model_dim 64", config=get_preset("test-llama2"))
+
+
+def test_truncated_and_foreign_files(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path)
+    whole = path.read_bytes()
+    for keep in (len(whole) - 1000, 5000, 100, 10, 0):
+        path.write_bytes(whole[:keep])
+        fails(path, "truncated or no GGUF file")
+    path.write_bytes(b"something else entirely, long enough to hold a header" * 10)
+    fails(path, "truncated or no GGUF file")
+    writer = gguf.GGUFWriter(path, "qwen2")
+    writer.add_block_count(1)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    fails(path, "architecture 'qwen2' is not implemented; known: llama, gemma2, gemma3")
+
+
+def test_without_the_gguf_package(tmp_path, monkeypatch):
+    write_gguf(tmp_path / "tiny.gguf")
+    real = builtins.__import__
+
+    def no_gguf(name, *args, **options):
+        if name.split(".")[0] == "gguf":
+            raise ImportError(name)
+        return real(name, *args, **options)
+
+    monkeypatch.setattr(builtins, "__import__", no_gguf)
+    fails(tmp_path / "tiny.gguf", r"pip install 'jaxkv\[gguf\]'")
+
+
+@pytest.mark.parametrize("add_bos", [True, False, None])
+def test_bos_rule_of_the_file(tmp_path, add_bos):
+    def change(writer):
+        writer.add_chat_template(TEMPLATE)
+        writer.add_eot_token_id(261)
+        if add_bos is not None:
+            writer.add_add_bos_token(add_bos)
+
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, change=change)
+    checkpoint = load(str(path), precision=FP32)
+    tokenizer = checkpoint.tokenizer
+    expected = add_bos is not False  # llama.cpp adds BOS to such a vocabulary where the file is silent
+    assert tokenizer.add_bos == checkpoint.provenance["add_bos"] == expected
+    assert tokenizer.encode("hello").count(1) == int(expected)
+    assert tokenizer.encode("<s>hello").count(1) == 1
+    assert tokenizer.decode(tokenizer.encode("hello hello")).strip() == "hello hello"
+    assert tokenizer.eos_ids == (2, 261)
+    assert tokenizer.chat([{"role": "user", "content": "hello"}]).count(1) == 1
+    assert tokenizer.chat([{"role": "user", "content": "<s>hello"}])[:2] != [1, 1]
+
+
+@pytest.mark.weights
+@pytest.mark.parametrize(
+    ("variable", "preset", "add_bos"),
+    [("JAXKV_SMOLLM2_GGUF", "smollm2-135m", False), ("JAXKV_GEMMA3_GGUF", "gemma3-270m", True)],
+)
+def test_real_file(variable, preset, add_bos):
+    import pathlib
+
+    if variable not in os.environ:
+        pytest.skip(f"{variable} names no file")
+    path = pathlib.Path(os.environ[variable])
+    checkpoint = load(str(path), precision=FP32, config=get_preset(preset))  # its RoPE layout is checked on the way
+    assert_same_bits(checkpoint, read_by_transformers(path)[0])
+    assert checkpoint.config == get_preset(preset)
+    tokenizer = checkpoint.tokenizer
+    assert tokenizer.add_bos == add_bos
+    ids = tokenizer.encode("The sky is blue.")
+    assert (ids[0] == tokenizer.bos_id) == add_bos
+    assert tokenizer.decode(ids) == "The sky is blue."

@@ -1,0 +1,408 @@
+"""Safetensors directories: every family round-trips, every fault is one line."""
+
+import json
+import re
+import struct
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from jaxkv.checkpoints import load
+from jaxkv.checkpoints.fill import RopeLayout, flat_paths, reorder
+from jaxkv.config import make_precision
+from jaxkv.errors import UserError
+from jaxkv.models.families import PRESETS, get_preset, key_table, parse_config
+
+FP32 = make_precision("fp32")
+SIZES = {
+    "vocab_size": 259,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+}
+MODELS = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
+    "llama-tied": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {"tie_word_embeddings": True}),
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": 8}),
+    "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM, {"sliding_window": 8}),
+    "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM, {"sliding_window": 8}),
+}
+
+
+def make_model(kind, dtype=torch.float32, **changes):
+    """A tiny transformers model with weights of random size, norms included."""
+    config_class, model_class, options = MODELS[kind]
+    torch.manual_seed(0)
+    model = model_class(config_class(**(SIZES | options | changes)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3)
+    return model.to(dtype)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Directories of each kind, one file and sharded, with the model that wrote them."""
+    made = {}
+    for kind in MODELS:
+        model = make_model(kind)
+        for size in ("1GB", "20KB"):
+            path = tmp_path_factory.mktemp(f"{kind}-{size}")
+            model.save_pretrained(path, max_shard_size=size)
+            made[kind, size] = (path, model)
+    return made
+
+
+def bits(array):
+    return np.asarray(array).view(f"u{np.asarray(array).dtype.itemsize}")
+
+
+def assert_same_bits(checkpoint, state_dict):
+    params = flat_paths(checkpoint.state)
+    left = set(params)
+    for name, (path, transform) in key_table(checkpoint.config.family).items():
+        for layer in range(checkpoint.config.num_layers if "{i}" in name else 1):
+            key = path.format(i=layer)
+            if key in params:
+                theirs = state_dict[name.format(i=layer)]
+                theirs = (theirs if transform == "same" else theirs.T).contiguous()
+                kind = {2: torch.int16, 4: torch.int32}[theirs.element_size()]
+                ours = bits(params[key][...]).reshape(theirs.shape)
+                np.testing.assert_array_equal(ours, theirs.view(kind).numpy().view(ours.dtype), err_msg=key)
+                left.discard(key)
+    assert not left
+
+
+@pytest.mark.parametrize("size", ["1GB", "20KB"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_round_trip(saved, kind, size):
+    path, model = saved[kind, size]
+    shards = len(list(path.glob("*.safetensors")))
+    assert shards == 1 if size == "1GB" else shards > 3
+    checkpoint = load(str(path), precision=FP32)
+    assert_same_bits(checkpoint, model.state_dict())
+    assert checkpoint.config.family == kind.split("-")[0]
+    assert checkpoint.config.tie_embeddings == model.config.tie_word_embeddings
+    assert checkpoint.provenance["dtypes"] == {"fp32": sum(checkpoint.provenance["dtypes"].values())}
+    files = checkpoint.provenance["files"]
+    assert {"config.json", *(p.name for p in path.glob("*.safetensors"))} <= set(files)
+    assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in files.values())
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32])
+def test_rounds_once_as_torch_does(tmp_path, name, stored):
+    model = make_model("gemma3", stored)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[0] *= 1e-5  # fp16 subnormals
+    model.save_pretrained(tmp_path)
+    checkpoint = load(str(tmp_path), precision=make_precision(name))
+    target = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[name]
+    assert_same_bits(checkpoint, {key: value.to(target) for key, value in model.state_dict().items()})
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma2", "gemma3"])
+def test_config_of_either_transformers(saved, kind):
+    """transformers 4 kept rope_theta beside the sizes, 5 keeps it in rope_parameters."""
+    raw = json.loads((saved[kind, "1GB"][0] / "config.json").read_text())
+    new = parse_config(raw, "x")
+    old = {k: v for k, v in raw.items() if k not in ("rope_parameters", "layer_types")} | {"rope_theta": new.rope_theta}
+    if kind == "gemma3":
+        old |= {"rope_local_base_freq": new.local_rope_theta, "sliding_window_pattern": 6}
+    assert parse_config(old, "x") == new
+    changed = parse_config(old | {"rope_theta": 77.0}, "x")
+    assert changed.rope_theta == 77.0
+
+
+def test_layer_types():
+    raw = {"model_type": "gemma3_text", "num_hidden_layers": 4}
+    kinds = ["full_attention", "sliding_attention"]
+    assert parse_config(raw | {"layer_types": kinds * 2}, "x").window_pattern == (False, True)
+    assert parse_config(raw | {"layer_types": ["sliding_attention"] * 4}, "x").window_pattern == (True,) * 5 + (False,)
+    odd = parse_config(raw | {"layer_types": [kinds[1], kinds[0], kinds[0], kinds[1]]}, "x")
+    assert [odd.layer_window(i) is not None for i in range(4)] == [True, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ({"model_type": "qwen2"}, "model_type 'qwen2'"),
+        ({}, "model_type 'None'"),
+        ({"model_type": "gemma3", "text_config": {}}, "multimodal"),
+        (
+            {"model_type": "llama", "rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            "rope_scaling.rope_type='llama3'",
+        ),
+        ({"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.rope_type='linear'"),
+        ({"model_type": "llama", "rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.rope_type='yarn'"),
+        ({"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear"}}, "rope_scaling.rope_type='linear'"),
+        (
+            {"model_type": "gemma3_text", "rope_parameters": {"full_attention": {"rope_type": "linear"}}},
+            "rope_parameters.rope_type='linear'",
+        ),
+        ({"model_type": "llama", "attention_bias": True}, "attention_bias=True"),
+        ({"model_type": "llama", "mlp_bias": True}, "mlp_bias=True"),
+        ({"model_type": "llama", "pretraining_tp": 2}, "pretraining_tp=2"),
+        ({"model_type": "llama", "hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"model_type": "gemma2", "hidden_activation": "silu"}, "hidden_activation='silu'"),
+        ({"model_type": "gemma2", "hidden_act": "relu"}, "hidden_act='relu'"),
+        ({"model_type": "mistral", "quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ({"model_type": "llama", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        ({"model_type": "mistral", "final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        ({"model_type": "llama", "sliding_window": 4096}, "sliding_window=4096"),
+        ({"model_type": "gemma2", "sliding_window": None}, "sliding_window is null"),
+        (
+            {"model_type": "gemma2", "num_hidden_layers": 2, "layer_types": ["chunked_attention"] * 2},
+            "chunked_attention",
+        ),
+        ({"model_type": "gemma2", "num_hidden_layers": 2, "layer_types": ["full_attention"]}, "1 entries for 2 layers"),
+        (
+            {"model_type": "mistral", "num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types",
+        ),
+        ({"model_type": "llama", "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    ],
+)
+def test_unimplemented_options_are_refused_by_name(raw, words):
+    with pytest.raises(UserError, match=re.escape(words)):
+        parse_config(raw, "model-x")
+
+
+def test_gemma_names_of_tanh_gelu():
+    for value in ("gelu", "gelu_pytorch_tanh"):
+        assert parse_config({"model_type": "gemma2", "hidden_act": value}, "x").activation == "gelu_tanh"
+
+
+def fails(path, words, **options):
+    """The error of a load: one line that holds `words`."""
+    with pytest.raises(UserError) as caught:
+        load(str(path), precision=options.pop("precision", FP32), **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert re.search(words, message), message
+    return message
+
+
+def rewrite(path, edit):
+    """Loads the tensors of a directory, lets `edit` change them, and writes them back."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path / "model.safetensors")
+    edit(tensors)
+    save_file({k: v.contiguous() for k, v in tensors.items()}, path / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture
+def llama(tmp_path):
+    make_model("llama").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def edit_config(path, **changes):
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def test_all_misses_are_one_error(llama):
+    def edit(tensors):
+        del tensors["model.norm.weight"]
+        del tensors["model.layers.2.mlp.up_proj.weight"]
+        tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
+        tensors["model.layers.1.self_attn.o_proj.weight"] = torch.zeros(32, 32)
+
+    rewrite(llama, edit)
+    message = fails(llama, "2 missing")
+    for part in ("model.norm.weight", "layers.2.mlp.up_proj", "1 unknown: model.layers.0.self_attn.q_proj.bias"):
+        assert part in message
+    assert "layers.1.self_attn.o_proj.weight (is [32, 32], should be [32, 64])" in message
+
+
+def test_long_lists_are_shortened(llama):
+    edit_config(llama, num_hidden_layers=40)
+    assert len(fails(llama, "missing: .* and 32[0-9] more")) < 400
+
+
+def test_harmless_buffers_are_ignored(llama):
+    rewrite(llama, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}))
+    load(str(llama), precision=FP32)
+
+
+def test_tied_and_untied(tmp_path):
+    model = make_model("llama-tied")
+    model.save_pretrained(tmp_path)
+    head = model.model.embed_tokens.weight.detach().clone()
+    rewrite(tmp_path, lambda t: t.update({"lm_head.weight": head}))
+    assert "head" not in flat_paths(load(str(tmp_path), precision=FP32).state)
+    rewrite(tmp_path, lambda t: t["lm_head.weight"].__setitem__((0, 0), 5.0))
+    fails(tmp_path, "tied embeddings but lm_head.weight differs")
+    rewrite(tmp_path, lambda t: t.pop("lm_head.weight"))
+    edit_config(tmp_path, tie_word_embeddings=False)
+    fails(tmp_path, "untied embeddings but lm_head.weight is missing")
+
+
+def test_missing_shard(saved, tmp_path):
+    model = saved["llama", "20KB"][1]
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.unlink()
+    fails(tmp_path, rf"lacks 1 of \d+ shards: {shard.name}")
+    (tmp_path / "model.safetensors.index.json").unlink()
+    fails(tmp_path, r"holds \d+ of \d+ shards")
+
+
+def test_truncated_file(llama):
+    file = llama / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-100])
+    fails(llama, rf"truncated \({len(whole) - 100} bytes of {len(whole)}\)")
+    file.write_bytes(whole[:100])
+    fails(llama, "truncated or not safetensors")
+    file.write_bytes(b"")
+    fails(llama, "truncated or not safetensors")
+
+
+def test_integer_tensors_are_refused(llama):
+    rewrite(llama, lambda t: t.update({"model.norm.weight": torch.zeros(32, dtype=torch.int8)}))
+    fails(llama, "dtype I8")
+
+
+def test_overflow_names_the_tensor(llama):
+    rewrite(llama, lambda t: t["model.layers.1.mlp.up_proj.weight"].__setitem__((3, 4), 65520.0))
+    fails(llama, r"model.layers.1.mlp.up_proj.weight: the weight 65520 .*float16", precision=make_precision("fp16"))
+    rewrite(llama, lambda t: t["model.layers.1.mlp.up_proj.weight"].__setitem__((3, 4), 65519.0))
+    state = flat_paths(load(str(llama), precision=make_precision("fp16")).state)
+    assert float(state["layers/1/mlp/up"][...].max()) == 65504.0
+    assert state["layers/1/mlp/up"][...].dtype == jnp.float16
+
+
+def test_directories_that_hold_no_weights(tmp_path, llama):
+    fails(tmp_path / "nowhere", "does not exist")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    fails(empty, "has no weights")
+    (empty / "config.json").write_text((llama / "config.json").read_text())
+    (empty / "pytorch_model.bin").write_bytes(b"")
+    fails(empty, "no safetensors weights, only pytorch_model.bin; convert")
+    file = tmp_path / "weights.txt"
+    file.write_text("")
+    fails(file, "is a file but no .gguf")
+    (llama / "config.json").write_text("{")
+    fails(llama, "cannot read .*config.json")
+    (llama / "config.json").unlink()
+    fails(llama, "no config.json")
+    fails(llama, "revision belongs to a hub id", revision="main")
+
+
+def test_missing_tokenizer(tmp_path):
+    make_model("llama", vocab_size=300).save_pretrained(tmp_path)
+    fails(tmp_path, "has no tokenizer")
+
+
+def test_preset_mismatch_names_the_fields(llama):
+    message = fails(llama, "is not a test-llama2", config=get_preset("test-llama2"))
+    assert "model_dim 32 (model test-llama2: 48)" in message
+    assert "rope_theta" not in message
+
+
+def test_hub_faults(monkeypatch):
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    cases = {
+        "is gated: accept its terms .*HF_TOKEN": errors.GatedRepoError,
+        "the hub has no model": errors.RepositoryNotFoundError,
+        "no revision 'v9'": errors.RevisionNotFoundError,
+        "--checkpoint.*--model=test-gemma2 --checkpoint=random:0": errors.LocalEntryNotFoundError,
+        "cannot download": OSError,
+    }
+    for words, error in cases.items():
+
+        def refuse(*args, error=error, **options):
+            raise error.__new__(error)  # their constructors want an HTTP response of the client in use
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+        fails("google/gemma-2-2b", words, revision="v9")
+
+
+def test_hub_id_is_resolved_to_a_commit(saved, tmp_path, monkeypatch):
+    import huggingface_hub
+
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    (tmp_path / commit).symlink_to(saved["gemma2", "20KB"][0])
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: str(tmp_path / commit))
+    checkpoint = load("google/gemma-2-2b", precision=FP32)
+    assert checkpoint.provenance["revision"] == commit
+    assert checkpoint.provenance["source"] == "google/gemma-2-2b"
+
+
+def test_random_weights():
+    config = get_preset("test-gemma2")
+    a, b, other = (load(s, precision=FP32, config=config) for s in ("random:3", "random:3", "random:4"))
+    assert a.provenance["note"] == "random weights"
+    first, again, third = (flat_paths(c.state) for c in (a, b, other))
+    assert all((first[path][...] == again[path][...]).all() for path in first)
+    assert (first["embed"][...] != third["embed"][...]).any()
+    fails("random:0", "name a model")
+    fails("random:x", "whole number", config=config)
+
+
+def test_preset_names():
+    assert get_preset("gemma2-2b") is PRESETS["gemma2-2b"]
+    with pytest.raises(UserError, match="did you mean 'gemma2-2b'"):
+        get_preset("gema2-2b")
+
+
+def test_sharding_by_path(saved):
+    import jax
+
+    asked = []
+
+    def rule(path, shape):
+        asked.append((path, shape))
+        return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    checkpoint = load(str(saved["llama", "1GB"][0]), precision=FP32, sharding=rule)
+    assert dict(asked)["layers/0/attn/q"] == (32, 4, 16)
+    assert set(dict(asked)) == set(flat_paths(checkpoint.state))
+
+
+def trained_rows(rng, heads=4, head_dim=32, width=64):
+    """q or k rows as training leaves them: norms that depend on the row's frequency."""
+    norms = np.linspace(2.0, 0.5, head_dim // 2) * np.exp(rng.normal(0, 0.1, (heads, 2, head_dim // 2)))
+    return (rng.normal(size=(heads * head_dim, width)) * norms.reshape(-1, 1)).astype(np.float32)
+
+
+@pytest.mark.parametrize("times", [0, 1, -1, -2])
+def test_rope_layout_is_told_from_the_weights(times):
+    rng = np.random.default_rng(0)
+    layout = RopeLayout(32)
+    for _ in range(12):
+        rows = trained_rows(rng)
+        layout.see(reorder(rows.reshape(4, 32, 64).swapaxes(1, 2), times).swapaxes(1, 2).reshape(rows.shape))
+    if times == 0:
+        layout.check("x")
+    else:
+        with pytest.raises(UserError, match="pairs" if times < 0 else "once too often"):
+            layout.check("x")
+
+
+def test_rope_layout_says_nothing_on_random_weights():
+    rng = np.random.default_rng(0)
+    layout = RopeLayout(64)
+    for _ in range(32):
+        layout.see(rng.normal(size=(256, 48)).astype(np.float32))
+    layout.check("x")
+
+
+def test_header_longer_than_the_file(llama):
+    file = llama / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
+    fails(llama, "truncated or not safetensors")

@@ -1,0 +1,100 @@
+"""Converting a sharded checkpoint peaks below the model and 1.5 GB, interpreter included.
+
+JAXKV_MEMORY_GB sets the size of the synthetic model (default 1; the rule does not depend on it).
+"""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models
+
+from jaxkv.models.families import key_table
+from jaxkv.models.gemma2 import gemma2_config
+from jaxkv.models.tables import matrix_shape
+
+ALLOWANCE = 1.5e9  # bytes over the model: Python, JAX and transformers (about 0.4 GB), a tensor, Orbax's buffers
+WIDTH, MLP, HEADS, KV_HEADS, HEAD_DIM, LAYER_BYTES = 2304, 9216, 8, 4, 256, 155.7e6
+
+
+def write_sharded(directory, gigabytes: float, shards: int = 3) -> int:
+    """A Gemma-2 of about `gigabytes` in bf16, filled with one small block over and over; returns its bytes."""
+    vocab = 128000 if gigabytes >= 3 else 32000
+    layers = max(1, round((gigabytes * 1e9 - 2 * vocab * WIDTH) / LAYER_BYTES))
+    config = gemma2_config(
+        "big", layers=layers, width=WIDTH, mlp=MLP, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, vocab=vocab
+    )
+    shapes = {
+        "embed": (vocab, WIDTH),
+        "final_norm/weight": (WIDTH,),
+        **{
+            f"layers/{{i}}/{norm}/weight": (WIDTH,)
+            for norm in ("attn_norm", "attn_post_norm", "mlp_norm", "mlp_post_norm")
+        },
+        "layers/{i}/attn/q": (WIDTH, HEADS, HEAD_DIM),
+        "layers/{i}/attn/k": (WIDTH, KV_HEADS, HEAD_DIM),
+        "layers/{i}/attn/v": (WIDTH, KV_HEADS, HEAD_DIM),
+        "layers/{i}/attn/o": (HEADS, HEAD_DIM, WIDTH),
+        "layers/{i}/mlp/gate": (WIDTH, MLP),
+        "layers/{i}/mlp/up": (WIDTH, MLP),
+        "layers/{i}/mlp/down": (MLP, WIDTH),
+    }
+    named = [
+        (name.format(i=layer), matrix_shape(shapes[path], transform))
+        for name, (path, transform) in key_table("gemma2").items()
+        if path in shapes
+        for layer in range(layers if "{i}" in name else 1)
+    ]
+    block = (np.random.default_rng(0).integers(0x3C00, 0x3D00, 1 << 20)).astype(np.uint16).tobytes()
+    weight_map, total = {}, 0
+    for shard in range(shards):
+        part = named[shard::shards]
+        header, end = {}, 0
+        for name, shape in part:
+            size = 2 * int(np.prod(shape))
+            header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [end, end + size]}
+            end += size
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        weight_map |= dict.fromkeys(header, file)
+        encoded = json.dumps(header).encode()
+        with open(directory / file, "wb") as out:
+            out.write(struct.pack("<Q", len(encoded)) + encoded)
+            for start in range(0, end, len(block)):
+                out.write(block[: min(len(block), end - start)])
+        total += end
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    fields = {
+        "model_type": "gemma2",
+        "vocab_size": config.vocab_size,
+        "num_hidden_layers": layers,
+        "hidden_size": WIDTH,
+        "intermediate_size": MLP,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+    }
+    (directory / "config.json").write_text(json.dumps(fields))
+    Tokenizer(models.WordLevel({"<bos>": 0, "<eos>": 1, "a": 2}, unk_token="a")).save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": "<eos>"})
+    )
+    return total
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux only")
+def test_convert_peaks_below_model_and_allowance(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    model_bytes = write_sharded(source, float(os.environ.get("JAXKV_MEMORY_GB", "1")))
+    command = [sys.executable, "-m", "jaxkv.checkpoints.convert", str(source), str(tmp_path / "dest"), "--dtype=fp16"]
+    process = subprocess.Popen(command)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    peak = usage.ru_maxrss * 1024
+    print(f"model {model_bytes / 1e9:.2f} GB, peak {peak / 1e9:.2f} GB, over {(peak - model_bytes) / 1e9:.2f} GB")
+    assert peak < model_bytes + ALLOWANCE

@@ -187,7 +187,7 @@ def test_gemma_window_pattern_and_bases(tmp_path):
 @pytest.mark.parametrize("permute", [0, 1, 2])
 def test_permuted_once_or_else_told(tmp_path, permute):
     path = tmp_path / "tiny.gguf"
-    write_gguf(path, permute=permute, trained=True, num_hidden_layers=12, num_key_value_heads=1)
+    write_gguf(path, permute=permute, trained=True, num_hidden_layers=12)
     if permute == 1:
         load(str(path), precision=FP32)
     else:

@@ -178,8 +178,8 @@ def make_precision(name: str, **parts: str | None) -> Precision:
     """
     base = dtype_from_name(name)
     wide = jnp.float64 if base == jnp.float64 else jnp.float32
-    policy: dict[str, Any] = dict.fromkeys(("param", "activation", "residual", "accumulation", "cache", "logits"), base)
-    policy |= dict.fromkeys(("softmax", "norm", "rope"), wide)
+    policy: dict[str, Any] = dict.fromkeys(("param", "activation", "residual", "cache", "logits"), base)
+    policy |= dict.fromkeys(("accumulation", "softmax", "norm", "rope"), wide)
     overrides = {part: value for part, value in parts.items() if value is not None}
     for part, value in overrides.items():
         if part not in policy:

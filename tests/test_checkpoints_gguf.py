@@ -117,11 +117,11 @@ def write_gguf(
 def assert_same_bits(checkpoint, state_dict):
     params = flat_paths(checkpoint.state)
     count = 0
-    for name, (path, transform) in key_table(checkpoint.config.family).items():
+    for name, path in key_table(checkpoint.config.family).items():
         for layer in range(checkpoint.config.num_layers if "{i}" in name else 1):
             if (key := path.format(i=layer)) in params:
                 theirs = state_dict[name.format(i=layer)].float()
-                theirs = (theirs if transform == "same" else theirs.T).contiguous().numpy()
+                theirs = theirs.contiguous().numpy()
                 mine = np.asarray(params[key][...]).reshape(theirs.shape)
                 np.testing.assert_array_equal(mine.view(np.uint32), theirs.view(np.uint32), err_msg=key)
                 count += 1

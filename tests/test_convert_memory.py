@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models
 
 from jaxkv.models.families import key_table
 from jaxkv.models.gemma2 import gemma2_config
-from jaxkv.models.tables import matrix_shape
+from jaxkv.models.tables import source_shape
 
 ALLOWANCE = 1.5e9  # bytes over the model: Python, JAX and transformers (about 0.4 GB), a tensor, Orbax's buffers
 WIDTH, MLP, HEADS, KV_HEADS, HEAD_DIM, LAYER_BYTES = 2304, 9216, 8, 4, 256, 155.7e6
@@ -44,8 +44,8 @@ def write_sharded(directory, gigabytes: float, shards: int = 3) -> int:
         "layers/{i}/mlp/down": (MLP, WIDTH),
     }
     named = [
-        (name.format(i=layer), matrix_shape(shapes[path], transform))
-        for name, (path, transform) in key_table("gemma2").items()
+        (name.format(i=layer), source_shape(path, shapes[path]))
+        for name, path in key_table("gemma2").items()
         if path in shapes
         for layer in range(layers if "{i}" in name else 1)
     ]

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxkv.checkpoints.checkpoint import Progress, Sharding
 from jaxkv.config import DType, ModelConfig
 from jaxkv.errors import UserError
-from jaxkv.models.tables import KeyTable, matrix_shape
+from jaxkv.models.tables import KeyTable, source_shape
 
 _BLOCK = 1 << 22  # elements converted at a time, so that no second copy of a tensor lives beside the first
 
@@ -53,8 +53,8 @@ def match_tensors(
     keys: KeyTable,
     tensors: Iterable[SourceTensor],
     where: str,
-) -> dict[str, tuple[SourceTensor, str]]:
-    """Pairs each parameter with its source tensor and transform: every source used once, every parameter filled once.
+) -> dict[str, SourceTensor]:
+    """Pairs each parameter with its source tensor: every source used once, every parameter filled once.
 
     A head stored beside a tied embedding is accepted if it has the same bits.
 
@@ -70,8 +70,8 @@ def match_tensors(
     """
     found = {tensor.name: tensor for tensor in tensors}
     wanted = {
-        pattern.format(i=layer): (path.format(i=layer), transform)
-        for pattern, (path, transform) in keys.items()
+        pattern.format(i=layer): path.format(i=layer)
+        for pattern, path in keys.items()
         for layer in range(config.num_layers if "{i}" in pattern else 1)
         if path.format(i=layer) in shapes
     }
@@ -92,8 +92,8 @@ def match_tensors(
     extra = [name for name in found if name not in wanted]
     bad = [
         f"{name} (is {list(found[name].shape)}, should be {list(shape)})"
-        for name, (path, transform) in wanted.items()
-        if name in found and found[name].shape != (shape := matrix_shape(shapes[path], transform))
+        for name, path in wanted.items()
+        if name in found and found[name].shape != (shape := source_shape(path, shapes[path]))
     ]
     faults = [
         f"{len(names)} {what}: {shorten(names)}"
@@ -102,24 +102,24 @@ def match_tensors(
     ]
     if faults:
         raise UserError(f"{where}: tensors do not fit the config; {'; '.join(faults)}; check that both belong together")
-    return {path: (found[name], transform) for name, (path, transform) in wanted.items()}
+    return {path: found[name] for name, path in wanted.items()}
 
 
 def _same_bits(a: SourceTensor, b: SourceTensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and a.read().tobytes() == b.read().tobytes()
 
 
-def cast(source: np.ndarray, shape: tuple[int, ...], transform: str, dtype: DType, name: str) -> np.ndarray:
+def cast(source: np.ndarray, shape: tuple[int, ...], dtype: DType, name: str) -> np.ndarray:
     """Our array of `shape` and `dtype` from a source tensor, rounded once (to nearest even).
 
     Raises:
       UserError: a finite weight has no finite value in `dtype`.
     """
     target = np.dtype(dtype)
-    if transform == "same" and source.dtype == target:
+    if source.dtype == target:
         return source.reshape(shape)
     rows = source.reshape(source.shape[0], -1)
-    out = np.empty(rows.shape if transform == "same" else rows.shape[::-1], target)
+    out = np.empty(rows.shape, target)
     step = max(1, _BLOCK // max(1, rows.shape[1]))
     may_overflow = _largest(target) < _largest(source.dtype)
     for start in range(0, rows.shape[0], step):
@@ -132,10 +132,7 @@ def cast(source: np.ndarray, shape: tuple[int, ...], transform: str, dtype: DTyp
                 f"{name}: the weight {largest:.6g} is past the range of {target.name} and would become infinite; "
                 "use bf16 or fp32"
             )
-        if transform == "same":
-            out[start : start + step] = rounded
-        else:
-            out[:, start : start + step] = rounded.T
+        out[start : start + step] = rounded
     return out.reshape(shape)
 
 
@@ -156,7 +153,7 @@ def place(array: np.ndarray, path: str, sharding: Sharding) -> jax.Array:
 
 def fill_state(
     abstract: nnx.State,
-    plan: Mapping[str, tuple[SourceTensor, str]],
+    plan: Mapping[str, SourceTensor],
     config: ModelConfig,
     where: str,
     sharding: Sharding = None,
@@ -171,11 +168,11 @@ def fill_state(
     layout = RopeLayout(config.head_dim)
     leaves = flat_paths(abstract)
     for path, leaf in leaves.items():
-        tensor, transform = plan[path]
+        tensor = plan[path]
         source = tensor.read()
         if path.endswith(("attn/q", "attn/k")):
             layout.see(source)
-        arrays[path] = place(cast(source, leaf.shape, transform, leaf.dtype, tensor.name), path, sharding)
+        arrays[path] = place(cast(source, leaf.shape, leaf.dtype, tensor.name), path, sharding)
         if progress is not None:
             progress(len(arrays), len(leaves), tensor.name)
     layout.check(where)

@@ -170,7 +170,7 @@ def restore(
                 if tuple(array.shape) != tuple(leaves[key].shape):
                     raise UserError(f"{directory}: {key} does not fit the stored config; convert the original again")
                 if isinstance(array, np.ndarray):
-                    array = place(cast(array, array.shape, "same", leaves[key].dtype, key), key, sharding)
+                    array = place(cast(array, array.shape, leaves[key].dtype, key), key, sharding)
                 arrays[key] = array
                 if progress is not None:
                     progress(len(arrays), len(leaves), key)

@@ -48,7 +48,7 @@ class Decoder(nnx.Module):
         self.embed = _init(rngs, (V, D), D, precision)
         self.layers = nnx.List([DecoderLayer(config, precision, layer, rngs) for layer in range(config.num_layers)])
         self.final_norm = RMSNorm(D, config, precision)
-        self.head = None if config.tie_embeddings else _init(rngs, (D, V), D, precision)
+        self.head = None if config.tie_embeddings else _init(rngs, (V, D), D, precision)
 
     def __call__(
         self, tokens: jax.Array, positions: jax.Array, cache: KVCache, slot: jax.Array | int, hook: Hook = no_hook
@@ -86,10 +86,8 @@ class Decoder(nnx.Module):
     def logits(self, hidden: jax.Array, hook: Hook = no_hook) -> jax.Array:
         """Logits [B, T, V] of hidden rows [B, T, D]."""
         precision = self.precision
-        if self.head is None:
-            logits = product("btd,vd->btv", hidden, self.embed[...], precision, precision.logits)
-        else:
-            logits = product("btd,dv->btv", hidden, self.head[...], precision, precision.logits)
+        table = self.embed if self.head is None else self.head
+        logits = product("btd,vd->btv", hidden, table[...], precision, precision.logits)
         logits = hook("head", logits)
         return hook("logits", softcap(logits, self.config.final_softcap, precision.softmax))
 

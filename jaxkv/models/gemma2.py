@@ -9,9 +9,9 @@ from jaxkv.models.tables import LLAMA_KEYS, HFConfig, KeyTable
 
 KEYS: KeyTable = {
     **LLAMA_KEYS,
-    "model.layers.{i}.post_attention_layernorm.weight": ("layers/{i}/attn_post_norm/weight", "same"),
-    "model.layers.{i}.pre_feedforward_layernorm.weight": ("layers/{i}/mlp_norm/weight", "same"),
-    "model.layers.{i}.post_feedforward_layernorm.weight": ("layers/{i}/mlp_post_norm/weight", "same"),
+    "model.layers.{i}.post_attention_layernorm.weight": "layers/{i}/attn_post_norm/weight",
+    "model.layers.{i}.pre_feedforward_layernorm.weight": "layers/{i}/mlp_norm/weight",
+    "model.layers.{i}.post_feedforward_layernorm.weight": "layers/{i}/mlp_post_norm/weight",
 }
 
 

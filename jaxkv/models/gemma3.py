@@ -10,8 +10,8 @@ from jaxkv.models.tables import HFConfig, KeyTable
 
 KEYS: KeyTable = {
     **gemma2.KEYS,
-    "model.layers.{i}.self_attn.q_norm.weight": ("layers/{i}/attn/q_norm/weight", "same"),
-    "model.layers.{i}.self_attn.k_norm.weight": ("layers/{i}/attn/k_norm/weight", "same"),
+    "model.layers.{i}.self_attn.q_norm.weight": "layers/{i}/attn/q_norm/weight",
+    "model.layers.{i}.self_attn.k_norm.weight": "layers/{i}/attn/k_norm/weight",
 }
 
 

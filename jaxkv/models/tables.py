@@ -1,44 +1,36 @@
 """What the family files share: the form of a key table, and a reader of Hugging Face configs that refuses by name."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxkv.config import ModelConfig
 from jaxkv.errors import UserError
 
-# Source name pattern -> (our path, transform). {i} is the layer. A transform says which shape the source has:
-#   same    the source has our shape
-#   in      ours has the input first: q k v [D,*,H], gate up [D,F], down [F,D], head [D,V]; the source (outputs, input)
-#   out     ours has the output last: o [N,H,D]; the source (output, inputs)
-KeyTable = Mapping[str, tuple[str, str]]
+# Source name pattern -> our path; {i} is the layer. The elements are in the same order on both sides.
+KeyTable = Mapping[str, str]
 
 LLAMA_KEYS: KeyTable = {
-    "model.embed_tokens.weight": ("embed", "same"),
-    "model.layers.{i}.input_layernorm.weight": ("layers/{i}/attn_norm/weight", "same"),
-    "model.layers.{i}.self_attn.q_proj.weight": ("layers/{i}/attn/q", "in"),
-    "model.layers.{i}.self_attn.k_proj.weight": ("layers/{i}/attn/k", "in"),
-    "model.layers.{i}.self_attn.v_proj.weight": ("layers/{i}/attn/v", "in"),
-    "model.layers.{i}.self_attn.o_proj.weight": ("layers/{i}/attn/o", "out"),
-    "model.layers.{i}.post_attention_layernorm.weight": ("layers/{i}/mlp_norm/weight", "same"),
-    "model.layers.{i}.mlp.gate_proj.weight": ("layers/{i}/mlp/gate", "in"),
-    "model.layers.{i}.mlp.up_proj.weight": ("layers/{i}/mlp/up", "in"),
-    "model.layers.{i}.mlp.down_proj.weight": ("layers/{i}/mlp/down", "in"),
-    "model.norm.weight": ("final_norm/weight", "same"),
-    "lm_head.weight": ("head", "in"),
+    "model.embed_tokens.weight": "embed",
+    "model.layers.{i}.input_layernorm.weight": "layers/{i}/attn_norm/weight",
+    "model.layers.{i}.self_attn.q_proj.weight": "layers/{i}/attn/q",
+    "model.layers.{i}.self_attn.k_proj.weight": "layers/{i}/attn/k",
+    "model.layers.{i}.self_attn.v_proj.weight": "layers/{i}/attn/v",
+    "model.layers.{i}.self_attn.o_proj.weight": "layers/{i}/attn/o",
+    "model.layers.{i}.post_attention_layernorm.weight": "layers/{i}/mlp_norm/weight",
+    "model.layers.{i}.mlp.gate_proj.weight": "layers/{i}/mlp/gate",
+    "model.layers.{i}.mlp.up_proj.weight": "layers/{i}/mlp/up",
+    "model.layers.{i}.mlp.down_proj.weight": "layers/{i}/mlp/down",
+    "model.norm.weight": "final_norm/weight",
+    "lm_head.weight": "head",
 }
 
 
-def matrix_shape(shape: Sequence[int], transform: str) -> tuple[int, ...]:
-    """Shape a source tensor must have to become ours of `shape` under a transform of the key table."""
-    if transform == "same":
+def source_shape(path: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """Shape that the source of a parameter must have: head axes merged, q [N,H,D] -> [N*H,D], o [D,N,H] -> [D,N*H]."""
+    if len(shape) < 3:
         return tuple(shape)
-    split = 1 if transform == "in" else len(shape) - 1
-    inputs, outputs = 1, 1
-    for size in shape[:split]:
-        inputs *= size
-    for size in shape[split:]:
-        outputs *= size
-    return outputs, inputs
+    return (shape[0], math.prod(shape[1:])) if path.endswith("/o") else (math.prod(shape[:-1]), shape[-1])
 
 
 class HFConfig:

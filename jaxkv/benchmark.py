@@ -75,8 +75,12 @@ def time_jaxkv(model: str, precision_name: str, prompt_tokens: int, new_tokens: 
 
     config, precision = get_preset(model), make_precision(precision_name)
     bandwidth = copy_bandwidth(1 << 32 if jax.default_backend() != "cpu" else 1 << 29)
-    graphdef, state = nnx.split(Decoder(config, precision, nnx.Rngs(0)))
-    arms = Arms(graphdef, config, precision, keep_logits=False)
+    arms = Arms(config, precision, keep_logits=False)
+    state = nnx.split(Decoder(config, precision, nnx.Rngs(0)))[1]
+    weights = sum(x.nbytes for x in jax.tree.leaves(state))
+    if not config.tie_embeddings:
+        weights -= state["embed"].get_value().nbytes  # one row of it is read
+    state = arms.prepare(state)
     prompt = np.random.default_rng(0).integers(3, config.vocab_size, prompt_tokens).tolist()
     layout = make_layout([prompt], new_tokens, prompt_tokens, config)
     tokens, rows = make_rows([prompt], [0], 0, layout)

@@ -121,6 +121,8 @@ class Precision:
       name: 'fp16', 'bf16', 'fp32' or 'fp64', with the overrides appended, e.g. 'fp16+residual=fp32'.
       param: stored weights.
       activation: outputs of matrix products, attention weights, gate and up, inputs of every product.
+      operand: dtype in which a product's operands, already rounded to `activation` or stored in `param`, are handed to
+        it. Wider than `activation` changes no value, only the kernel that multiplies them.
       residual: the stream between layers.
       accumulation: dtype a product is returned in before it is rounded to `activation` (`preferred_element_type`).
         It bounds the accumulator from below; what the backend's kernel really adds in is its own choice.
@@ -135,6 +137,7 @@ class Precision:
     name: str
     param: DType
     activation: DType
+    operand: DType
     residual: DType
     accumulation: DType
     softmax: DType
@@ -151,6 +154,16 @@ class Precision:
             for f in dataclasses.fields(self)
             for v in [getattr(self, f.name)]
         }
+
+    def widened(self) -> "Precision":
+        """The same values with 16-bit weights and operands held in fp32.
+
+        XLA has no 16-bit dot on CPUs: it widens the operands, weights included, at every call. Held wide from the
+        start, they give the same bits without that work (tests/test_decode.py).
+        """
+        if jnp.dtype(self.operand).itemsize >= 4:
+            return self
+        return dataclasses.replace(self, param=jnp.float32, operand=jnp.float32)
 
 
 DTYPES: dict[str, DType] = {"fp16": jnp.float16, "bf16": jnp.bfloat16, "fp32": jnp.float32, "fp64": jnp.float64}
@@ -178,7 +191,7 @@ def make_precision(name: str, **parts: str | None) -> Precision:
     """
     base = dtype_from_name(name)
     wide = jnp.float64 if base == jnp.float64 else jnp.float32
-    policy: dict[str, Any] = dict.fromkeys(("param", "activation", "residual", "cache", "logits"), base)
+    policy: dict[str, Any] = dict.fromkeys(("param", "activation", "operand", "residual", "cache", "logits"), base)
     policy |= dict.fromkeys(("accumulation", "softmax", "norm", "rope"), wide)
     overrides = {part: value for part, value in parts.items() if value is not None}
     for part, value in overrides.items():

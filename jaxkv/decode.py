@@ -26,6 +26,7 @@ from flax import nnx
 from jaxkv.cache import EMPTY, KVCache, empty_cache
 from jaxkv.config import ModelConfig, Precision
 from jaxkv.errors import UserError
+from jaxkv.models.decoder import abstract_decoder
 from jaxkv.models.layers import ATTENTION_SHAPED
 from jaxkv.sampling import Sampler, choose
 
@@ -113,7 +114,8 @@ class Arms:
     """The compiled programs of one model: prefill, both loops, and the audit.
 
     Args:
-      graphdef: of a Decoder; the programs take its State as their first argument.
+      config: architecture.
+      precision: policy.
       sampler: how tokens are chosen.
       stop_ids: token ids that end a row.
       keep_logits: whether rollouts record logits.
@@ -122,7 +124,6 @@ class Arms:
 
     def __init__(
         self,
-        graphdef: nnx.GraphDef,
         config: ModelConfig,
         precision: Precision,
         sampler: Sampler | None = None,
@@ -130,7 +131,9 @@ class Arms:
         keep_logits: bool = True,
         compiler_options: dict[str, Any] | None = None,
     ):
-        self.graphdef, self.config, self.precision = graphdef, config, precision
+        self.config, self.precision = config, precision
+        inner = precision.widened() if jax.default_backend() == "cpu" else precision
+        self.graphdef, self._abstract = abstract_decoder(config, inner)
         self.sampler, self.stop_ids, self.keep_logits = sampler or Sampler(), tuple(stop_ids), keep_logits
         options = COMPILER_OPTIONS | (compiler_options or {})
         jit = functools.partial(jax.jit, compiler_options=options)
@@ -139,7 +142,11 @@ class Arms:
         self.uncached_loop = jit(self._uncached_loop, static_argnames="padded", donate_argnames="run")
         self.audit_pass = jit(self._audit_pass)
 
-    # The programs. Each is a pure function of (weights, arrays).
+    def prepare(self, state: nnx.State) -> nnx.State:
+        """Weights in the form the programs take: as they are, or on a CPU widened once (Precision.widened)."""
+        return jax.tree.map(lambda leaf, want: leaf.astype(want.dtype), state, self._abstract)
+
+    # The programs. Each is a pure function of (prepared weights, arrays).
 
     def _prefill(self, state, tokens, rows: Rows, cache: KVCache) -> tuple[jax.Array, KVCache]:
         """Runs tokens [B, P], the first rows.prompt of them real. Returns the last real row's logits [B, V]."""

@@ -66,7 +66,7 @@ class Decoder(nnx.Module):
           Hidden rows [B, T, D] after the final norm, and the new cache.
         """
         config, precision = self.config, self.precision
-        factor = jnp.asarray(config.embed_scale, precision.param).astype(precision.residual)
+        factor = jnp.asarray(config.embed_scale, precision.activation).astype(precision.residual)
         resid = self.embed[...][tokens].astype(precision.residual) * factor
         key_positions = write_slots(cache.positions, positions, slot)
         tables = {

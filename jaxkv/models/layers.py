@@ -48,8 +48,8 @@ def product(spec: str, x: jax.Array, w: jax.Array, precision: Precision, out: DT
     """einsum in the policy's dtypes, rounded to `out` (default: the activation dtype)."""
     y = jnp.einsum(
         spec,
-        x.astype(precision.activation),
-        w.astype(precision.activation),
+        x.astype(precision.operand),
+        w.astype(precision.operand),
         precision=precision.dot,
         preferred_element_type=precision.accumulation,
     )

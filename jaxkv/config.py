@@ -21,7 +21,7 @@ class ModelConfig:
 
     Attributes:
       name: preset or checkpoint name; no effect on the numbers.
-      family: 'llama', 'mistral', 'gemma2' or 'gemma3': chooses the key table of a checkpoint, never a code path of a layer.
+      family: 'llama', 'mistral', 'gemma2' or 'gemma3': chooses a checkpoint's key table, never a layer's code path.
       vocab_size: V.
       num_layers: L.
       model_dim: D.
@@ -33,7 +33,8 @@ class ModelConfig:
       activation: 'silu' or 'gelu_tanh' on the gate.
       norm_eps: added to the mean square in RMSNorm.
       norm_offset: the weight is applied as (norm_offset + w): 0 for LLaMA, 1 for Gemma.
-      norm_round_first: whether RMSNorm rounds to the activation dtype before it multiplies by the weight (LLaMA, Mistral) or after (Gemma).
+      norm_round_first: whether RMSNorm rounds to the activation dtype before it multiplies by the weight (LLaMA,
+        Mistral) or after (Gemma).
       post_norms: whether attention and MLP outputs are normed before they join the residual stream.
       qk_norm: whether each head's q and k are normed before RoPE.
       rope_theta: RoPE base of global layers.
@@ -76,7 +77,8 @@ class ModelConfig:
     def __post_init__(self):
         if self.num_query_heads % self.num_kv_heads:
             raise UserError(
-                f"{self.name}: {self.num_query_heads} query heads do not divide into {self.num_kv_heads} kv heads; fix the config"
+                f"{self.name}: {self.num_query_heads} query heads do not divide into {self.num_kv_heads} kv heads; "
+                "fix the config"
             )
         if self.head_dim % 2:
             raise UserError(f"{self.name}: head dim {self.head_dim} is odd and RoPE rotates halves; fix the config")
@@ -108,7 +110,7 @@ class ModelConfig:
         if set(values) != known:
             odd = sorted(set(values) ^ known)
             raise UserError(
-                f"the stored model config does not match this version of jaxkv (fields {', '.join(odd)}); convert the checkpoint again"
+                f"the stored model config is not this version's (fields {', '.join(odd)}); convert the checkpoint again"
             )
         return cls(**{**values, "window_pattern": tuple(values["window_pattern"])})
 

@@ -48,7 +48,8 @@ def audit_rows(arms: Arms, state: nnx.State, run: Rollout, rows: Rows) -> list[F
 
 
 def _find(peaks: dict[str, np.ndarray], precision: Precision, row: int, first: int) -> Finding:
-    invalid, nearest = None, (-1.0, {})
+    invalid: dict[str, Any] | None = None
+    nearest: tuple[float, dict[str, Any]] = (-1.0, {})
     for name, rows in peaks.items():
         op, layer = _split(name)
         values = rows[row]

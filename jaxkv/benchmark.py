@@ -68,6 +68,7 @@ def time_jaxkv(model: str, precision_name: str, prompt_tokens: int, new_tokens: 
     from flax import nnx
 
     from jaxkv.cache import empty_cache
+    from jaxkv.checkpoints.fill import flat_paths
     from jaxkv.config import make_precision
     from jaxkv.decode import Arms, make_layout, make_rows, start_rollout
     from jaxkv.models.decoder import Decoder
@@ -76,11 +77,7 @@ def time_jaxkv(model: str, precision_name: str, prompt_tokens: int, new_tokens: 
     config, precision = get_preset(model), make_precision(precision_name)
     bandwidth = copy_bandwidth(1 << 32 if jax.default_backend() != "cpu" else 1 << 29)
     arms = Arms(config, precision, keep_logits=False)
-    state = nnx.split(Decoder(config, precision, nnx.Rngs(0)))[1]
-    weights = sum(x.nbytes for x in jax.tree.leaves(state))
-    if not config.tie_embeddings:
-        weights -= state["embed"].get_value().nbytes  # one row of it is read
-    state = arms.prepare(state)
+    state = arms.prepare(nnx.split(Decoder(config, precision, nnx.Rngs(0)))[1])
     prompt = np.random.default_rng(0).integers(3, config.vocab_size, prompt_tokens).tolist()
     layout = make_layout([prompt], new_tokens, prompt_tokens, config)
     tokens, rows = make_rows([prompt], [0], 0, layout)
@@ -103,7 +100,7 @@ def time_jaxkv(model: str, precision_name: str, prompt_tokens: int, new_tokens: 
     step = sorted(loops[1:])[repeats // 2] / (new_tokens - 1)
     weights = sum(x.nbytes for x in jax.tree.leaves(state))
     if not config.tie_embeddings:
-        weights -= state["embed"].get_value().nbytes  # one row of it is read
+        weights -= flat_paths(state)["embed"].get_value().nbytes  # one row of it is read
     cache = (
         2
         * config.num_layers

@@ -120,6 +120,7 @@ class Arms:
       stop_ids: token ids that end a row.
       keep_logits: whether rollouts record logits.
       compiler_options: XLA options of every program.
+      backend: platform that the programs are for; None is JAX's default one.
     """
 
     def __init__(
@@ -130,9 +131,10 @@ class Arms:
         stop_ids: tuple[int, ...] = (),
         keep_logits: bool = True,
         compiler_options: dict[str, Any] | None = None,
+        backend: str | None = None,
     ):
         self.config, self.precision = config, precision
-        inner = precision.widened() if jax.default_backend() == "cpu" else precision
+        inner = precision.widened() if (backend or jax.default_backend()) == "cpu" else precision
         self.graphdef, self._abstract = abstract_decoder(config, inner)
         self.sampler, self.stop_ids, self.keep_logits = sampler or Sampler(), tuple(stop_ids), keep_logits
         options = COMPILER_OPTIONS | (compiler_options or {})
@@ -218,7 +220,7 @@ class Arms:
         hidden, _ = model(tokens, positions, cache, 0, record)
 
         def head(row):  # [B, D]; a few rows at a time, since all of [B, P, V] may not fit
-            seen = {}
+            seen: dict[str, jax.Array] = {}
             model.logits(row[:, None], lambda name, value: seen.setdefault(name, value))
             return {name: jnp.max(jnp.abs(value.astype(jnp.float32)), axis=(1, 2)) for name, value in seen.items()}
 
@@ -392,7 +394,7 @@ def free_after_forced(
         if disagrees[row]:
             tokens[row, prompt + step] = own[row]
     stopped = np.isin(tokens[np.arange(len(taken)), prompt + taken - 1], arms.stop_ids) & (taken > 0)
-    ended = np.where(disagrees, stopped | (taken >= layout.new_tokens), True)
+    ended = np.where(disagrees, stopped | (prompt + taken >= np.asarray(rows.limit)), True)
     begin = int(min(taken[~ended], default=layout.new_tokens))
     run = start_rollout(arms, tokens, rows, layout)
     run = dataclasses.replace(

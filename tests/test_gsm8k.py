@@ -423,8 +423,8 @@ def test_task():
     assert [p.answer for p in task.problems] == ["64", "30", "60"]
     assert task.prompt(task.problems[0]).count("Question:") == 9
     assert task.stops == STOPS
-    assert task.score(" 84-20=64\n#### 64\n\nQuestion: 5", task.problems[0])["strict"]["correct"]
-    assert task.label_change_kind("#### 64", "####64", task.problems[0], "strict") == "extraction_only"
+    assert task.score(" 84-20=64\n#### 64\n\nQuestion: 5", task.problems[0].answer)["strict"]["correct"]
+    assert task.label_change("#### 64", "####64", task.problems[0].answer)["strict"] == "extraction_only"
     assert task.provenance["shots"]["indices"] == list(range(8))
     assert json.loads(json.dumps(task.provenance)) == task.provenance
     assert load_task("gsm8k", data=PROBLEMS, spec=PromptSpec("chat")).provenance["shots"] is None

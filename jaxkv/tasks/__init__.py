@@ -36,13 +36,20 @@ class Task:
         """Returns the prompt: a string, or messages for the chat style."""
         return gsm8k.build_prompt(self.spec, problem, self.shots)
 
-    def score(self, text: str, problem: Problem) -> dict[str, dict[str, Any]]:
-        """Scores a continuation; see `scoring.score`."""
-        return scoring.score(text, problem.answer, self.stops)
+    def cut(self, text: str) -> tuple[str, bool]:
+        """The continuation up to the first stop string, and whether there was one."""
+        kept = scoring.cut_at_stop(text, self.stops)
+        return kept, kept != text
 
-    def label_change_kind(self, text_a: str, text_b: str, problem: Problem, scorer: str) -> str:
-        """Says why the label differs between two arms; see `scoring.label_change_kind`."""
-        return scoring.label_change_kind(text_a, text_b, problem.answer, scorer, self.stops)
+    def score(self, text: str, gold: str) -> dict[str, dict[str, Any]]:
+        """Scores a continuation; see `scoring.score`."""
+        return scoring.score(text, gold, self.stops)
+
+    def label_change(self, text_a: str, text_b: str, gold: str) -> dict[str, str]:
+        """For each scorer, why its label differs between two arms; see `scoring.label_change_kind`."""
+        return {
+            scorer: scoring.label_change_kind(text_a, text_b, gold, scorer, self.stops) for scorer in scoring.SCORERS
+        }
 
 
 def load_task(

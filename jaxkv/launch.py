@@ -35,7 +35,7 @@ _DEFINED = [
     flags.DEFINE_list("experiments", ["divergence"], f"Which experiments: {', '.join(EXPERIMENTS)}."),
     flags.DEFINE_string("task", "gsm8k", "Task to generate on."),
     flags.DEFINE_string("data", None, "JSONL or Parquet file with the problems; the hub's test split if not set."),
-    flags.DEFINE_string("fewshot_data", None, "JSONL or Parquet file with worked examples; else the hub's train split."),
+    flags.DEFINE_string("fewshot_data", None, "File with worked examples; the hub's train split if not set."),
     flags.DEFINE_string("prompt", "auto", "auto (chat if the tokenizer has a template), chat, few_shot or zero_shot."),
     flags.DEFINE_integer("shots", None, "Worked examples in the prompt: 8 for few_shot, 0 for chat if not set."),
     flags.DEFINE_integer("shots_seed", None, "Chooses the worked examples; the first ones if not set."),
@@ -57,7 +57,7 @@ _DEFINED = [
 
 
 def _settings() -> dict[str, Any]:
-    return {holder.name: holder.value for holder in _DEFINED}
+    return {holder.name: None if holder.value == "" else holder.value for holder in _DEFINED}
 
 
 def _flagfile(out: pathlib.Path) -> str:

@@ -1,0 +1,171 @@
+"""The command as a user meets it: a run, its resumption after SIGKILL, and one line for every mistake."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from absl import flags
+
+from jaxkv import launch
+from jaxkv.errors import UserError
+from jaxkv.records import RunDirectory, read_run
+
+DATA = pathlib.Path(__file__).parent / "data"
+SMALL = [
+    "--model=test-gemma2", "--checkpoint=random:0", f"--data={DATA / 'problems.jsonl'}", "--prompt=zero_shot",
+    "--num_problems=5", "--max_new_tokens=6", "--control_problems=1", "--bucket=256",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory):
+    """Compiled programs shared by the runs of this file, apart from the user's own."""
+    return f"--compilation_cache={tmp_path_factory.mktemp('xla')}"
+
+
+def run_in_process(*arguments):
+    flags.FLAGS.unparse_flags()
+    for flag in launch._DEFINED:
+        flags.FLAGS[flag.name].unparse()
+    flags.FLAGS(["launch", *arguments])
+    launch.launch(["launch"])
+
+
+def run_process(*arguments, **options):
+    command = [sys.executable, "-m", "jaxkv.launch", *arguments]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, **options)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory, cache):
+    """An undisturbed run."""
+    out = tmp_path_factory.mktemp("run") / "whole"
+    done = run_process(*SMALL, cache, f"--out={out}")
+    assert done.returncode == 0, done.stderr
+    return out, done
+
+
+def test_a_run_leaves_table_report_and_records(finished):
+    out, done = finished
+    assert "cached vs uncached" in done.stdout
+    assert f"report: {out / 'report.md'}" in done.stdout
+    assert "Traceback" not in done.stderr
+    run, samples = read_run(out)
+    assert [s["problem"] for s in samples] == [0, 1, 2, 3, 4]
+    assert run["config"]["sampling"] == {
+        "sampler": "greedy",
+        "temperature": 1.0,
+        "top_k": None,
+        "top_p": None,
+        "seed": 0,
+    }
+    assert run["config"]["precision"]["cache"] == "float16"
+    assert run["config"]["checkpoint"]["add_bos"] is True
+    assert run["sessions"][0]["packages"]["jax"]
+    assert json.loads((out / "summary.json").read_text())["problems"] == {"total": 5, "ok": 5, "invalid": 0}
+    assert samples[0]["controls"]["cached_rerun"]["bit_equal"] == [True] * 6
+    assert samples[1]["controls"]["cached_rerun"] is None
+
+
+def test_run_flags_replay_and_do_nothing_twice(finished):
+    out, _ = finished
+    before = (out / "samples.jsonl").read_bytes()
+    done = run_process(f"--flagfile={out / 'run.flags'}")
+    assert done.returncode == 0, done.stderr
+    assert "5 of 5 problems are done already" in done.stderr
+    assert (out / "samples.jsonl").read_bytes() == before
+
+
+def test_killed_at_any_moment_ends_with_the_same_samples(finished, cache, tmp_path):
+    out = tmp_path / "killed"
+    samples = out / "samples.jsonl"
+    command = [sys.executable, "-m", "jaxkv.launch", *SMALL, cache, f"--out={out}"]
+    for wanted in (0, 1, 3):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        give_up = time.monotonic() + 120
+        while process.poll() is None and time.monotonic() < give_up:
+            if samples.exists() and samples.read_bytes().count(b"\n") >= wanted:
+                break
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    with open(samples, "ab") as file:
+        file.write(b'{"experiment":"divergence","problem":4,"key":["diver')  # what a kill amid a write leaves
+    done = run_process(*SMALL, cache, f"--out={out}")
+    assert done.returncode == 0, done.stderr
+    assert samples.read_bytes() == (finished[0] / "samples.jsonl").read_bytes()
+
+
+MISTAKES = {
+    "unknown model": (["--model=gemma2-2"], "did you mean 'gemma2-2b'"),
+    "unknown precision": (["--precision=fp61"], "did you mean 'fp64'"),
+    "unknown part dtype": (["--residual=fp23"], "did you mean 'fp32'"),
+    "unknown sampler": (["--sampler=gredy"], "did you mean 'greedy'"),
+    "useless option": (["--temperature=0.5"], "--temperature=0.5 has no effect with --sampler=greedy"),
+    "unknown experiment": (["--experiments=divergance"], "did you mean 'divergence'"),
+    "unknown task": (["--task=gsm8"], "did you mean 'gsm8k'"),
+    "unknown prompt": (["--prompt=fewshot"], "did you mean 'few_shot'"),
+    "unknown padding": (["--padding=right"], "known: equal, left"),
+    "bad length": (["--uncached_length=bucket:x"], "use padded or bucket:M"),
+    "too many problems": (["--num_problems=99"], "the data has"),
+    "no problems": (["--num_problems=0"], "must be at least 1"),
+    "prompt too long": (["--max_new_tokens=600"], "exceed the context of 512"),
+    "missing data": (["--data=nowhere.jsonl"], "nowhere.jsonl"),
+    "missing checkpoint": (["--checkpoint=./nowhere"], "does not exist"),
+    "no model": (["--model=", "--checkpoint="], "--model"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_end_in_one_line(name, tmp_path):
+    arguments, wanted = MISTAKES[name]
+    with pytest.raises(UserError) as caught:
+        run_in_process(*SMALL, "--compilation_cache=none", f"--out={tmp_path / 'run'}", *arguments)
+    assert wanted in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_row_without_an_answer_is_named(tmp_path):
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"question": "1+1?", "answer": "#### 2"}\n{"question": "2+2?", "answer": "four"}\n')
+    with pytest.raises(UserError, match=r"rows\.jsonl.*2"):
+        run_in_process(*SMALL, "--compilation_cache=none", f"--out={tmp_path / 'run'}", f"--data={data}")
+
+
+def test_another_configuration_is_refused(finished, cache):
+    with pytest.raises(UserError, match="another configuration: .*decoding.seed is 0 there, 1 here"):
+        run_in_process(*SMALL, cache, f"--out={finished[0]}", "--seed=1")
+
+
+def test_two_processes_on_one_directory(finished, cache):
+    out, _ = finished
+    run, _ = read_run(out)
+    with RunDirectory.open(out, run["config"]), pytest.raises(UserError, match="another process"):
+        run_in_process(*SMALL, cache, f"--out={out}")
+
+
+def test_unwritable_directory(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="choose another --out"):
+        run_in_process(*SMALL, f"--out={tmp_path / 'file' / 'run'}")
+
+
+def test_exit_codes_without_traceback():
+    for arguments, wanted in (
+        (["--model=gemma2-2b", "--out=/proc/nowhere"], "choose another --out"),
+        (["--modle=gemma2-2b"], "modle"),
+        (["gemma2-2b"], "unexpected argument"),
+        (["--model=gemma2-2b"], "--checkpoint"),  # no network, no local weights
+    ):
+        done = run_process(*arguments)
+        assert done.returncode == 2
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        assert len(lines) == 1, done.stderr
+        assert lines[0].startswith("error: ")
+        assert wanted in lines[0]

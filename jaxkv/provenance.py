@@ -32,7 +32,10 @@ def sha256_file(path: str | os.PathLike[str]) -> str:
 
 
 def git_revision() -> str | None:
-    """Commit of the source tree this package runs from, with '-dirty' if tracked files differ; None outside of one."""
+    """Commit of the source tree this package runs from, with '-dirty' if tracked files differ.
+
+    Outside a repository it is what JAXKV_REVISION says (a copy sent to another machine may set it), else None.
+    """
     here = pathlib.Path(__file__)
 
     def git(*arguments: str) -> str:
@@ -43,7 +46,7 @@ def git_revision() -> str | None:
         git("ls-files", "--error-unmatch", here.name)  # An installed copy may lie inside somebody else's repository.
         return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):
-        return None
+        return os.environ.get("JAXKV_REVISION")
 
 
 def environment() -> dict[str, Any]:

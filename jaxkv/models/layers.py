@@ -74,8 +74,10 @@ def visible(query_positions: jax.Array, key_positions: jax.Array, window: int | 
 
 def rope_table(positions: jax.Array, theta: float, head_dim: int, precision: Precision) -> tuple[jax.Array, jax.Array]:
     """cos and sin [B, T, 1, H] of RoPE (arXiv 2104.09864), computed in `rope` and rounded to `activation`."""
-    exponents = np.arange(0, head_dim, 2, dtype=np.dtype(precision.rope)) / np.dtype(precision.rope).type(head_dim)
-    frequencies = 1.0 / np.power(np.dtype(precision.rope).type(theta), exponents)
+    rope = np.dtype(precision.rope)
+    exponents = np.arange(0, head_dim, 2, dtype=rope) / rope.type(head_dim)
+    # NumPy's own fp32 power is off by a unit at every seventh exponent or so, torch's is not: round a wider one.
+    frequencies = 1 / np.power(float(theta), exponents.astype(np.float64)).astype(rope)
     angles = positions[:, :, None, None].astype(precision.rope) * jnp.asarray(frequencies)
     angles = jnp.concatenate([angles, angles], axis=-1)
     return jnp.cos(angles).astype(precision.activation), jnp.sin(angles).astype(precision.activation)

@@ -160,8 +160,9 @@ class Precision:
     def widened(self) -> "Precision":
         """The same values with 16-bit weights and operands held in fp32.
 
-        XLA has no 16-bit dot on CPUs: it widens the operands, weights included, at every call. Held wide from the
-        start, they give the same bits without that work (tests/test_decode.py).
+        XLA on a CPU widens the operands of most 16-bit products, weights included, at every call. Held wide from the
+        start, they give the same products without that work, but XLA may lay them out for another kernel, which adds
+        in another order: logits can differ in their last bits (tests/test_decode.py).
         """
         if jnp.dtype(self.operand).itemsize >= 4:
             return self

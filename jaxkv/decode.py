@@ -27,7 +27,7 @@ from jaxkv.cache import EMPTY, KVCache, empty_cache
 from jaxkv.config import ModelConfig, Precision
 from jaxkv.errors import UserError
 from jaxkv.models.decoder import abstract_decoder
-from jaxkv.models.layers import ATTENTION_SHAPED
+from jaxkv.models.layers import ATTENTION_SHAPED, visible
 from jaxkv.sampling import Sampler, choose
 
 PAD_ID = 0  # written to rows that have ended; such slots are never read back
@@ -135,7 +135,7 @@ class Arms:
     ):
         self.config, self.precision = config, precision
         inner = precision.widened() if (backend or jax.default_backend()) == "cpu" else precision
-        self.graphdef, self._abstract = abstract_decoder(config, inner)
+        self.graphdef, self.abstract_state = abstract_decoder(config, inner)
         self.sampler, self.stop_ids, self.keep_logits = sampler or Sampler(), tuple(stop_ids), keep_logits
         options = COMPILER_OPTIONS | (compiler_options or {})
         jit = functools.partial(jax.jit, compiler_options=options)
@@ -146,7 +146,7 @@ class Arms:
 
     def prepare(self, state: nnx.State) -> nnx.State:
         """Weights in the form the programs take: as they are, or on a CPU widened once (Precision.widened)."""
-        return jax.tree.map(lambda leaf, want: leaf.astype(want.dtype), state, self._abstract)
+        return jax.tree.map(lambda leaf, want: leaf.astype(want.dtype), state, self.abstract_state)
 
     # The programs. Each is a pure function of (prepared weights, arrays).
 
@@ -194,7 +194,7 @@ class Arms:
     def _audit_pass(self, state, tokens, first, end) -> dict[str, jax.Array]:
         """Largest magnitude of every named value in each row: name -> [B, P] float32, 0 in padding rows.
 
-        NaN and inf show as themselves. Masked scores do not count. Keys are in order of execution.
+        NaN and inf show as themselves. Products with keys that a row does not see do not count. Keys are in order of execution.
 
         Args:
           state: weights.
@@ -210,8 +210,9 @@ class Arms:
         def record(name, value):
             row_axis = 3 if name.startswith(ATTENTION_SHAPED) else 1
             magnitude = jnp.abs(value.astype(jnp.promote_types(value.dtype, jnp.float32)))
-            if name.startswith("scores."):
-                magnitude = jnp.where(value == jnp.finfo(value.dtype).min, 0, magnitude)
+            if name.startswith(("qk.", "scores.")):
+                seen = visible(positions, positions, self.config.layer_window(int(name.split(".")[1])))
+                magnitude = jnp.where(seen[:, None, None], magnitude, 0)
             peak = jnp.max(magnitude, axis=tuple(a for a in range(value.ndim) if a not in (0, row_axis)))
             largest[name] = jnp.where(positions != EMPTY, peak, 0).astype(jnp.float32)
             return value

@@ -89,10 +89,10 @@ def _kept(logits: jax.Array, sampler: Sampler) -> jax.Array:
         floor = jax.lax.top_k(logits, min(sampler.top_k, logits.shape[-1]))[0][:, -1:]
         return logits >= floor
     if sampler.top_p is not None:
-        descending = -jnp.sort(-logits, axis=-1)
-        before = jnp.cumsum(jax.nn.softmax(descending, axis=-1), axis=-1)
-        before = jnp.concatenate([jnp.zeros_like(before[:, :1]), before[:, :-1]], axis=-1)
-        floor = jnp.min(jnp.where(before < sampler.top_p, descending, jnp.inf), axis=-1, keepdims=True)
+        ascending = jnp.sort(logits, axis=-1)
+        mass = jnp.cumsum(jax.nn.softmax(ascending, axis=-1), axis=-1)  # of a token and all below it
+        floor = jnp.min(jnp.where(mass > 1 - sampler.top_p, ascending, jnp.inf), axis=-1, keepdims=True)
+        floor = jnp.minimum(floor, ascending[:, -1:])  # the first token stays, however small p is
         return logits >= floor
     return jnp.ones(logits.shape, bool)
 

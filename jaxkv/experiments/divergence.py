@@ -205,11 +205,9 @@ def make_record(
             return None
         return compare_logits(reference.logits[row], other.logits[row], steps)
 
-    broke = {"cached": int(runs.cached.nonfinite_step[row]) >= 0}
-    broke["uncached"] = max(int(runs.forced.nonfinite_step[row]), int(runs.free.nonfinite_step[row])) >= 0
     tokens = {"cached": taken(runs.cached), "uncached": taken(runs.free)}
     arm_records = {
-        arm: _arm_record(tokens[arm], broke[arm], arms.stop_ids, tokenizer, scoring, item.gold) for arm in tokens
+        arm: _arm_record(tokens[arm], fault is not None, arms.stop_ids, tokenizer, scoring, item.gold) for arm in tokens
     }
     return {
         "experiment": "divergence",

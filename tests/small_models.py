@@ -1,0 +1,108 @@
+"""Small models for tests of decoding. Programs are compiled, and weights made, once a process."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxkv.checkpoints.fill import flat_paths, with_leaves
+from jaxkv.config import ModelConfig, make_precision
+from jaxkv.decode import Arms, Layout, Rollout, Rows, make_layout, make_rows, run_uncached, start_rollout
+from jaxkv.models.decoder import Decoder
+from jaxkv.models.families import get_preset
+from jaxkv.sampling import Sampler, make_sampler
+
+PRESETS = {"llama": "test-llama2", "mistral": "test-mistral", "gemma2": "test-gemma2", "gemma3": "test-gemma3"}
+VOCAB = 37
+STOP_IDS = (5, 11)
+NEW_TOKENS = 12
+BUCKET = 8
+SAMPLERS = {
+    "greedy": make_sampler("greedy"),
+    "temperature": make_sampler("temperature", temperature=0.9),
+    "top_k": make_sampler("top_k", temperature=1.0, top_k=5),
+    "top_p": make_sampler("top_p", top_p=0.8),
+}
+
+
+def small_config(family: str = "mistral", vocab: int = VOCAB) -> ModelConfig:
+    """Two layers, with a window shorter than the texts where the family has windows."""
+    base = get_preset(PRESETS[family])
+    changes = {"name": f"small-{family}", "num_layers": 2, "vocab_size": vocab, "context_length": 64}
+    if base.window:
+        changes |= {"window": 9, "window_pattern": (True, False)}
+    return dataclasses.replace(base, **changes)
+
+
+@functools.cache
+def small_state(family: str = "mistral", precision: str = "fp32", vocab: int = VOCAB) -> nnx.State:
+    """Weights so large that the next token depends on the whole text."""
+    config = small_config(family, vocab)
+    state = nnx.split(Decoder(config, make_precision("fp32"), nnx.Rngs(1)))[1]
+    rng = np.random.default_rng(2)
+    leaves = {}
+    for path, leaf in flat_paths(state).items():
+        value = leaf[...]
+        noise = rng.normal(size=value.shape) * 0.3
+        leaves[path] = jax.numpy.asarray(value + noise if value.ndim == 1 else noise, make_precision(precision).param)
+    return with_leaves(state, leaves)
+
+
+def changed_state(state: nnx.State, path: str, index, value: float) -> nnx.State:
+    """The state with one place of one weight changed."""
+    leaves = {name: leaf[...] for name, leaf in flat_paths(state).items()}
+    leaves[path] = leaves[path].at[index].set(value)
+    return with_leaves(state, leaves)
+
+
+@functools.cache
+def small_arms(
+    family: str = "mistral",
+    precision: str = "fp32",
+    sampler: str = "greedy",
+    stop_ids: tuple[int, ...] = (),
+    backend: str | None = None,
+) -> Arms:
+    """Arms of a small model."""
+    return Arms(small_config(family), make_precision(precision), SAMPLERS[sampler], stop_ids, backend=backend)
+
+
+def make_prompts(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
+    """Random prompts without stop ids."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(12, VOCAB, n).tolist() for n in lengths]
+
+
+def set_up(
+    prompts: list[list[int]], problems: list[int] | None = None, seed: int = 0
+) -> tuple[Layout, np.ndarray, Rows]:
+    """Layout, token buffer and rows of a batch."""
+    layout = make_layout(prompts, NEW_TOKENS, BUCKET, small_config())
+    return layout, *make_rows(prompts, problems or list(range(len(prompts))), seed, layout)
+
+
+def step_uncached(
+    arms: Arms, state: nnx.State, tokens: np.ndarray, rows: Rows, layout: Layout, length: str = "padded"
+) -> Rollout:
+    """The uncached arm stepped from where `tokens` and `rows` start."""
+    return run_uncached(arms, state, start_rollout(arms, tokens, rows, layout), rows, layout, length)
+
+
+def taken(run: Rollout, layout: Layout) -> list[list[int]]:
+    """Each row's own tokens."""
+    tokens = np.asarray(run.tokens)[:, layout.prompt :]
+    return [tokens[row, :length].tolist() for row, length in enumerate(np.asarray(run.lengths))]
+
+
+def bits(x) -> np.ndarray:
+    """The array's bits: -0 and +0 differ, NaN equals itself."""
+    array = np.ascontiguousarray(x)
+    return array.view(bool if array.dtype == bool else f"u{array.dtype.itemsize}")
+
+
+def same_bits(a, b) -> bool:
+    """Whether two pytrees hold the same arrays bit for bit."""
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(x.dtype == y.dtype and np.array_equal(bits(x), bits(y)) for x, y in pairs)

@@ -194,7 +194,8 @@ class Arms:
     def _audit_pass(self, state, tokens, first, end) -> dict[str, jax.Array]:
         """Largest magnitude of every named value in each row: name -> [B, P] float32, 0 in padding rows.
 
-        NaN and inf show as themselves. Products with keys that a row does not see do not count. Keys are in order of execution.
+        NaN and inf show as themselves. Products with keys that a row does not see do not count. Names are in order of
+        execution.
 
         Args:
           state: weights.
@@ -408,4 +409,6 @@ def free_after_forced(
     if ended.all():
         return run
     keep = dataclasses.replace(rows, forced_until=jnp.asarray(prompt + taken, jnp.int32))
-    return run_uncached(arms, state, run, keep, layout, uncached_length)
+    run = run_uncached(arms, state, run, keep, layout, uncached_length)
+    # A row that has ended is padded with every step the others still take.
+    return dataclasses.replace(run, tokens=jnp.where(ended[:, None], tokens, run.tokens))

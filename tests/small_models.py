@@ -12,7 +12,7 @@ from jaxkv.config import ModelConfig, make_precision
 from jaxkv.decode import Arms, Layout, Rollout, Rows, make_layout, make_rows, run_uncached, start_rollout
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.families import get_preset
-from jaxkv.sampling import Sampler, make_sampler
+from jaxkv.sampling import make_sampler
 
 PRESETS = {"llama": "test-llama2", "mistral": "test-mistral", "gemma2": "test-gemma2", "gemma3": "test-gemma3"}
 VOCAB = 37

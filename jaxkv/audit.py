@@ -39,8 +39,11 @@ def _split(name: str) -> tuple[str, int | None]:
 
 
 def audit_rows(arms: Arms, state: nnx.State, run: Rollout, rows: Rows) -> list[Finding]:
-    """Audits each row of a rollout over its prompt and the tokens it took, in one uncached forward."""
-    end = rows.prompt + run.lengths
+    """Audits each row of a rollout in one uncached forward, over its prompt and the tokens it was fed.
+
+    The last token of a finished row was fed to nobody; that of a row which broke off is where it broke.
+    """
+    end = rows.prompt + jnp.maximum(run.lengths - (run.nonfinite_step < 0), 0)
     peaks = {
         name.split(" ")[1]: np.asarray(p) for name, p in arms.audit_pass(state, run.tokens, rows.first, end).items()
     }

@@ -6,6 +6,7 @@ step count, the cache or a token's rank, so two arms with equal logits draw equa
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -59,8 +60,10 @@ def make_sampler(
     if kind == "greedy":
         return Sampler()
     temperature = {"top_p": 1.0}.get(kind, 0.7) if temperature is None else temperature
-    if not temperature > 0:
-        raise UserError(f"temperature {temperature} must be above 0; use --sampler=greedy for the limit of 0")
+    if not 0 < temperature < math.inf:
+        raise UserError(
+            f"temperature {temperature} must be above 0 and finite; use --sampler=greedy for the limit of 0"
+        )
     top_k = (50 if top_k is None else top_k) if kind == "top_k" else None
     if top_k is not None and top_k < 1:
         raise UserError(f"top_k {top_k} must be at least 1")

@@ -41,8 +41,8 @@ def compare_logits(reference: np.ndarray, other: np.ndarray) -> dict[str, np.nda
     log_p, log_q = log_softmax(a, axis=1), log_softmax(b, axis=1)
     top = np.partition(a, -2, axis=1)
     numbers = {
-        "kl": _divergence(log_p, log_q - log_p),
-        "kl_reverse": _divergence(log_q, log_p - log_q),
+        "kl": _divergence(log_p, log_q, log_q - log_p),
+        "kl_reverse": _divergence(log_q, log_p, log_p - log_q),
         "js": _jensen_shannon(log_p, log_q),
         "max_abs": np.abs(b - a).max(axis=1),
         "mean_abs": np.abs(b - a).mean(axis=1),
@@ -54,8 +54,8 @@ def compare_logits(reference: np.ndarray, other: np.ndarray) -> dict[str, np.nda
     return {name: result[name] for name in COLUMNS}
 
 
-def _divergence(log_p: np.ndarray, shift: np.ndarray) -> np.ndarray:
-    """KL(p || p * exp(shift)) over the last axis: sum of p * (exp(d) - 1 - d), each term of which is >= 0.
+def _divergence(log_p: np.ndarray, log_q: np.ndarray, shift: np.ndarray) -> np.ndarray:
+    """KL(p || q) over the last axis: sum of p * (exp(d) - 1 - d), d = shift = log(q / p), each term of which is >= 0.
 
     The usual sum of -p * d is equal, since both distributions add up to 1, but cancels: at d near 1e-8 it is noise.
     """
@@ -64,7 +64,7 @@ def _divergence(log_p: np.ndarray, shift: np.ndarray) -> np.ndarray:
     series = small**2 * (1 / 2 + small * (1 / 6 + small * (1 / 24 + small / 120)))
     middle = np.minimum(shift, 50.0)
     excess = np.where(np.abs(shift) < 1e-3, series, np.expm1(middle) - middle)
-    terms = np.where(shift > 50.0, np.exp(log_p + shift) - p - p * shift, p * excess)
+    terms = np.where(shift > 50.0, np.exp(log_q) - p - p * shift, p * excess)
     return terms.sum(axis=-1)
 
 
@@ -77,7 +77,8 @@ def _jensen_shannon(log_p: np.ndarray, log_q: np.ndarray) -> np.ndarray:
         return np.where(d > 30.0, np.logaddexp(0.0, d) - np.log(2), near)
 
     difference = log_q - log_p
-    return (_divergence(log_p, to_middle(difference)) + _divergence(log_q, to_middle(-difference))) / 2
+    log_m = np.logaddexp(log_p, log_q) - np.log(2)
+    return (_divergence(log_p, log_m, to_middle(difference)) + _divergence(log_q, log_m, to_middle(-difference))) / 2
 
 
 def free_running(first: Sequence[int], second: Sequence[int]) -> dict[str, Any]:

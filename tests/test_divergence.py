@@ -1,0 +1,239 @@
+"""The divergence experiment: its batches, its records, and that an interrupted run ends as an undisturbed one."""
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_models import SAMPLERS, changed_state, small_config, small_state
+
+from jaxkv.checkpoints import ByteTokenizer
+from jaxkv.checkpoints.fill import flat_paths, with_leaves
+from jaxkv.config import make_precision
+from jaxkv.decode import Arms
+from jaxkv.errors import UserError
+from jaxkv.experiments.divergence import DivergenceSpec, Item, plan_batches, run_divergence
+from jaxkv.schemas import CONTROLS, validate_sample
+
+TOKENIZER = ByteTokenizer()
+V = TOKENIZER.vocab_size
+STOP_IDS = (*TOKENIZER.eos_ids, *range(200, 206))
+LENGTHS = (6, 8, 6, 7, 8, 6, 6, 8)
+SPEC = DivergenceSpec(new_tokens=12, seed=3, batch_size=2, bucket=8, control_problems=2)
+LEFT = dataclasses.replace(SPEC, padding="left")
+
+
+class Scoring:
+    """Cuts at '#' and takes the first character as the answer."""
+
+    def cut(self, text):
+        return text.partition("#")[0], "#" in text
+
+    def score(self, text, gold):
+        return {
+            name: {"answer": text[:1] or None, "correct": text[:1] == gold}
+            for name in ("strict", "flexible", "numeric")
+        }
+
+    def label_change(self, text_a, text_b, gold):
+        return dict.fromkeys(
+            ("strict", "flexible", "numeric"), "same" if text_a[:1] == text_b[:1] else "answer_changed"
+        )
+
+
+def make_items(lengths=LENGTHS):
+    rng = np.random.default_rng(0)
+    return [Item(10 + i, tuple(rng.integers(0, 128, n).tolist()), "a") for i, n in enumerate(lengths)]
+
+
+@functools.cache
+def make_arms(precision="fp16", sampler="greedy"):
+    """16-bit weights stay narrow here, as on an accelerator: the arms then differ on a CPU too."""
+    config = small_config("mistral", V)
+    return Arms(config, make_precision(precision), SAMPLERS[sampler], STOP_IDS, backend="cuda")
+
+
+@functools.cache
+def make_state(precision="fp16"):
+    """Each odd row of the head is a little off its even neighbour, so that a rounding decides which of them wins."""
+    state = small_state("mistral", precision, V)
+    leaves = {path: leaf[...] for path, leaf in flat_paths(state).items()}
+    head = np.array(leaves["head"], np.float32)
+    head[1::2] = head[:-1:2] * (1 + 2e-4 * np.random.default_rng(0).normal(size=head[1::2].shape))
+    leaves["head"] = jnp.asarray(head, leaves["head"].dtype)
+    return with_leaves(state, leaves)
+
+
+def run(spec=SPEC, items=None, done=(), precision="fp16", sampler="greedy", state=None):
+    """All records of a run, each checked against the schema, and the problems of each batch that was run."""
+    arms = make_arms(precision, sampler)
+    state = arms.prepare(state or make_state(precision))
+    batches = run_divergence(arms, state, items or make_items(), spec, TOKENIZER, Scoring(), frozenset(done))
+    records, batched = [], []
+    for new, timing in batches:
+        records += new
+        batched.append(timing["problems"])
+        assert set(timing["tokens"]) <= set(timing["seconds"])
+    for record in records:
+        validate_sample(record)
+    return records, batched
+
+
+undisturbed = functools.cache(run)
+
+
+# Batches.
+
+
+def problems(batches):
+    return [[item.problem for item in batch.items] for batch in batches]
+
+
+def test_equal_batches_hold_one_length_in_the_order_of_the_data():
+    batches = plan_batches(make_items(), SPEC)
+    assert problems(batches) == [[10, 12], [11, 14], [13], [15, 16], [17]]
+    assert all(len({len(item.prompt) for item in batch.items}) == 1 for batch in batches)
+    assert [batch.controls for batch in batches] == [True, False, False, False, False]
+
+
+def test_left_batches_hold_neighbours():
+    assert problems(plan_batches(make_items(), LEFT)) == [[10, 11], [12, 13], [14, 15], [16, 17]]
+    odd = plan_batches(make_items()[:3], LEFT)
+    assert problems(odd) == [[10, 11], [12]]
+
+
+@pytest.mark.parametrize(("wanted", "batches"), [(0, 0), (1, 1), (2, 1), (3, 2), (100, 5)])
+def test_controls_run_on_at_least_so_many_problems(wanted, batches):
+    planned = plan_batches(make_items(), dataclasses.replace(SPEC, control_problems=wanted))
+    assert [batch.controls for batch in planned] == [True] * batches + [False] * (5 - batches)
+
+
+# Records.
+
+
+@pytest.mark.parametrize("spec", [SPEC, LEFT], ids=["equal", "left"])
+def test_each_problem_has_one_record(spec):
+    records, _ = undisturbed(spec)
+    assert sorted(record["problem"] for record in records) == [item.problem for item in make_items()]
+    by_problem = {item.problem: item for item in make_items()}
+    for record in records:
+        length = len(by_problem[record["problem"]].prompt)
+        pad = record["shapes"]["left_pad"]
+        assert record["prompt_tokens"] == length
+        assert record["status"] == "ok"
+        assert record["shapes"] == {"batch": 2, "prefill": 8, "slots": 20, "uncached": "padded", "left_pad": pad}
+        assert (pad > 0) <= (spec.padding == "left")
+        assert record["sampling"] == {"sampler": "greedy", "temperature": 1.0, "top_k": None, "top_p": None, "seed": 3}
+        assert len(record["teacher_forced"]["kl"]) == len(record["arms"]["cached"]["tokens"])
+    if spec.padding == "left":
+        assert sum(record["shapes"]["left_pad"] > 0 for record in records) >= 3
+
+
+def test_controls_are_bit_equal_in_reruns_alone():
+    records, _ = undisturbed(SPEC)
+    with_controls = [record for record in records if record["controls"]["cached_rerun"]]
+    assert [record["problem"] for record in with_controls] == [10, 12]
+    for record in with_controls:
+        steps = len(record["arms"]["cached"]["tokens"])
+        for name in CONTROLS[:2]:
+            assert record["controls"][name]["bit_equal"] == [True] * steps
+            assert not any(record["controls"][name]["kl"])
+        assert len(record["controls"]["uncached_other_length"]["kl"]) == steps
+    for record in records:
+        if record not in with_controls:
+            assert record["controls"] == dict.fromkeys(CONTROLS)
+
+
+@pytest.mark.parametrize("spec", [SPEC, LEFT], ids=["equal", "left"])
+def test_the_first_flip_is_where_the_free_runs_part(spec):
+    records, _ = undisturbed(spec)
+    flipped = 0
+    for record in records:
+        flips = record["teacher_forced"]["flip"]
+        first = flips.index(True) if any(flips) else None
+        flipped += first is not None
+        cached, uncached = (record["arms"][arm]["tokens"] for arm in ("cached", "uncached"))
+        assert record["free_running"]["first_diverged"] == first
+        assert record["free_running"]["diverged"] == (cached != uncached)
+        assert cached[:first] == uncached[:first]
+        if first is None:
+            assert cached == uncached
+    assert 0 < flipped < len(records)
+
+
+def test_sampled_runs_part_where_the_forced_choice_does():
+    """The noise may decide against a flip or for one; up to the first divergence both arms took the same tokens."""
+    records, _ = undisturbed(sampler="temperature")
+    for record in records:
+        cached, uncached = (record["arms"][arm]["tokens"] for arm in ("cached", "uncached"))
+        first = record["free_running"]["first_diverged"]
+        assert cached[:first] == uncached[:first]
+    assert [r["arms"]["cached"]["tokens"] for r in records] != [r["arms"]["cached"]["tokens"] for r in undisturbed()[0]]
+
+
+def test_stops_say_why_a_row_ended():
+    for record in undisturbed(sampler="temperature")[0] + undisturbed()[0]:
+        for arm in record["arms"].values():
+            assert (arm["stop"] == "eos") == (arm["tokens"][-1] in STOP_IDS)
+            if arm["stop"] != "eos":
+                assert len(arm["tokens"]) == SPEC.new_tokens
+            assert arm["text"] == TOKENIZER.decode([t for t in arm["tokens"] if t not in STOP_IDS]).partition("#")[0]
+
+
+def test_batch_size_changes_no_token_in_fp32():
+    """Nor do the rows that fill an incomplete batch."""
+    specs = [dataclasses.replace(SPEC, batch_size=size, control_problems=0) for size in (1, 2)]
+    (single, _), (paired, _) = (run(spec, precision="fp32", sampler="temperature") for spec in specs)
+    paired = {record["problem"]: record for record in paired}
+    for record in single:
+        other = paired[record["problem"]]
+        assert record["shapes"]["batch"] == 1
+        assert other["shapes"]["batch"] == 2
+        assert record["arms"] == other["arms"]
+        assert record["prompt_sha256"] == other["prompt_sha256"]
+        np.testing.assert_allclose(record["teacher_forced"]["margin"], other["teacher_forced"]["margin"], atol=1e-4)
+        assert max(record["teacher_forced"]["kl"]) < 1e-9
+
+
+# Resumption.
+
+
+@pytest.mark.parametrize("spec", [SPEC, LEFT], ids=["equal", "left"])
+@pytest.mark.parametrize("done", [{10}, {10, 12, 13}, {11, 16, 17}, {10, 11, 12, 13, 14, 15, 16}])
+def test_a_resumed_run_yields_the_same_records(spec, done):
+    whole, all_batches = undisturbed(spec)
+    rest, batches = run(spec, done=done)
+    assert rest == [record for record in whole if record["problem"] not in done]
+    assert batches == [batch for batch in all_batches if not set(batch) <= done]
+
+
+def test_nothing_is_run_when_all_is_done():
+    assert run(done=range(10, 18)) == ([], [])
+
+
+# Faults.
+
+
+def test_a_broken_sample_is_invalid_and_its_neighbour_is_not():
+    items = make_items()[:3:2]
+    token = next(t for t in items[1].prompt if t not in items[0].prompt)
+    clean = {record["problem"]: record for record in undisturbed()[0]}
+    assert token not in clean[10]["arms"]["cached"]["tokens"] + clean[10]["arms"]["uncached"]["tokens"]
+    state = changed_state(make_state(), "embed", (token, 4), np.inf)
+    (good, bad), _ = run(items=items, state=state)
+    assert good == clean[10]
+    assert bad["status"] == "invalid"
+    position = items[1].prompt.index(token)
+    assert bad["invalid"] == {
+        "arm": "cached", "step": 0, "layer": 0, "op": "resid_pre", "position": position, "value": "inf",
+    }  # fmt: skip
+    assert bad["teacher_forced"] is bad["free_running"] is None
+    assert bad["controls"] == dict.fromkeys(CONTROLS)
+    for arm in bad["arms"].values():
+        assert arm["stop"] == "invalid"
+
+
+def test_a_prompt_beyond_the_context_is_refused():
+    with pytest.raises(UserError, match="exceed the context"):
+        run(items=[Item(0, (1,) * 60, "a")])

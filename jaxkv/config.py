@@ -196,6 +196,7 @@ def make_precision(name: str, **parts: str | None) -> Precision:
     wide = jnp.float64 if base == jnp.float64 else jnp.float32
     policy: dict[str, Any] = dict.fromkeys(("param", "activation", "operand", "residual", "cache", "logits"), base)
     policy |= dict.fromkeys(("accumulation", "softmax", "norm", "rope"), wide)
+    usual = dict(policy)
     overrides = {part: value for part, value in parts.items() if value is not None}
     for part, value in overrides.items():
         if part not in policy:
@@ -203,5 +204,6 @@ def make_precision(name: str, **parts: str | None) -> Precision:
                 f"unknown part '{part}' of a precision{nearest(part, list(policy))}; known: {', '.join(policy)}"
             )
         policy[part] = dtype_from_name(value)
-    label = "+".join([name, *(f"{part}={value}" for part, value in sorted(overrides.items()) if DTYPES[value] != base)])
+    changed = [part for part in sorted(overrides) if policy[part] != usual[part]]
+    label = "+".join([name, *(f"{part}={overrides[part]}" for part in changed)])
     return Precision(name=label, **policy)

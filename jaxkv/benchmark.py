@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
+from jaxkv.cli import run_command
 from jaxkv.errors import UserError
 
 FLAGS = flags.FLAGS
@@ -210,4 +211,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     define_flags()
-    app.run(main)
+    run_command(main)

@@ -127,7 +127,7 @@ def _set_up_jax(precision: Precision, cache: str) -> None:
 def _prompt_spec(settings: dict[str, Any], has_template: bool) -> Any:
     from jaxkv.tasks.gsm8k import PromptSpec
 
-    style = settings["prompt"] if settings["prompt"] != "auto" else "chat" if has_template else "few_shot"
+    style: Any = settings["prompt"] if settings["prompt"] != "auto" else "chat" if has_template else "few_shot"
     default = {"few_shot": 8, "chat": 0, "zero_shot": 0}[style]
     shots = default if settings["shots"] is None else settings["shots"]
     return PromptSpec(style, shots, settings["shots_seed"])
@@ -170,7 +170,7 @@ def _run_divergence(run: RunDirectory, arms: Any, state: Any, items: list[Any], 
 
     from jaxkv.experiments.divergence import run_divergence
 
-    done = frozenset(key[1] for key in run.done_keys() if key[0] == "divergence")
+    done = frozenset(int(key[1]) for key in run.done_keys() if key[0] == "divergence")
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"),
         TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=False),

@@ -1,9 +1,8 @@
 """Converts a checkpoint to our own format: python -m jaxkv.checkpoints.convert SOURCE DEST."""
 
-import sys
+from absl import flags
 
-from absl import app, flags, logging
-
+from jaxkv.cli import run_command
 from jaxkv.errors import UserError
 
 _DTYPE = flags.DEFINE_string("dtype", "fp16", "dtype of the stored weights: fp16, bf16, fp32 or fp64")
@@ -47,26 +46,12 @@ def convert(
     console.print(f"{destination}: {checkpoint.config.name}, {billions:.3g} B parameters in {dtype}", highlight=False)
 
 
-def parse_flags(argv: list[str]) -> list[str]:
-    """absl's parser, its errors on one line and with exit code 2."""
-    try:
-        return flags.FLAGS(argv)
-    except flags.Error as error:
-        print(f"error: {' '.join(str(error).split())}; see --help", file=sys.stderr)
-        sys.exit(2)
-
-
 def main(argv: list[str]) -> None:
-    """Parses the command line; a user's mistake is one line and exit code 2."""
-    logging.set_verbosity(logging.ERROR)
-    try:
-        if len(argv) != 3:
-            raise UserError("need exactly a source and a destination: python -m jaxkv.checkpoints.convert SOURCE DEST")
-        convert(argv[1], argv[2], dtype=_DTYPE.value, revision=_REVISION.value, model=_MODEL.value)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    """Reads the command line. Raises UserError on anything the user can mend."""
+    if len(argv) != 3:
+        raise UserError("need exactly a source and a destination: python -m jaxkv.checkpoints.convert SOURCE DEST")
+    convert(argv[1], argv[2], dtype=_DTYPE.value, revision=_REVISION.value, model=_MODEL.value)
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse_flags)
+    run_command(main)

@@ -1,0 +1,188 @@
+"""The tokenizer of a GGUF file, built from its fields alone: the ids depend on no version of transformers.
+
+Two kinds exist among the models here. `llama` is sentencepiece's BPE: a vocabulary with scores, where the adjacent pair
+with the best-scored concatenation is merged first, leftmost among equals. `gpt2` is byte-level BPE with listed merges.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxkv.errors import UserError
+
+_KEY = "tokenizer.ggml."
+_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)  # llama.cpp's token types
+_SPACE = "\u2581"
+_BYTES = tuple(f"<0x{i:02X}>" for i in range(256))
+_DEFAULT_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # llama.cpp's, for the kind `llama`
+_ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+
+
+def build_tokenizer(fields: Mapping[str, Any], name: str) -> Any:
+    """A transformers tokenizer from GGUF metadata.
+
+    Args:
+      fields: the metadata, keys as in the file.
+      name: the source as the user gave it.
+
+    Raises:
+      UserError: a kind of tokenizer or a pre-tokenizer not known here, or fields that do not fit together.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    kind, kinds = fields.get(f"{_KEY}model"), {"llama": _sentencepiece, "gpt2": _byte_level}
+    if kind is None:
+        raise UserError(f"{name}: the file holds no tokenizer; use a GGUF file with its tokenizer")
+    if kind not in kinds:
+        raise UserError(f"{name}: GGUF tokenizer '{kind}' is not implemented; known: {', '.join(kinds)}")
+    for option in ("remove_extra_whitespaces", "precompiled_charsmap"):
+        if fields.get(_KEY + option):
+            raise UserError(f"{name}: GGUF option {_KEY}{option} is not implemented; use a model without it")
+    tokens, types = _column(fields, "tokens", str, name), _column(fields, "token_type", int, name)
+    vocab = {token: i for i, token in enumerate(tokens)}
+    if not len(vocab) == len(tokens) == len(types):
+        raise UserError(
+            f"{name}: {len(tokens)} tokens, {len(vocab)} distinct, with {len(types)} types; use an intact GGUF file"
+        )
+    special = {role: _special_id(fields, role, kind, len(tokens), name) for role in _ROLES}
+    backend, add_bos = kinds[kind](fields, vocab, types, special, name)
+
+    backend.post_processor = _template(tokens, special, bool(fields.get(f"{_KEY}add_bos_token", add_bos)))
+    named = {_ROLES[role]: tokens[i] for role, i in special.items() if i is not None}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **named)
+
+
+def _sentencepiece(
+    fields: Mapping[str, Any], vocab: dict[str, int], types: Sequence[int], special: dict[str, int | None], name: str
+) -> tuple[Any, bool]:
+    """The kind `llama`: BPE by score with byte fallback. Also whether BOS is the default."""
+    from tokenizers import decoders, models, normalizers
+
+    scores = _column(fields, "scores", float, name)
+    if len(scores) != len(types):
+        raise UserError(f"{name}: {len(types)} tokens with {len(scores)} scores; use an intact GGUF file")
+    tokens = list(vocab)
+    unknown = special["unknown"]
+    model = models.BPE(
+        vocab=vocab,
+        merges=_merges(vocab, scores, types, name),
+        unk_token=None if unknown is None else tokens[unknown],
+        fuse_unk=True,
+        byte_fallback=all(byte in vocab for byte in _BYTES),
+    )
+    # llama.cpp and LLaMA-2's tokenizer.json alike put the space before every stretch of text between added tokens.
+    prefix = bool(fields.get(f"{_KEY}add_space_prefix", True))
+    spaces = normalizers.Replace(" ", _SPACE)
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend = _backend(model, tokens, types)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefix else spaces
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    return backend, True
+
+
+def _merges(
+    vocab: dict[str, int], scores: Sequence[float], types: Sequence[int], name: str
+) -> list[tuple[str, str]]:
+    """Every split of a piece into two pieces, best piece first.
+
+    The rank stands for sentencepiece's rule, since pairs of equal rank are merged leftmost first by both. Splits of one
+    piece, equal for sentencepiece, must differ in rank here; they can only compete for a symbol in a run like `=====`,
+    which is merged from the left, so that the longer part is on the left.
+    """
+    ids = {token: i for token, i in vocab.items() if types[i] == _NORMAL}
+    unused = {token for token, i in vocab.items() if types[i] == _UNUSED and len(token) > 1}
+    for token in unused:
+        if any(token[:cut] in ids and token[cut:] in ids for cut in range(1, len(token))):
+            raise UserError(f"{name}: a text can merge into the unused token {token!r}, which is not implemented")
+    ranked = [
+        (-scores[i], i, -cut, token)
+        for token, i in ids.items()
+        for cut in range(1, len(token))
+        if token[:cut] in ids and token[cut:] in ids
+    ]
+    ranked.sort()
+    return [(token[:-cut], token[-cut:]) for _, _, cut, token in ranked]
+
+
+def _gpt2_steps() -> list[Any]:
+    from tokenizers import pre_tokenizers
+
+    return [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+
+
+def _smollm_steps() -> list[Any]:
+    from tokenizers import pre_tokenizers
+
+    return [pre_tokenizers.Digits(individual_digits=True), *_gpt2_steps()]
+
+
+def _llama3_steps() -> list[Any]:
+    from tokenizers import Regex, pre_tokenizers
+
+    split = pre_tokenizers.Split(Regex(_LLAMA3), "isolated")
+    return [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+
+
+# `default` is what a converter wrote that did not know the model: it does not say how text was split.
+_PRE: dict[str, Callable[[], list[Any]]] = {"gpt-2": _gpt2_steps, "smollm": _smollm_steps, "llama-bpe": _llama3_steps}
+
+
+def _byte_level(
+    fields: Mapping[str, Any], vocab: dict[str, int], types: Sequence[int], special: dict[str, int | None], name: str
+) -> tuple[Any, bool]:
+    """The kind `gpt2`: byte-level BPE. Also whether BOS is the default."""
+    from tokenizers import decoders, models, pre_tokenizers
+
+    pre = fields.get(f"{_KEY}pre")
+    if pre not in _PRE:
+        raise UserError(f"{name}: GGUF pre-tokenizer {pre!r} is not implemented; known: {', '.join(_PRE)}")
+    if fields.get(f"{_KEY}add_space_prefix"):
+        raise UserError(f"{name}: GGUF option {_KEY}add_space_prefix is not implemented for byte-level BPE")
+    merges = [tuple(merge.split(" ")) for merge in _column(fields, "merges", str, name)]
+    if odd := [m for m in merges if len(m) != 2 or not {*m, "".join(m)} <= vocab.keys()]:
+        raise UserError(f"{name}: merge {' '.join(odd[0])!r} is not of two tokens into one; use an intact GGUF file")
+    llama3 = pre == "llama-bpe"
+    backend = _backend(models.BPE(vocab=vocab, merges=merges, ignore_merges=llama3), list(vocab), types)
+    backend.pre_tokenizer = pre_tokenizers.Sequence(_PRE[pre]())
+    backend.decoder = decoders.ByteLevel()
+    return backend, llama3
+
+
+def _backend(model: Any, tokens: Sequence[str], types: Sequence[int]) -> Any:
+    """The model with its added tokens, which are cut out of a text before anything else, the longest first."""
+    import tokenizers
+
+    backend = tokenizers.Tokenizer(model)
+    added = [
+        tokenizers.AddedToken(token, special=kind in (_UNKNOWN, _CONTROL), normalized=False)
+        for token, kind in zip(tokens, types, strict=True)
+        if kind in (_UNKNOWN, _CONTROL, _USER)
+    ]
+    backend.add_tokens(added)
+    return backend
+
+
+def _template(tokens: Sequence[str], special: Mapping[str, int | None], add_bos: bool) -> Any:
+    from tokenizers import processors
+
+    bos = special["bos"]
+    if not add_bos or bos is None:
+        return processors.TemplateProcessing("$A", "$A $B:1", [])
+    return processors.TemplateProcessing([tokens[bos], "$A"], [tokens[bos], "$A", "$B:1"], [(tokens[bos], bos)])
+
+
+def _special_id(fields: Mapping[str, Any], role: str, kind: str, count: int, name: str) -> int | None:
+    found = fields.get(f"{_KEY}{role}_token_id", _DEFAULT_IDS.get(role) if kind == "llama" else None)
+    if found is not None and not 0 <= found < count:
+        raise UserError(f"{name}: {_KEY}{role}_token_id={found} is no token of {count}; use an intact GGUF file")
+    return None if found is None else int(found)
+
+
+def _column(fields: Mapping[str, Any], key: str, kind: type, name: str) -> list[Any]:
+    column = fields.get(_KEY + key)
+    if not isinstance(column, list) or not all(isinstance(entry, kind) for entry in column):
+        raise UserError(f"{name}: the GGUF metadata lacks {_KEY}{key}; use a GGUF file with its tokenizer")
+    return column

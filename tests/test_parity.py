@@ -1,0 +1,271 @@
+"""Our logits against transformers' and against float64: every family, both arms, every precision."""
+
+import dataclasses
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from tiny_models import (
+    FAMILIES,
+    TEXT,
+    WINDOW,
+    arm_logits,
+    load_torch,
+    make_text,
+    real_rows,
+    run_whole,
+    tiny_config,
+    torch_logits,
+)
+
+from jaxkv.cache import empty_cache
+from jaxkv.checkpoints.fill import flat_paths, with_leaves
+from jaxkv.config import ModelConfig, Precision, make_precision
+from jaxkv.decode import slot_positions
+from jaxkv.models.decoder import abstract_decoder
+from jaxkv.models.layers import rope_table
+
+# fp32 rounds each sum of a few units to 1e-7 of it, and three layers carry that to the logits; 8e-6 was seen.
+TRANSFORMERS_TOLERANCE = 2e-5
+# The same between two programs of ours that multiply by other shapes; 6e-6 was seen.
+CACHE_TOLERANCE = 1e-5
+# first text slot of each row, slots of the prompt; the rows before the prompt are prefilled together
+UNPADDED, LEFT_PADDED = ([0, 0], 1), ([0, 9], 11)
+TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def rms(values):
+    return float(np.sqrt(np.mean(np.square(values))))
+
+
+@pytest.mark.parametrize(("first", "prompt"), [UNPADDED, LEFT_PADDED], ids=["unpadded", "left-padded"])
+@pytest.mark.parametrize("heads", ["mha", "gqa"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fp32_logits_are_those_of_transformers(tiny, family, heads, first, prompt):
+    text = make_text(tiny_config(family, heads))
+    ours = arm_logits(*tiny.arms(family, heads), text, first, prompt)
+    theirs = {
+        "cached": torch_logits(tiny.torch(family, heads), text, first, prompt),
+        "uncached": torch_logits(tiny.torch(family, heads), text, first),
+    }
+    real = real_rows(first, prompt)
+    assert 0.3 < rms(theirs["uncached"]) < 10
+    for arm, logits in ours.items():
+        for their_arm, expected in theirs.items():
+            difference = np.abs(logits - expected[:, prompt - 1 :]).max(-1)[real].max()
+            print(f"{family} {heads} ours {arm}, theirs {their_arm}: {difference:.2g}")
+            assert difference < TRANSFORMERS_TOLERANCE
+
+
+@pytest.mark.parametrize(("first", "prompt"), [UNPADDED, LEFT_PADDED], ids=["unpadded", "left-padded"])
+@pytest.mark.parametrize("heads", ["mha", "gqa"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fp32_cached_equals_uncached(tiny, family, heads, first, prompt):
+    text = make_text(tiny_config(family, heads))
+    ours = arm_logits(*tiny.arms(family, heads), text, first, prompt)
+    difference = np.abs(ours["cached"] - ours["uncached"]).max(-1)[real_rows(first, prompt)].max()
+    print(f"{family} {heads}: {difference:.2g}")
+    assert difference < CACHE_TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3"])
+def test_the_window_bites(tiny, family):
+    """Without it these texts would have other logits from position WINDOW on, and the parity above would be idle."""
+    checkpoint, fp32 = tiny.checkpoint(family), make_precision("fp32")
+    text = make_text(checkpoint.config)[:, :TEXT]
+    logits = run_whole(checkpoint.config, fp32, checkpoint.state, text)[0]
+    wide = run_whole(dataclasses.replace(checkpoint.config, window=TEXT), fp32, checkpoint.state, text)[0]
+    difference = np.abs(np.asarray(logits - wide)).max((0, 2))
+    assert difference[:WINDOW].max() < CACHE_TOLERANCE
+    assert difference[WINDOW:].min() > 1e-2
+
+
+@pytest.mark.parametrize("heads", ["mha", "gqa"])
+def test_the_softcaps_bite(tiny, heads):
+    checkpoint, fp32 = tiny.checkpoint("gemma2", heads), make_precision("fp32")
+    config = checkpoint.config
+    text = make_text(config)[:, :TEXT]
+    logits, _, seen = run_whole(config, fp32, checkpoint.state, text)
+    for layer in range(config.num_layers):
+        before = np.abs(np.asarray(seen[f"qk.{layer}"])) * config.query_scale
+        assert np.mean(before > 0.5 * config.attn_softcap) > 0.3
+    assert np.mean(np.abs(np.asarray(seen["head"])) > 0.5 * config.final_softcap) > 0.3
+    for cap in ("attn_softcap", "final_softcap"):
+        off = run_whole(dataclasses.replace(config, **{cap: None}), fp32, checkpoint.state, text)[0]
+        assert rms(np.asarray(logits - off)) > 0.1, cap
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rounds_as_transformers_does(tiny, family, precision):
+    """Our 16-bit logits are as far from float64 as transformers' are, and nearer to theirs than either is to it."""
+    checkpoint = tiny.checkpoint(family, precision=precision)
+    first, prompt = [0, 0], 11
+    text = make_text(checkpoint.config)
+    with jax.enable_x64(True):
+        weights = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), checkpoint.state)
+        truth = np.asarray(run_whole(checkpoint.config, make_precision("fp64"), weights, text[:, :TEXT])[0])
+    assert truth.dtype == np.float64
+    truth = truth[:, prompt - 1 :]
+    model = load_torch(tiny.path(family), TORCH_DTYPES[precision])
+    ours = arm_logits(*tiny.arms(family, precision=precision), text, first, prompt)
+    for arm, filled in (("cached", prompt), ("uncached", None)):
+        theirs = torch_logits(model, text, first, filled)[:, prompt - 1 :]
+        error, their_error = rms(ours[arm] - truth), rms(theirs - truth)
+        apart = rms(ours[arm] - theirs)
+        print(f"{family} {precision} {arm}: {error:.3g}, {error / their_error:.4f} of theirs, {apart:.2g} apart")
+        assert error <= 1.5 * their_error
+        assert error >= their_error / 1.5
+        assert apart < 0.75 * their_error
+
+
+def test_fp64_is_the_truth(tiny):
+    """float64 logits and fp32 ones of the same weights differ by fp32 rounding alone."""
+    for family in FAMILIES:
+        checkpoint = tiny.checkpoint(family)
+        text = make_text(checkpoint.config)[:, :TEXT]
+        with jax.enable_x64(True):
+            weights = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), checkpoint.state)
+            truth = np.asarray(run_whole(checkpoint.config, make_precision("fp64"), weights, text)[0])
+        theirs = torch_logits(tiny.torch(family), text, [0, 0])
+        assert np.abs(truth - theirs).max() < TRANSFORMERS_TOLERANCE
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize(("head_dim", "theta"), [(12, 1e4), (64, 1e5), (128, 1e6), (256, 1e4)])
+def test_rope_tables_are_those_of_transformers(precision, head_dim, theta):
+    """Bit for bit but at a few ties in 100 000; frequencies off by one unit would show in hundreds."""
+    frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim))
+    angles = torch.arange(4096).float()[:, None] * frequencies
+    table = rope_table(jnp.arange(4096)[None], theta, head_dim, make_precision(precision))
+    for ours, theirs in zip(table, (angles.cos(), angles.sin()), strict=True):
+        expected = theirs.to(TORCH_DTYPES[precision]).float().numpy()
+        found = np.asarray(ours[0, :, 0].astype(jnp.float32))
+        assert np.mean(found != np.concatenate([expected, expected], -1)) < 1e-4
+
+
+# What each field of ModelConfig is changed to, one at a time, from a model that uses all of them.
+FIELD_CHANGES = {
+    "vocab_size": 300,
+    "num_layers": 3,
+    "model_dim": 64,
+    "mlp_dim": 64,
+    "num_query_heads": 8,
+    "num_kv_heads": 4,
+    "head_dim": 8,
+    "activation": "silu",
+    "norm_eps": 1e-2,
+    "norm_offset": 0.5,
+    "norm_round_first": True,
+    "post_norms": False,
+    "qk_norm": False,
+    "rope_theta": 500.0,
+    "local_rope_theta": None,
+    "query_scale": 0.5,
+    "attn_softcap": None,
+    "final_softcap": None,
+    "window": 6,
+    "window_pattern": (False, True),
+    "tie_embeddings": False,
+    "embed_scale": 1.0,
+}
+FIELDS_WITHOUT_EFFECT = {"name": "another", "family": "llama", "context_length": 64}
+
+
+def make_state(config, precision):
+    """Weights that depend on their path and shape alone: a changed field changes no more of them than it must."""
+    _, state = abstract_decoder(config, precision)
+    arrays = {}
+    for path, leaf in flat_paths(state).items():
+        rng = np.random.default_rng(zlib.crc32(path.encode()))
+        arrays[path] = jnp.asarray(rng.normal(size=leaf.shape) * 0.3, leaf.dtype)
+    return with_leaves(state, arrays)
+
+
+def eager_logits(config, precision, state=None):
+    """Logits and cache of a short text, operation by operation: nothing to compile for each config."""
+    tokens = jnp.asarray(make_text(config, seed=3)[:, :16] % 250)
+    state = make_state(config, precision) if state is None else state
+    model = nnx.merge(abstract_decoder(config, precision)[0], state)
+    positions = slot_positions(jnp.arange(16), jnp.zeros(2, jnp.int32), 16)
+    hidden, cache = model(tokens, positions, empty_cache(config, precision, 2, 16), 0)
+    return model.logits(hidden), cache
+
+
+@pytest.fixture(scope="module")
+def full_config():
+    """A config in which every field matters."""
+    return dataclasses.replace(
+        tiny_config("gemma2"), num_layers=2, window=9, qk_norm=True, local_rope_theta=100.0, query_scale=1.0
+    )
+
+
+def test_every_config_field_has_an_effect(full_config):
+    assert set(FIELDS_WITHOUT_EFFECT) == {"name", "family", "context_length"}
+    fields = {field.name for field in dataclasses.fields(ModelConfig)}
+    assert fields == set(FIELD_CHANGES) | set(FIELDS_WITHOUT_EFFECT)
+    policies = {name: make_precision(name) for name in ("fp32", "bf16")}
+    before = {name: np.asarray(eager_logits(full_config, p)[0], np.float32) for name, p in policies.items()}
+    for field, value in FIELDS_WITHOUT_EFFECT.items():
+        logits = eager_logits(dataclasses.replace(full_config, **{field: value}), policies["fp32"])[0]
+        np.testing.assert_array_equal(np.asarray(logits), before["fp32"], err_msg=field)
+    for field, value in FIELD_CHANGES.items():
+        name = "bf16" if field == "norm_round_first" else "fp32"  # without rounding its order is no matter
+        after = np.asarray(eager_logits(dataclasses.replace(full_config, **{field: value}), policies[name])[0])
+        if field == "vocab_size":
+            assert after.shape[-1] == value
+        else:
+            assert np.abs(after.astype(np.float32) - before[name]).max() > 1e-3, field
+
+
+def test_every_part_of_a_precision_has_an_effect(full_config):
+    changes = {
+        "param": "fp32",
+        "activation": "bf16",
+        "operand": "bf16",
+        "residual": "fp32",
+        "accumulation": "bf16",
+        "softmax": "fp16",
+        "norm": "fp16",
+        "rope": "fp16",
+        "cache": "fp32",
+        "logits": "fp32",
+    }
+    assert {field.name for field in dataclasses.fields(Precision)} == set(changes) | {"name", "dot"}
+    fp16 = make_precision("fp16")
+    state = make_state(full_config, fp16)
+    before, _ = eager_logits(full_config, fp16, state)
+    for part, name in changes.items():
+        policy = make_precision("fp16", **{part: name})
+        assert policy.name == f"fp16+{part}={name}"
+        if part == "param":
+            stored = jax.tree.leaves(abstract_decoder(full_config, policy)[1])
+            assert {leaf.dtype for leaf in stored} == {jnp.dtype(jnp.float32)}
+            continue
+        logits, cache = eager_logits(full_config, policy, state)
+        assert logits.dtype == policy.logits
+        assert {leaf.dtype for leaf in (*cache.k, *cache.v)} == {jnp.dtype(policy.cache)}
+        if part not in ("cache", "logits"):
+            assert not np.array_equal(np.asarray(logits), np.asarray(before)), part
+
+
+def test_every_product_is_true_fp32(full_config):
+    """TF32 would void an fp32 control: each dot of the program asks for the highest precision."""
+    fp32 = make_precision("fp32")
+    for policy, name in ((fp32, "HIGHEST"), (dataclasses.replace(fp32, dot=jax.lax.Precision.DEFAULT), "DEFAULT")):
+        graphdef, state = abstract_decoder(full_config, policy)
+
+        def forward(state, graphdef=graphdef, policy=policy):
+            model = nnx.merge(graphdef, state)
+            positions = jnp.arange(4)[None]
+            hidden, _ = model(positions, positions, empty_cache(full_config, policy, 1, 4), 0)
+            return model.logits(hidden)
+
+        text = jax.jit(forward).lower(state).as_text()
+        dots = text.count("stablehlo.dot_general")
+        assert dots >= 9
+        assert text.count(f"precision = [{name}, {name}]") == dots

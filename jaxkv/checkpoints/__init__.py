@@ -12,7 +12,7 @@ from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.checkpoints.tokenizer import ByteTokenizer, Tokenizer
 from jaxkv.config import ModelConfig, Precision
 from jaxkv.errors import UserError
-from jaxkv.models.families import HUB_IDS
+from jaxkv.models.families import HUB_IDS, HUB_REVISIONS
 from jaxkv.models.tables import differing_fields
 
 __all__ = ["ByteTokenizer", "Checkpoint", "Tokenizer", "load"]
@@ -36,7 +36,7 @@ def load(
         name of a preset that has one.
       precision: weights are rounded once, from the file's dtype (GGUF: from fp32) to its param dtype.
       config: the preset that the source should be; required for random weights.
-      revision: branch, tag or commit of a hub id.
+      revision: branch, tag or commit of a hub id; a preset's name has one pinned (families.HUB_REVISIONS).
       sharding: a Sharding, or a function of parameter path and shape that gives one; None is the default device.
       progress: called after each tensor with (done, of, name).
 
@@ -88,7 +88,7 @@ def _from_hub(source: str, revision: str | None, path: pathlib.Path, **options) 
         )
     from jaxkv.checkpoints.hf import download, read_hf
 
-    directory, commit = download(hub_id, revision)
+    directory, commit = download(hub_id, revision or HUB_REVISIONS.get(source))
     return read_hf(directory, name=hub_id, revision=commit, **options)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxkv.checkpoints.checkpoint import Checkpoint, ConfigCheck, Progress, Sharding
 from jaxkv.checkpoints.fill import SourceTensor, count_dtypes, fill_state, flat_paths, match_tensors
+from jaxkv.checkpoints.gguf_tokenizer import build_tokenizer
 from jaxkv.checkpoints.hf import as_ids, hash_files
 from jaxkv.checkpoints.tokenizer import Tokenizer
 from jaxkv.config import ModelConfig, Precision
@@ -39,6 +40,7 @@ _GEMMA_NAMES = _COMMON | {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _NAMES = {"llama": _LLAMA_NAMES, "gemma2": _GEMMA_NAMES, "gemma3": _GEMMA_NAMES}
+_SAMPLE = "Of the 12 caf\u00e9s,\n  which is the largest?  345.6"  # what every tokenizer must give back
 _BLOCK = 1 << 22  # weights dequantized at a time
 # llama.cpp does not store Gemma's query_pre_attn_scalar: it takes the head dim, and D / N for the 27B models, which it
 # knows by their number of layers (llama-model.cpp, LLM_ARCH_GEMMA2 and LLM_ARCH_GEMMA3).
@@ -167,13 +169,7 @@ def read_gguf(
         raise UserError("reading a .gguf file needs the package gguf; pip install 'jaxkv[gguf]'") from None
     try:
         reader = gguf.GGUFReader(path)
-        fields = {
-            key: field.contents() for key, field in reader.fields.items() if not key.startswith("tokenizer.ggml.")
-        }
-        small = ("add_bos_token", "eos_token_id", "eot_token_id", "eom_token_id")
-        for key in (f"tokenizer.ggml.{word}" for word in small):
-            if key in reader.fields:
-                fields[key] = reader.fields[key].contents()
+        fields = {key: field.contents() for key, field in reader.fields.items()}
     except (ValueError, IndexError, KeyError, OSError, OverflowError) as error:
         raise UserError(f"{name} is truncated or no GGUF file ({error}); download it again") from None
 
@@ -214,7 +210,7 @@ def read_gguf(
     graphdef, abstract = abstract_decoder(config, precision)
     shapes = {key: leaf.shape for key, leaf in flat_paths(abstract).items()}
     plan = match_tensors(config, shapes, key_table(config.family), tensors, name)
-    tokenizer = _read_tokenizer(path, fields, name)
+    tokenizer = _read_tokenizer(fields, name)
     try:
         state = fill_state(abstract, plan, config, name, sharding, progress)
     except NotImplementedError as error:
@@ -240,18 +236,13 @@ def _hf_name(name: str, names: dict[str, str]) -> str:
     return f"{names[parts[0]]}.{parts[1]}" if len(parts) == 2 and parts[0] in names else name
 
 
-def _read_tokenizer(path: pathlib.Path, fields: dict[str, Any], name: str) -> Tokenizer:
-    from transformers import PreTrainedTokenizerFast
-
+def _read_tokenizer(fields: dict[str, Any], name: str) -> Tokenizer:
     key = "tokenizer.ggml."
-    try:
-        # Not AutoTokenizer: it parses the whole file twice, and its detour over the model's config imports torch.
-        hf = PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name)
-    except Exception as error:
-        raise UserError(f"{name}: cannot read the tokenizer ({error}); use a GGUF file with its tokenizer") from None
-    if (template := fields.get("tokenizer.chat_template")) and not hf.chat_template:
-        hf.chat_template = template
-    # Without the field, llama.cpp adds BOS to a sentencepiece vocabulary, and so does transformers.
+    hf = build_tokenizer(fields, name)
+    hf.chat_template = fields.get("tokenizer.chat_template")
     add_bos = fields.get(f"{key}add_bos_token")
     stops = as_ids(*(fields.get(f"{key}{word}_token_id") for word in ("eos", "eot", "eom")))
-    return Tokenizer(hf, add_bos=None if add_bos is None else bool(add_bos), eos_ids=stops)
+    tokenizer = Tokenizer(hf, add_bos=None if add_bos is None else bool(add_bos), eos_ids=stops)
+    if (back := tokenizer.decode(tokenizer.encode(_SAMPLE))) != _SAMPLE:
+        raise UserError(f"{name}: its tokenizer cannot be trusted: it turns {_SAMPLE!r} into {back!r}; use another file")
+    return tokenizer

@@ -31,6 +31,13 @@ HUB_IDS: dict[str, str] = {
     "gemma3-1b": "google/gemma-3-1b-pt",
 }
 
+# Commits that a preset's name stands for unless --revision says otherwise: those of the study's three models.
+HUB_REVISIONS: dict[str, str] = {
+    "llama2-7b": "01c7f73d771dfac7d292323805ebc428287df4f9",
+    "mistral-7b-v0.3": "d8cadc02ac76bd617a919d50b092e59d2d110aff",
+    "gemma2-2b": "c5ebcd40d208330abc697524c919956e692655cf",
+}
+
 
 def get_preset(name: str) -> ModelConfig:
     """Returns the config of a preset. Raises UserError, with the nearest name, on an unknown one."""

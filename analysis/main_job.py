@@ -1,0 +1,101 @@
+"""The main job's figures: `keep RUN... DIR` takes small summaries out of run directories, `table DIR` prints them.
+
+    python analysis/main_job.py keep runs/smollm2-135m-fp16 analysis/main_job/h200
+    python analysis/main_job.py table analysis/main_job/h200
+"""
+
+import json
+import pathlib
+import sys
+
+from jaxkv.analysis.format import format_count, format_counted_share, format_mean, format_number
+from jaxkv.analysis.report import write_report
+from jaxkv.records import read_run
+
+LOCAL = ("--out=", "--compilation_cache=")  # say where, not what
+PATHS = ("--checkpoint=", "--data=", "--fewshot_data=")
+
+
+def command(flags: str) -> str:
+    """The command of a flagfile, with files named without their directories."""
+    words = []
+    for line in flags.splitlines():
+        if line.startswith(PATHS):
+            name, _, value = line.partition("=")
+            line = f"{name}={value if value.startswith('random:') else pathlib.PurePath(value).name}"
+        if not line.startswith(LOCAL):
+            words.append(line)
+    return " ".join(["python -m jaxkv.launch", *words])
+
+
+def keep(run_path: str, destination: str) -> pathlib.Path:
+    """Writes DESTINATION/NAME.json: the summary with what it came from."""
+    source = pathlib.Path(run_path)
+    summary = write_report(source)
+    run, _ = read_run(source)
+    config, sessions = run["config"], run["sessions"]
+    origin = config["checkpoint"] | {"source": pathlib.PurePath(config["checkpoint"]["source"]).name}
+    provenance = {
+        "command": command((source / "run.flags").read_text()),
+        "date": [session["started"][:10] for session in sessions],
+        "git": [session["git"] for session in sessions],
+        "device": config["device"],
+        "packages": sessions[-1]["packages"],
+        "compiler_options": config["compiler_options"],
+        "precision": config["precision"],
+        "checkpoint": origin,
+        "data": {
+            part: {"sha256": config["data"][part]["sha256"], "rows": config["data"][part]["rows"]}
+            for part in ("problems", "shots")
+            if config["data"][part]
+        },
+        "prompt": config["prompt"],
+        "decoding": config["decoding"],
+        "problems_asked": config["num_problems"],
+    }
+    path = pathlib.Path(destination) / f"{source.name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"provenance": provenance, "summary": summary}, indent=1) + "\n")
+    return path
+
+
+def table(directory: str) -> str:
+    """A Markdown table of the kept summaries."""
+    head = ["run", "valid problems", "argmax flips per token", "sequences that diverge", "mean KL, nats"]
+    head += ["largest logit difference", "flips at exact ties", "right: cached, uncached"]
+    rows = [head, ["---"] * len(head)]
+    for path in sorted(pathlib.Path(directory).glob("*.json")):
+        kept = json.loads(path.read_text())
+        summary, asked = kept["summary"], kept["provenance"]["problems_asked"]
+        problems = summary["problems"]
+        unfinished = f", unfinished: {asked} asked" if problems["total"] < asked else ""
+        row = [path.stem, f"{problems['ok']} of {problems['total']}{unfinished}"]
+        if summary["status"] == "ok":
+            compared, right = summary["teacher_forced"], summary["accuracy"]["numeric"]
+            tied = sum(tie["flip"] for tie in compared["ties"]["listed"])
+            row += [format_counted_share(compared["flips"]), format_counted_share(summary["free_running"]["diverged"])]
+            row += [format_mean(compared["kl"]), format_number(compared["max_abs"]["max"])]
+            row += [f"{tied} of {compared['flips']['count']}"]
+            row += [f"{format_count(right['cached'])}, {format_count(right['uncached'])}"]
+        else:
+            why = "; ".join(f"{g['reason']} ({g['value']}), {g['samples']} samples" for g in summary["invalid"])
+            row += [f"invalid: {why}", *["none counted"] * 5]
+        rows.append(row)
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def main(arguments: list[str]) -> int:
+    """Entry point; returns the exit code."""
+    if len(arguments) >= 3 and arguments[0] == "keep":
+        for run in arguments[1:-1]:
+            print(keep(run, arguments[-1]))
+    elif len(arguments) == 2 and arguments[0] == "table":
+        print(table(arguments[1]))
+    else:
+        print(__doc__, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -260,15 +260,15 @@ def test_a_fault_is_placed_at_its_token():
 
 def test_a_last_token_that_nobody_was_fed_is_not_audited():
     """With a limit at the broken token no arm computes with it; one step later both would."""
-    _, _, layout, run, _, _ = audited("mistral", "fp16", lengths=(7,))
+    _, _, layout, run, _, _ = audited("mistral", "fp16")
     tokens = taken(run, layout)[0]
-    step = next(i for i, t in enumerate(tokens) if t not in tokens[:i] + make_prompts((7,))[0] and i)
+    step = next(i for i, t in enumerate(tokens) if t not in tokens[:i] + make_prompts((7, 3))[0] and i)
     state = changed_state(small_state("mistral", "fp16"), "embed", (tokens[step], 5), np.inf)
     for limit, broken in (
         (step + 1, None),
         (step + 2, {"layer": 0, "op": "resid_pre", "position": 7 + step, "value": "inf"}),
     ):
-        *_, findings = audited("mistral", "fp16", state, lengths=(7,), limit=limit)
+        *_, findings = audited("mistral", "fp16", state, limit=limit)
         assert findings[0].invalid == broken
 
 

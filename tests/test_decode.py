@@ -70,7 +70,7 @@ def foreign_reference(own, layout, rng):
 
 @pytest.mark.parametrize(
     ("sampler", "length"),
-    [*((name, "padded") for name in SAMPLERS), ("greedy", "bucket:16"), ("temperature", "bucket:16")],
+    [*((name, "padded") for name in SAMPLERS), ("temperature", "bucket:16")],
 )
 def test_free_run_after_a_forced_one_is_the_stepped_run(sampler, length):
     arms = small_arms("mistral", "fp16", sampler, STOP_IDS)
@@ -196,13 +196,12 @@ def test_other_lengths_are_refused(text):
         uncached_lengths(text, Layout(1, 7, 8, 20, 12))
 
 
-@pytest.mark.parametrize("length", ["bucket:5", "bucket:16"])
-def test_buckets_and_one_padded_length_agree_in_fp32(length):
+def test_buckets_and_one_padded_length_agree_in_fp32():
     arms = small_arms()
     state = prepared(arms, "fp32")
     layout, tokens, rows = set_up(make_prompts((5, 7, 7)))
     padded = step_uncached(arms, state, tokens, rows, layout)
-    bucketed = step_uncached(arms, state, tokens, rows, layout, length)
+    bucketed = step_uncached(arms, state, tokens, rows, layout, "bucket:8")
     assert np.abs(bucketed.logits).max(-1).min() > 0
     np.testing.assert_allclose(bucketed.logits, padded.logits, **FP32_LOGITS)
     np.testing.assert_array_equal(bucketed.choices, padded.choices)
@@ -232,13 +231,12 @@ def test_16_bit_runs_repeat_bit_for_bit(arm):
     assert same_bits(arm(arms, state, tokens, rows, layout), arm(arms, state, tokens, rows, layout))
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-@pytest.mark.parametrize("family", ["mistral", "gemma2"])
+@pytest.mark.parametrize(("family", "precision"), [("mistral", "fp16"), ("gemma2", "bf16")])
 def test_widened_weights_differ_by_roundings_alone(family, precision):
     """Held in fp32 the same products may be added in another order; then a last bit differs here and there."""
     runs = []
     layout, tokens, rows = set_up(make_prompts((7, 7, 7)))
-    for backend in ("cpu", "cuda"):
+    for backend in (None, "cuda"):
         arms = small_arms(family, precision, backend=backend)
         state = prepared(arms, precision, family)
         runs.append([arm(arms, state, tokens, rows, layout) for arm in (run_cached, step_uncached)])

@@ -205,7 +205,7 @@ def test_every_kind_has_a_default():
     assert [make_sampler(kind).kind for kind in KINDS] == list(KINDS)
 
 
-@pytest.mark.parametrize("kind", ["greedy", "temperature", "top_p"])
+@pytest.mark.parametrize("kind", ["greedy", "temperature"])
 def test_both_arms_meet_the_same_noise(kind):
     """In fp32 the arms' logits differ by roundings; with one noise for both they draw the same tokens."""
     arms = small_arms("mistral", "fp32", kind)

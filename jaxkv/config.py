@@ -162,9 +162,10 @@ class Precision:
 
         XLA on a CPU widens the operands of most 16-bit products, weights included, at every call. Held wide from the
         start, they give the same products without that work, but XLA may lay them out for another kernel, which adds
-        in another order: logits can differ in their last bits (tests/test_decode.py).
+        in another order: logits can differ in their last bits (tests/test_decode.py). A policy whose weights are to be
+        rounded to another dtype first stays as it is.
         """
-        if jnp.dtype(self.operand).itemsize >= 4:
+        if jnp.dtype(self.operand).itemsize >= 4 or self.param != self.activation:
             return self
         return dataclasses.replace(self, param=jnp.float32, operand=jnp.float32)
 

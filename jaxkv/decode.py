@@ -121,6 +121,9 @@ class Arms:
       keep_logits: whether rollouts record logits.
       compiler_options: XLA options of every program.
       backend: platform that the programs are for; None is JAX's default one.
+
+    Attributes:
+      held: the policy with which weights and operands are really held (Precision.widened on a CPU).
     """
 
     def __init__(
@@ -134,8 +137,8 @@ class Arms:
         backend: str | None = None,
     ):
         self.config, self.precision = config, precision
-        inner = precision.widened() if (backend or jax.default_backend()) == "cpu" else precision
-        self.graphdef, self.abstract_state = abstract_decoder(config, inner)
+        self.held = precision.widened() if (backend or jax.default_backend()) == "cpu" else precision
+        self.graphdef, self.abstract_state = abstract_decoder(config, self.held)
         self.sampler, self.stop_ids, self.keep_logits = sampler or Sampler(), tuple(stop_ids), keep_logits
         options = COMPILER_OPTIONS | (compiler_options or {})
         jit = functools.partial(jax.jit, compiler_options=options)

@@ -237,11 +237,13 @@ def launch(argv: list[str]) -> None:
     )
     device = jax.devices()[0]
     origin = checkpoint.provenance
+    arms = Arms(checkpoint.config, precision, sampler, checkpoint.tokenizer.eos_ids)
     weights = {k: origin[k] for k in ("kind", "files", "dtypes", "add_bos")}
     config = {
         "experiments": settings["experiments"],
         "model": checkpoint.config.to_json(),
         "precision": precision.to_json(),
+        "held": {part: arms.held.to_json()[part] for part in ("param", "operand")},
         "checkpoint": {"source": settings["checkpoint"] or settings["model"]} | weights,
         "task": settings["task"],
         "data": task.provenance,
@@ -260,7 +262,6 @@ def launch(argv: list[str]) -> None:
         "device_count": jax.device_count(),
         "compilation_cache": settings["compilation_cache"],
     }
-    arms = Arms(checkpoint.config, precision, sampler, checkpoint.tokenizer.eos_ids)
     with RunDirectory.open(path, config, _flagfile(path), provenance) as run:
         state = arms.prepare(checkpoint.state)
         _run_divergence(run, arms, state, items, spec, checkpoint.tokenizer, task, console)

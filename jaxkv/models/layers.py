@@ -160,13 +160,15 @@ class Attention(nnx.Module):
         k_slots, v_slots = write_slots(k_slots, k, slot), write_slots(v_slots, v, slot)
 
         q = q.reshape(B, T, K, -1, H)
-        scores = hook(f"qk.{layer}", product("btkgh,bskh->bkgts", q, k_slots, precision))
+        scores = hook(f"qk.{layer}", product("btkgh,bskh->bkgts", q, k_slots.astype(precision.activation), precision))
         scores = softcap(scale(scores, config.query_scale, wide), config.attn_softcap, wide)
         mask = visible(query_positions, key_positions, config.layer_window(layer))[:, None, None]
         scores = hook(f"scores.{layer}", jnp.where(mask, scores, jnp.finfo(scores.dtype).min))
         weights = jax.nn.softmax(scores.astype(wide), axis=-1).astype(precision.activation)
         weights = hook(f"attn_weights.{layer}", weights)
-        heads = product("bkgts,bskh->btkgh", weights, v_slots, precision).reshape(B, T, -1, H)
+        heads = product("bkgts,bskh->btkgh", weights, v_slots.astype(precision.activation), precision).reshape(
+            B, T, -1, H
+        )
         heads = hook(f"attn_heads.{layer}", heads)
         return (
             hook(

@@ -162,7 +162,7 @@ def test_other_block_types(tmp_path, quant):
     checkpoint = load(str(tmp_path / "tiny.gguf"), precision=FP32)
     source = state["model.layers.1.mlp.up_proj.weight"].numpy()
     expected = gguf.quants.dequantize(gguf.quants.quantize(source, kind), kind)
-    np.testing.assert_array_equal(np.asarray(flat_paths(checkpoint.state)["layers/1/mlp/up"][...]), expected.T)
+    np.testing.assert_array_equal(np.asarray(flat_paths(checkpoint.state)["layers/1/mlp/up"][...]), expected)
 
 
 def test_tied_llama_and_mistral(tmp_path):

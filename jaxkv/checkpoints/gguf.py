@@ -40,7 +40,7 @@ _GEMMA_NAMES = _COMMON | {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _NAMES = {"llama": _LLAMA_NAMES, "gemma2": _GEMMA_NAMES, "gemma3": _GEMMA_NAMES}
-_SAMPLE = "Of the 12 caf\u00e9s,\n  which is the largest?  345.6"  # what every tokenizer must give back
+_SAMPLE = "Of the 12 cafés,\n  which is the largest?  345.6"  # what every tokenizer must give back
 _BLOCK = 1 << 22  # weights dequantized at a time
 # llama.cpp does not store Gemma's query_pre_attn_scalar: it takes the head dim, and D / N for the 27B models, which it
 # knows by their number of layers (llama-model.cpp, LLM_ARCH_GEMMA2 and LLM_ARCH_GEMMA3).
@@ -244,5 +244,7 @@ def _read_tokenizer(fields: dict[str, Any], name: str) -> Tokenizer:
     stops = as_ids(*(fields.get(f"{key}{word}_token_id") for word in ("eos", "eot", "eom")))
     tokenizer = Tokenizer(hf, add_bos=None if add_bos is None else bool(add_bos), eos_ids=stops)
     if (back := tokenizer.decode(tokenizer.encode(_SAMPLE))) != _SAMPLE:
-        raise UserError(f"{name}: its tokenizer cannot be trusted: it turns {_SAMPLE!r} into {back!r}; use another file")
+        raise UserError(
+            f"{name}: the tokenizer cannot be trusted, it turns {_SAMPLE!r} into {back!r}; use another file"
+        )
     return tokenizer

@@ -4,6 +4,7 @@ Two kinds exist among the models here. `llama` is sentencepiece's BPE: a vocabul
 with the best-scored concatenation is merged first, leftmost among equals. `gpt2` is byte-level BPE with listed merges.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -83,14 +84,12 @@ def _sentencepiece(
     return backend, True
 
 
-def _merges(
-    vocab: dict[str, int], scores: Sequence[float], types: Sequence[int], name: str
-) -> list[tuple[str, str]]:
+def _merges(vocab: dict[str, int], scores: Sequence[float], types: Sequence[int], name: str) -> list[tuple[str, str]]:
     """Every split of a piece into two pieces, best piece first.
 
-    The rank stands for sentencepiece's rule, since pairs of equal rank are merged leftmost first by both. Splits of one
-    piece, equal for sentencepiece, must differ in rank here; they can only compete for a symbol in a run like `=====`,
-    which is merged from the left, so that the longer part is on the left.
+    Pairs of one rank are merged leftmost first by both. For sentencepiece the splits of one piece share a rank too,
+    which a list of merges cannot say. Only in runs like `=====` do two splits want the same symbol; those are merged
+    from the left, which leaves the longer part on the left, hence the order here.
     """
     ids = {token: i for token, i in vocab.items() if types[i] == _NORMAL}
     unused = {token for token, i in vocab.items() if types[i] == _UNUSED and len(token) > 1}
@@ -104,6 +103,9 @@ def _merges(
         if token[:cut] in ids and token[cut:] in ids
     ]
     ranked.sort()
+    for one, other in itertools.pairwise(ranked):
+        if one[0] == other[0] and one[3] != other[3]:
+            raise UserError(f"{name}: pieces {one[3]!r} and {other[3]!r} share a score, so that no merge order follows")
     return [(token[:-cut], token[-cut:]) for _, _, cut, token in ranked]
 
 

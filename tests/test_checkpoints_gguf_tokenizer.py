@@ -1,0 +1,292 @@
+"""Tokenizers out of GGUF fields: our ids are those of a naive reading of sentencepiece's and byte-level BPE's rules."""
+
+import itertools
+import json
+import os
+import pathlib
+import random
+import re
+
+import gguf
+import pytest
+import regex
+
+from jaxkv.checkpoints import gguf as reader
+from jaxkv.checkpoints.gguf_tokenizer import build_tokenizer
+from jaxkv.checkpoints.tokenizer import load_tokenizer
+from jaxkv.errors import UserError
+from jaxkv.tasks import load_task
+
+KEY = "tokenizer.ggml."
+SPACE = "\u2581"
+BYTES = [f"<0x{i:02X}>" for i in range(256)]
+TEXTS = [
+    "", " ", "hello", " hello", "   hello  world ", "the the\tthe", "I'll we've it's", "<<48/2=24>>24 #### 72",
+    "Tom has 12 apples and 3,456.70 pears; 50% of 1/2.", "a\nb\n\nc\n\n\n\nd", "\n  \n", "trailing \n",
+    "x  1\n\n12\r\n 3", "def f(x):\n    if x != [1, 2]:\n\t\treturn {'a': x**2}", "naïve café e\u0301",
+    "中文和日本語のテキスト", "한국어", "Ελληνικά العربية हिन्दी",
+    "\U0001f642\U0001f469\u200d\U0001f467 \U0010ffff\ue000",
+    "<b>bold</b> <tab <0x0A>", "\x00\x7f\ufeff\u00a0\u3000", "²½Ⅷ٣०", "=====" * 7, "-" * 33 + ">",
+    " " * 40 + "x", "hahahahaha",
+]  # fmt: skip
+
+
+def sentencepiece_ids(fields):
+    """A naive sentencepiece: the adjacent pair that makes the best-scored piece is merged, leftmost among equals."""
+    tokens, scores, types = (fields[KEY + key] for key in ("tokens", "scores", "token_type"))
+    ids = {token: i for i, token in enumerate(tokens)}
+    score = {token: value for token, value, kind in zip(tokens, scores, types, strict=True) if kind in (1, 4)}
+    cut, added = _cutter(tokens, types)
+    prefix = SPACE if fields.get(f"{KEY}add_space_prefix", True) else ""
+    worst = -1e30
+
+    def encode(text):
+        out = []
+        for stretch in filter(None, cut(text)):
+            if stretch in added:
+                out.append(ids[stretch])
+                continue
+            parts = list(prefix + stretch.replace(" ", SPACE))
+            pairs = [score.get(a + b, worst) for a, b in itertools.pairwise(parts)]
+            while pairs and (best := max(pairs)) > worst:
+                i = pairs.index(best)
+                parts[i : i + 2] = ["".join(parts[i : i + 2])]
+                del pairs[i]
+                for j in (i - 1, i):
+                    if 0 <= j < len(pairs):
+                        pairs[j] = score.get(parts[j] + parts[j + 1], worst)
+            for part in parts:
+                out += [ids[part]] if part in score else [ids[f"<0x{b:02X}>"] for b in part.encode()]
+        return out
+
+    return encode
+
+
+def byte_level_ids(fields):
+    """A naive byte-level BPE after the digits are split off, one by one."""
+    tokens, types = fields[f"{KEY}tokens"], fields[f"{KEY}token_type"]
+    ids = {token: i for i, token in enumerate(tokens)}
+    rank = {tuple(merge.split(" ")): i for i, merge in enumerate(fields[f"{KEY}merges"])}
+    cut, added = _cutter(tokens, types)
+    letters = _letters()
+    word = regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
+
+    def encode(text):
+        out = []
+        for stretch in filter(None, cut(text)):
+            if stretch in added:
+                out.append(ids[stretch])
+                continue
+            for found in (found for piece in regex.split(r"(\p{N})", stretch) for found in word.findall(piece)):
+                parts = [letters[b] for b in found.encode()]
+                while ranks := [rank[pair] for pair in itertools.pairwise(parts) if pair in rank]:
+                    pairs = list(itertools.pairwise(parts))
+                    i = next(i for i, pair in enumerate(pairs) if rank.get(pair) == min(ranks))
+                    parts[i : i + 2] = ["".join(parts[i : i + 2])]
+                out += [ids[part] for part in parts]
+        return out
+
+    return encode
+
+
+def _cutter(tokens, types):
+    added = {token for token, kind in zip(tokens, types, strict=True) if kind in (2, 3, 4)}
+    longest_first = sorted(added, key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})").split, added
+
+
+def _letters():
+    """GPT-2's letter for each byte."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in plain]
+    return {b: chr(b) for b in plain} | {b: chr(256 + i) for i, b in enumerate(others)}
+
+
+def sentencepiece_fields(*, prefix, rng, tmp_path):
+    """A vocabulary of random pieces in a file, read back: control, user-defined, byte and normal tokens."""
+    chars = [SPACE, *"abehlotwrd123,.=-\n", "é", "中"]
+    pieces = {SPACE + "the", "hello", SPACE + "hello", "==", "===", "====", "=====", "ha", "haha", "hah", SPACE * 2}
+    for piece in list(pieces):
+        pieces |= {piece[:cut] for cut in range(2, len(piece))}
+    pool = chars.copy()
+    while len(pieces) < 250:
+        if len(piece := rng.choice(pool) + rng.choice(pool)) < 9:
+            pool.append(piece)
+            pieces.add(piece)
+    pieces = rng.sample(sorted(pieces), len(pieces))
+    special, own = ["<unk>", "<s>", "</s>"], ["\n\n", "\n\n\n", "<b>", "</b>"]
+    tokens = [*special, *own, *BYTES, *pieces, *chars, "[PAD0]"]
+    types = [2, 3, 3] + [4] * len(own) + [6] * 256 + [1] * (len(pieces) + len(chars)) + [5]
+    writer = gguf.GGUFWriter(tmp_path / "tokenizer.gguf", "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([-1000.0 if k != 1 else -float(i) for i, k in enumerate(types)])
+    writer.add_token_types(types)
+    writer.add_add_space_prefix(prefix)
+    return finish(writer, tmp_path)
+
+
+def byte_level_fields(tmp_path, pre="smollm"):
+    letters = list(_letters().values())
+    merges = ["t h", "th e", "Ġ the", "Ġ Ġ", "ĠĠ ĠĠ", "Ċ Ċ", "Ċ Ġ", "ĊĠ ĠĠ", "Ã ©", "1 2", "Ġ 1"]
+    tokens = ["<|endoftext|>", "<|im_start|>", *letters, *(merge.replace(" ", "") for merge in merges)]
+    writer = gguf.GGUFWriter(tmp_path / "tokenizer.gguf", "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3] + [1] * (len(tokens) - 2))
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(1)
+    return finish(writer, tmp_path)
+
+
+def finish(writer, tmp_path):
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return read_fields(tmp_path / "tokenizer.gguf")
+
+
+def read_fields(path):
+    return {key: field.contents() for key, field in gguf.GGUFReader(path).fields.items()}
+
+
+def check(hf, reference, texts):
+    for text in texts:
+        ids = hf.encode(text, add_special_tokens=False)
+        assert ids == reference(text), text
+        assert hf.decode(ids, clean_up_tokenization_spaces=False) == text
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+@pytest.mark.parametrize("seed", range(5))
+def test_sentencepiece_by_its_rule(tmp_path, seed, prefix):
+    rng = random.Random(seed)
+    fields = sentencepiece_fields(prefix=prefix, rng=rng, tmp_path=tmp_path)
+    hf, reference = build_tokenizer(fields, "tiny"), sentencepiece_ids(fields)
+    parts = [
+        "the",
+        " hello",
+        " ",
+        "  ",
+        "\n",
+        "1",
+        "23",
+        "=",
+        "==",
+        "ha",
+        "b",
+        "ab",
+        "é",
+        "中",
+        "\U0001f642",
+        "Q",
+        "<b>",
+    ]
+    texts = TEXTS + ["".join(rng.choices(parts, k=rng.randint(1, 30))) for _ in range(300)]
+    if prefix:  # the space before a stretch after an added token is in the decoded text as well, as in LLaMA-2
+        cut, added = _cutter(fields[f"{KEY}tokens"], fields[f"{KEY}token_type"])
+        after = [text for text in texts if added & set(cut(text)[:-1])]
+        for text in after:
+            assert hf.encode(text, add_special_tokens=False) == reference(text)
+        texts = [text for text in texts if text not in after]
+    check(hf, reference, texts)
+    assert hf("a")["input_ids"][0] == hf.bos_token_id == 1
+    assert hf.decode([1, *hf.encode("a b", add_special_tokens=False), 2], skip_special_tokens=True) == "a b"
+
+
+def test_byte_level_by_its_rule(tmp_path):
+    fields = byte_level_fields(tmp_path)
+    hf, reference = build_tokenizer(fields, "tiny"), byte_level_ids(fields)
+    check(hf, reference, [*TEXTS, "the  12 the\n\n12", "<|im_start|>the<|endoftext|>"])
+    assert hf.convert_ids_to_tokens(hf.encode(" 12")) == ["Ġ", "1", "2"]
+    assert hf.convert_ids_to_tokens(build_tokenizer(byte_level_fields(tmp_path, "gpt-2"), "tiny").encode(" 12")) == [
+        "Ġ", "12"
+    ]  # fmt: skip
+    llama3 = build_tokenizer(byte_level_fields(tmp_path, "llama-bpe"), "tiny")
+    assert llama3.convert_ids_to_tokens(llama3.encode(" 12\n\n the")) == ["<|im_start|>", "Ġ", "12", "ĊĊ", "Ġthe"]
+
+
+def test_saved_and_loaded(tmp_path):
+    fields = sentencepiece_fields(prefix=False, rng=random.Random(0), tmp_path=tmp_path)
+    fields["tokenizer.chat_template"] = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer = reader._read_tokenizer(fields, "tiny")
+    tokenizer.save(tmp_path / "saved")
+    back = load_tokenizer(tmp_path / "saved")
+    assert back.to_json() == tokenizer.to_json()
+    for text in TEXTS:
+        assert back.encode(text) == tokenizer.encode(text)
+    messages = [{"role": "user", "content": "hello\n\nthe"}]
+    assert back.chat(messages) == tokenizer.chat(messages)
+
+
+def fails(fields, words):
+    with pytest.raises(UserError, match=words) as caught:
+        reader._read_tokenizer(fields, "tiny")
+    assert "\n" not in str(caught.value)
+
+
+def test_faults(tmp_path):
+    fields = sentencepiece_fields(prefix=False, rng=random.Random(0), tmp_path=tmp_path)
+    tokens, types, scores = (fields[KEY + key] for key in ("tokens", "token_type", "scores"))
+    fails(fields | {f"{KEY}model": "bert"}, "tokenizer 'bert' is not implemented; known: llama, gpt2")
+    fails({}, "holds no tokenizer")
+    fails(fields | {f"{KEY}tokens": None}, "lacks tokenizer.ggml.tokens")
+    fails(fields | {f"{KEY}scores": scores[1:]}, "tokens with .* scores")
+    fails(fields | {f"{KEY}token_type": types[1:]}, "with .* types")
+    fails(fields | {f"{KEY}tokens": [*tokens[:-1], "hello"]}, f"{len(tokens)} tokens, {len(tokens) - 1} distinct")
+    fails(fields | {f"{KEY}bos_token_id": len(tokens)}, "bos_token_id=.* is no token")
+    fails(fields | {f"{KEY}remove_extra_whitespaces": True}, "remove_extra_whitespaces is not implemented")
+    fails(fields | {f"{KEY}scores": [0.0] * len(tokens)}, "share a score")
+    fails(
+        fields | {f"{KEY}token_type": [5 if token == "hello" else k for token, k in zip(tokens, types, strict=True)]},
+        "merge into the unused token 'hello'",
+    )
+    byte_level = byte_level_fields(tmp_path)
+    for pre in ("default", "tekken", None):
+        fails(byte_level | {f"{KEY}pre": pre}, f"pre-tokenizer {pre!r} is not implemented; known: gpt-2, smollm, llama")
+    fails(byte_level | {f"{KEY}merges": ["t h", "q q"]}, "merge 'q q' is not of two tokens into one")
+    fails(byte_level | {f"{KEY}add_space_prefix": True}, "add_space_prefix is not implemented")
+
+
+def test_a_tokenizer_that_loses_text_is_refused(tmp_path):
+    fields = sentencepiece_fields(prefix=False, rng=random.Random(0), tmp_path=tmp_path)
+    lost = [f"[LOST{i}]" if token in BYTES else token for i, token in enumerate(fields[f"{KEY}tokens"])]
+    fails(fields | {f"{KEY}tokens": lost}, "cannot be trusted, it turns .* into")
+
+
+def gsm8k_texts(count=200):
+    if "JAXKV_GSM8K_DIR" not in os.environ:
+        return []
+    lines = (pathlib.Path(os.environ["JAXKV_GSM8K_DIR"]) / "gsm8k_test.jsonl").read_text().splitlines()[:count]
+    return [text for row in map(json.loads, lines) for text in (row["question"], row["answer"])]
+
+
+def real_fields(variable):
+    if variable not in os.environ:
+        pytest.skip(f"{variable} names no file")
+    return read_fields(pathlib.Path(os.environ[variable]))
+
+
+@pytest.mark.weights
+def test_gemma3():
+    fields = real_fields("JAXKV_GEMMA3_GGUF")
+    tokenizer = reader._read_tokenizer(fields, "gemma")
+    check(tokenizer.hf, sentencepiece_ids(fields), TEXTS + gsm8k_texts())
+    if "JAXKV_GSM8K_DIR" in os.environ:
+        directory = pathlib.Path(os.environ["JAXKV_GSM8K_DIR"])
+        task = load_task(
+            "gsm8k", data=str(directory / "gsm8k_test.jsonl"), fewshot_data=str(directory / "gsm8k_train.jsonl")
+        )
+        ids = tokenizer.encode(task.prompt(task.problems[0]))
+        assert len(ids) == 1128
+        assert ids[:3] == [2, 14977, 236787]
+
+
+@pytest.mark.weights
+def test_smollm2():
+    fields = real_fields("JAXKV_SMOLLM2_GGUF")
+    tokenizer = reader._read_tokenizer(fields, "smollm2")
+    assert not any(set(merge) & set("0123456789") for merge in fields[f"{KEY}merges"])  # its digits stand alone
+    check(tokenizer.hf, byte_level_ids(fields), TEXTS + gsm8k_texts())

@@ -198,7 +198,7 @@ def main(argv: list[str]) -> None:
             result |= {"prompt_tokens": FLAGS.prompt_tokens, "new_tokens": FLAGS.new_tokens}
             results.append(result)
             line = f"{FLAGS.model} {precision} {result['engine']}: {result['ms_a_step']:.2f} ms a step"
-            if "copy_bandwidth_gb_s" in result:
+            if "copy_bandwidth_gb_s" in result and result["device"] != "cpu":  # there fresh pages bound it, not memory
                 line += (
                     f", {result['weights_share_of_copy_bandwidth']:.3f} of the copy bandwidth "
                     f"({result['copy_bandwidth_gb_s']:.0f} GB/s) for the weights alone, "

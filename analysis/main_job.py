@@ -41,6 +41,7 @@ def keep(run_path: str, destination: str) -> pathlib.Path:
         "git": [session["git"] for session in sessions],
         "device": config["device"],
         "packages": sessions[-1]["packages"],
+        "variables": [session["variables"] for session in sessions],
         "compiler_options": config["compiler_options"],
         "precision": config["precision"],
         "checkpoint": origin,
@@ -72,10 +73,9 @@ def table(directory: str) -> str:
         row = [path.stem, f"{problems['ok']} of {problems['total']}{unfinished}"]
         if summary["status"] == "ok":
             compared, right = summary["teacher_forced"], summary["accuracy"]["numeric"]
-            tied = sum(tie["flip"] for tie in compared["ties"]["listed"])
             row += [format_counted_share(compared["flips"]), format_counted_share(summary["free_running"]["diverged"])]
             row += [format_mean(compared["kl"]), format_number(compared["max_abs"]["max"])]
-            row += [f"{tied} of {compared['flips']['count']}"]
+            row += [f"{compared['ties']['flips']} of {compared['flips']['count']}"]
             row += [f"{format_count(right['cached'])}, {format_count(right['uncached'])}"]
         else:
             why = "; ".join(f"{g['reason']} ({g['value']}), {g['samples']} samples" for g in summary["invalid"])

@@ -45,7 +45,7 @@ class ModelConfig:
       window: a query sees keys at distance < window, in tokens; None means global.
       window_pattern: cycled over layers; True marks a windowed layer.
       tie_embeddings: whether the head is the transposed embedding table.
-      embed_scale: embeddings are multiplied by it, rounded to the parameter dtype first.
+      embed_scale: embeddings are multiplied by it, rounded to the activation dtype first.
     """
 
     name: str

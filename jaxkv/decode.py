@@ -124,6 +124,9 @@ class Arms:
 
     Attributes:
       held: the policy with which weights and operands are really held (Precision.widened on a CPU).
+
+    Raises:
+      ValueError: the policy has float64 parts and JAX would make them float32.
     """
 
     def __init__(
@@ -136,6 +139,8 @@ class Arms:
         compiler_options: dict[str, Any] | None = None,
         backend: str | None = None,
     ):
+        if "float64" in precision.to_json().values() and not jax.config.read("jax_enable_x64"):
+            raise ValueError(f"{precision.name} has float64 parts, float32 to JAX unless jax_enable_x64 is set")
         self.config, self.precision = config, precision
         self.held = precision.widened() if (backend or jax.default_backend()) == "cpu" else precision
         self.graphdef, self.abstract_state = abstract_decoder(config, self.held)
@@ -345,10 +350,11 @@ def run_uncached(
     arms: Arms, state: nnx.State, run: Rollout, rows: Rows, layout: Layout, uncached_length: str = "padded"
 ) -> Rollout:
     """Takes the uncached arm from where `run` stands to its end. `run` is donated."""
-    for padded, end in uncached_lengths(uncached_length, layout):
-        width = run.tokens.shape[1]
-        if padded > width:
-            run = dataclasses.replace(run, tokens=jnp.pad(run.tokens, ((0, 0), (0, padded - width))))
+    segments = uncached_lengths(uncached_length, layout)
+    # Widened once, for the longest: a forced run and a free one then share their programs at every length.
+    missing = max(0, segments[-1][0] - run.tokens.shape[1])
+    run = dataclasses.replace(run, tokens=jnp.pad(run.tokens, ((0, 0), (0, missing))))
+    for padded, end in segments:
         run = arms.uncached_loop(state, run, rows, end, padded=padded)
     return run
 

@@ -57,7 +57,7 @@ _DEFINED = [
 
 
 def _settings() -> dict[str, Any]:
-    return {holder.name: None if holder.value == "" else holder.value for holder in _DEFINED}
+    return {holder.name: holder.default if holder.value == "" else holder.value for holder in _DEFINED}
 
 
 def _flagfile(out: pathlib.Path) -> str:
@@ -83,7 +83,8 @@ def _run_path(settings: dict[str, Any], precision: Precision) -> pathlib.Path:
         return pathlib.Path(settings["out"]).expanduser()
     numbers = {name: value for name, value in settings.items() if name not in _INCIDENTAL}
     tag = fingerprint(numbers)[:8]
-    return pathlib.Path("runs") / f"{settings['model']}-{precision.name}-{settings['sampler']}-{tag}"
+    name = settings["model"] or pathlib.PurePath(settings["checkpoint"]).name
+    return pathlib.Path("runs") / f"{name}-{precision.name}-{settings['sampler']}-{tag}"
 
 
 def _check_writable(path: pathlib.Path) -> None:
@@ -108,6 +109,8 @@ def _check_settings(settings: dict[str, Any]) -> None:
             raise UserError(f"--{name}={settings[name]} must be at least 1")
     if settings["control_problems"] < 0:
         raise UserError(f"--control_problems={settings['control_problems']} must not be negative")
+    if not -(2**31) <= settings["seed"] < 2**31:
+        raise UserError(f"--seed={settings['seed']} must fit 32 bits; choose another")
     if settings["model"] is None and settings["checkpoint"] is None:
         raise UserError(
             "--model is missing; for example --model=gemma2-2b, or offline --model=test-gemma2 --checkpoint=random:0"
@@ -117,7 +120,7 @@ def _check_settings(settings: dict[str, Any]) -> None:
 def _set_up_jax(precision: Precision, cache: str) -> None:
     import jax
 
-    jax.config.update("jax_enable_x64", precision.name.startswith("fp64"))
+    jax.config.update("jax_enable_x64", "float64" in precision.to_json().values())
     if cache != "none":
         # Also pins the kernels that autotuning chose: a resumed run finds the executables it was begun with.
         jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(cache).expanduser()))

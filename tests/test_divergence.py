@@ -11,9 +11,9 @@ from small_models import SAMPLERS, changed_state, small_config, small_state
 from jaxkv.checkpoints import ByteTokenizer
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.config import make_precision
-from jaxkv.decode import Arms
+from jaxkv.decode import Arms, Layout, uncached_lengths
 from jaxkv.errors import UserError
-from jaxkv.experiments.divergence import DivergenceSpec, Item, plan_batches, run_divergence
+from jaxkv.experiments.divergence import DivergenceSpec, Item, control_length, plan_batches, run_divergence
 from jaxkv.schemas import CONTROLS, validate_sample
 
 TOKENIZER = ByteTokenizer()
@@ -208,6 +208,22 @@ def test_nothing_is_run_when_all_is_done():
 
 
 # Faults.
+
+
+@pytest.mark.parametrize("length", ["padded", "bucket:64", "bucket:160", "bucket:512", "bucket:1024", "bucket:4096"])
+def test_the_length_control_has_a_length_of_its_own(length):
+    spec = DivergenceSpec(new_tokens=256, bucket=64, uncached_length=length)
+    for prompt in (1, 60, 64, 65, 700):
+        prefill = -(-prompt // 64) * 64
+        layout = Layout(1, prompt, prefill, prefill + 256, 256)
+        control = control_length(layout, spec)
+        assert uncached_lengths(f"bucket:{control}", layout) == [(control, prompt + 256)]
+        assert control not in [rows for rows, _ in uncached_lengths(length, layout)]
+
+
+def test_float64_is_refused_where_jax_would_make_it_float32():
+    with pytest.raises(ValueError, match="float64 parts"):
+        Arms(small_config("llama", V), make_precision("fp32", accumulation="fp64"))
 
 
 def test_a_broken_sample_is_invalid_and_its_neighbour_is_not():

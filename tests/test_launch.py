@@ -68,7 +68,9 @@ def test_a_run_leaves_table_report_and_records(finished):
     assert run["config"]["precision"]["cache"] == "float16"
     assert run["config"]["checkpoint"]["add_bos"] is True
     assert run["sessions"][0]["packages"]["jax"]
-    assert json.loads((out / "summary.json").read_text())["problems"] == {"total": 5, "ok": 5, "invalid": 0}
+    assert json.loads((out / "summary.json").read_text())["problems"] == {
+        "asked": 5, "total": 5, "ok": 5, "invalid": 0,
+    }  # fmt: skip
     assert samples[0]["controls"]["cached_rerun"]["bit_equal"] == [True] * 6
     assert samples[1]["controls"]["cached_rerun"] is None
 
@@ -119,6 +121,7 @@ MISTAKES = {
     "missing data": (["--data=nowhere.jsonl"], "nowhere.jsonl"),
     "missing checkpoint": (["--checkpoint=./nowhere"], "does not exist"),
     "no model": (["--model=", "--checkpoint="], "--model"),
+    "seed too large": (["--seed=3000000000"], "must fit 32 bits"),
 }
 
 
@@ -129,6 +132,15 @@ def test_mistakes_end_in_one_line(name, tmp_path):
         run_in_process(*SMALL, "--compilation_cache=none", f"--out={tmp_path / 'run'}", *arguments)
     assert wanted in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_an_empty_flag_is_an_unset_one():
+    flags.FLAGS.unparse_flags()
+    flags.FLAGS(["launch", "--padding=", "--sampler=", "--compilation_cache=", "--model=", "--seed=4"])
+    settings = launch._settings()
+    assert (settings["padding"], settings["sampler"], settings["model"]) == ("equal", "greedy", None)
+    assert settings["compilation_cache"] == launch.FLAGS["compilation_cache"].default
+    assert settings["seed"] == 4
 
 
 def test_a_row_without_an_answer_is_named(tmp_path):

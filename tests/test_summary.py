@@ -128,7 +128,9 @@ def test_ties_are_listed():
     sample["teacher_forced"]["margin"][2] = 0
     sample["teacher_forced"]["flip"][2] = True
     summary = summarize([sample], RUN)
-    assert summary["teacher_forced"]["ties"] == {"count": 1, "listed": [{"problem": 7, "step": 2, "flip": True}]}
+    assert summary["teacher_forced"]["ties"] == {
+        "count": 1, "flips": 1, "listed": [{"problem": 7, "step": 2, "flip": True}],
+    }  # fmt: skip
     assert "| cached vs uncached | 7 | 2 | flip |" in render_markdown(summary, RUN)
 
 
@@ -138,7 +140,7 @@ def test_invalid_samples_enter_no_agreement():
     clean = summarize(samples, RUN)
     for part in ("teacher_forced", "controls", "free_running", "accuracy"):
         assert with_invalid[part] == clean[part]
-    assert with_invalid["problems"] == {"total": 15, "ok": 13, "invalid": 2}
+    assert with_invalid["problems"] == {"asked": 15, "total": 15, "ok": 13, "invalid": 2}
     assert with_invalid["invalid"][0]["reason"] == "resid_pre, layer 8"
     text = render_markdown(with_invalid, RUN)
     assert "2 of 15 samples invalid" in text
@@ -156,6 +158,17 @@ def test_an_all_invalid_run_says_nothing_of_agreement():
     for word in ("flips", "bit-equal", "0 of"):
         assert word not in text.split("## Caveats")[0]
     assert "nothing is said about agreement" in as_text(summary)
+
+
+def test_an_unfinished_run_says_so():
+    samples = sample_run()
+    run = RUN | {"config": CONFIG | {"num_problems": 20}}
+    summary = summarize(samples, run)
+    missing = f"UNFINISHED: {20 - len(samples)} of 20 problems have no sample yet"
+    assert missing in render_markdown(summary, run)
+    assert missing in as_text(summary)
+    whole = RUN | {"config": CONFIG | {"num_problems": len(samples)}}
+    assert "UNFINISHED" not in render_markdown(summarize(samples, whole), whole)
 
 
 def test_an_empty_run_renders():

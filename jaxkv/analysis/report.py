@@ -37,8 +37,9 @@ LABELS = {
 RULES_OUT = {
     "cached_rerun": "the cached arm differing from itself between runs (atomics, another kernel picked)",
     "uncached_rerun": "the uncached arm differing from itself between runs",
-    "uncached_other_length": "the shape of the program, rather than the cache, as the cause:"
-    " no cache is involved, only another padded length",
+    "uncached_other_length": "if it differs, the cache as the only cause: no cache is involved, only another padded"
+    " length. If it does not, a shape as the cause is not ruled out: both forwards are long and may share a kernel that"
+    " one row a step does not use",
 }
 Summary = Mapping[str, Any]
 
@@ -64,6 +65,12 @@ def _describe_invalid(summary: Summary) -> str:
     )
 
 
+def _describe_missing(summary: Summary) -> str:
+    problems = summary["problems"]
+    missing = problems["asked"] - problems["total"]
+    return f"UNFINISHED: {missing} of {problems['asked']} problems have no sample yet" if missing > 0 else ""
+
+
 def _add_row(table: Table, *cells: str) -> None:
     """Adds cells as plain text: rich would take ``[nan, nan]`` for markup."""
     table.add_row(*(Text(cell) for cell in cells))
@@ -76,6 +83,8 @@ def render_table(summary: Summary) -> Table:
     outer.add_column(overflow="fold")
     sampling = "; ".join(describe_sampling(s) for s in summary["sampling"])
     _add_row(outer, f"{problems['ok']} of {problems['total']} problems valid; {sampling or 'no samples'}")
+    if missing := _describe_missing(summary):
+        _add_row(outer, missing)
     if problems["invalid"]:
         _add_row(outer, f"INVALID, counted nowhere below: {_describe_invalid(summary)}")
     if summary["status"] != "ok":
@@ -247,6 +256,7 @@ def _agreement(summary: Summary) -> list[str]:
         ["steps with margin ≤ 2 × max abs difference", *each(lambda c: str(c["tokens_at_risk"]))],
         ["flips among those steps", *each(lambda c: format_count(c["flips_within_perturbation"]))],
         ["exact ties (margin 0)", *each(lambda c: str(c["ties"]["count"]))],
+        ["flips at exact ties", *each(lambda c: f"{c['ties']['flips']} of {c['flips']['count']}")],
     ]
     lines = ["## Cached against uncached, teacher-forced", ""]
     if not comparisons:
@@ -367,7 +377,10 @@ def render_markdown(summary: Summary, run: Mapping[str, Any]) -> str:
       run: content of run.json. Shown by name, from the config or else the provenance: `model`, `precision` (a name or
         the dtype of each part), `device`, `data` and `prompt`; all the rest is listed under provenance.
     """
-    lines = ["# Cached against uncached decoding", "", _headline(summary, run), "", *_what_was_run(summary, run)]
+    lines = ["# Cached against uncached decoding", "", _headline(summary, run), ""]
+    if missing := _describe_missing(summary):
+        lines += [f"**{missing}.**", ""]
+    lines += _what_was_run(summary, run)
     if summary["status"] == "ok":
         lines += [*_agreement(summary), *_free(summary["free_running"]), *_accuracy(summary["accuracy"])]
     lines += [*_invalid(summary), *_caveats(summary, run), *_provenance(run)]

@@ -46,7 +46,12 @@ def summarize(records: Sequence[Record], run: Mapping[str, Any]) -> dict[str, An
         "experiment": "divergence",
         "fingerprint": run.get("fingerprint"),
         "status": "ok" if valid else "invalid" if samples else "empty",
-        "problems": {"total": len(samples), "ok": len(valid), "invalid": len(samples) - len(valid)},
+        "problems": {
+            "asked": run.get("config", {}).get("num_problems", len(samples)),
+            "total": len(samples),
+            "ok": len(valid),
+            "invalid": len(samples) - len(valid),
+        },
         "invalid": _group_invalid([s for s in samples if s["status"] == "invalid"]),
         "headroom": _find_headroom(samples),
         "sampling": _count_distinct([s["sampling"] for s in samples]),
@@ -124,7 +129,11 @@ def _summarize_comparisons(pairs: Sequence[tuple[Record, Mapping[str, Any] | Non
         "bit_equal": clustered_share([int(c.sum()) for c in column("bit_equal")], sizes),
         "flips_within_perturbation": {"count": explained, "total": int(sum(f.sum() for f in flips))},
         "tokens_at_risk": int(sum(risk.sum() for risk in at_risk)),
-        "ties": {"count": len(ties), "listed": ties[:TIES_LISTED]},
+        "ties": {
+            "count": len(ties),
+            "flips": sum(tie["flip"] for tie in ties),
+            "listed": ties[:TIES_LISTED],
+        },
     }
     for name in ("kl", "kl_reverse", "js", "max_abs", "mean_abs"):
         summary[name] = _describe_column(column(name), sizes)

@@ -3,7 +3,8 @@
 The cached arm runs freely. The uncached arm then follows its tokens (teacher-forced), which gives per-step figures free
 of compounding, and runs freely from its own first disagreement. On some problems three controls run beside them: each
 arm against itself (rules out that a program is not deterministic) and the uncached arm against itself at another padded
-length (tells a cache's effect from a mere shape's).
+length. A difference in the last shows that a shape alone, without a cache, changes the numbers. None there does not
+show the contrary: two long forwards may share a kernel that one row a step does not use.
 """
 
 import dataclasses
@@ -32,6 +33,7 @@ from jaxkv.decode import (
     run_cached,
     run_uncached,
     start_rollout,
+    uncached_lengths,
 )
 
 
@@ -125,6 +127,11 @@ class Runs:
     seconds: dict[str, float]
 
 
+def control_length(layout: Layout, spec: DivergenceSpec) -> int:
+    """Rows of the uncached arm in `uncached_other_length`: more than it has at any step of the run itself."""
+    return max(layout.slots, uncached_lengths(spec.uncached_length, layout)[-1][0]) + spec.bucket
+
+
 def run_arms(
     arms: Arms, state: nnx.State, tokens: np.ndarray, rows: Rows, layout: Layout, spec: DivergenceSpec, controls: bool
 ) -> Runs:
@@ -147,7 +154,7 @@ def run_arms(
     free = timed("uncached_free", free_after_forced, arms, state, forced, rows, layout, spec.uncached_length)
     if not controls:
         return Runs(cached, forced, free, None, None, None, seconds)
-    longer = f"bucket:{layout.slots + spec.bucket}"
+    longer = f"bucket:{control_length(layout, spec)}"
     return Runs(
         cached,
         forced,
@@ -172,9 +179,12 @@ def _arm_record(tokens: list[int], broke: bool, stop_ids, tokenizer, scoring: Sc
 
 def _fault(finding: Finding, runs: Runs, row: int, first: int, prompt: int) -> dict[str, Any] | None:
     """Where a row's numbers stopped being finite, None if they never did."""
-    named = {"cached": runs.cached, "uncached": runs.forced}
-    named |= {"uncached (free)": runs.free, "uncached (other length)": runs.forced_longer or runs.forced}
+    named: dict[str, Rollout | None] = {"cached": runs.cached, "uncached": runs.forced}
+    named |= {"uncached (free)": runs.free, "uncached (other length)": runs.forced_longer}
+    named |= {"cached (again)": runs.cached_again, "uncached (again)": runs.forced_again}
     for arm, run in named.items():
+        if run is None:
+            continue
         step = int(run.nonfinite_step[row])
         if step >= 0:
             where = finding.invalid or {

@@ -1,7 +1,7 @@
 """The main job's figures: `keep RUN... DIR` takes small summaries out of run directories, `table DIR` prints them.
 
-    python analysis/main_job.py keep runs/smollm2-135m-fp16 analysis/main_job/h200
-    python analysis/main_job.py table analysis/main_job/h200
+python analysis/main_job.py keep runs/smollm2-135m-fp16 analysis/main_job/h200
+python analysis/main_job.py table analysis/main_job/h200
 """
 
 import json
@@ -34,7 +34,8 @@ def keep(run_path: str, destination: str) -> pathlib.Path:
     summary = write_report(source)
     run, _ = read_run(source)
     config, sessions = run["config"], run["sessions"]
-    origin = config["checkpoint"] | {"source": pathlib.PurePath(config["checkpoint"]["source"]).name}
+    origin = sessions[-1]["checkpoint"]
+    origin = origin | {"source": pathlib.PurePath(origin["source"]).name}
     provenance = {
         "command": command((source / "run.flags").read_text()),
         "date": [session["started"][:10] for session in sessions],
@@ -48,7 +49,7 @@ def keep(run_path: str, destination: str) -> pathlib.Path:
         "data": {
             part: {"sha256": config["data"][part]["sha256"], "rows": config["data"][part]["rows"]}
             for part in ("problems", "shots")
-            if config["data"][part]
+            if config["data"].get(part)
         },
         "prompt": config["prompt"],
         "decoding": config["decoding"],

@@ -45,6 +45,7 @@ def empty_cache(config: ModelConfig, precision: Precision, batch: int, slots: in
 def write_slots(buffer: jax.Array, rows: jax.Array, slot: jax.Array | int) -> jax.Array:
     """Writes rows [B, T, ...] into buffer [B, S, ...] at slots [slot, slot + T).
 
-    `dynamic_update_slice` clamps a start that is out of range, so callers check `slot + T <= S` beforehand.
+    `dynamic_update_slice` clamps a start that is out of range, so `slot + T <= S` must hold: `decode.make_layout` gives
+    every batch slots for its prompt and all its new tokens.
     """
     return jax.lax.dynamic_update_slice_in_dim(buffer, rows.astype(buffer.dtype), slot, axis=1)

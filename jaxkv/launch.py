@@ -30,8 +30,8 @@ _DEFINED = [
     flags.DEFINE_string("revision", None, "Branch, tag or commit of a hub id; the commit is recorded."),
     flags.DEFINE_string("precision", "fp16", "fp16, bf16, fp32 (true fp32, not TF32) or fp64 (a reference)."),
     flags.DEFINE_string("residual", None, "Dtype of the residual stream, if not the precision's."),
-    flags.DEFINE_string("accumulation", None, "Dtype matrix products are returned in before they are rounded."),
-    flags.DEFINE_string("cache", None, "Dtype of the stored keys and values, if not the precision's."),
+    flags.DEFINE_string("accumulation", None, "Dtype products are returned in; the kernel may add in a wider one."),
+    flags.DEFINE_string("cache", None, "Dtype of keys and values in both arms, if not the precision's."),
     flags.DEFINE_list("experiments", ["divergence"], f"Which experiments: {', '.join(EXPERIMENTS)}."),
     flags.DEFINE_string("task", "gsm8k", "Task to generate on."),
     flags.DEFINE_string("data", None, "JSONL or Parquet file with the problems; the hub's test split if not set."),
@@ -62,7 +62,10 @@ def _settings() -> dict[str, Any]:
 
 def _flagfile(out: pathlib.Path) -> str:
     """A flagfile that replays this run into the same directory."""
-    values = _settings() | {"out": str(out)}
+    values = _settings() | {"out": str(out.resolve())}
+    for name in ("checkpoint", "data", "fewshot_data"):
+        if values[name] and pathlib.Path(values[name]).expanduser().exists():
+            values[name] = str(pathlib.Path(values[name]).expanduser().resolve())  # replays from any directory
     lines = [f"--{n}={','.join(v) if isinstance(v, list) else v}" for n, v in values.items() if v is not None]
     return "\n".join(lines) + "\n"
 
@@ -211,7 +214,7 @@ def launch(argv: list[str]) -> None:
     _set_up_jax(precision, settings["compilation_cache"])
     import jax
 
-    from jaxkv.decode import COMPILER_OPTIONS, Arms, make_layout, uncached_lengths
+    from jaxkv.decode import Arms, make_layout, uncached_lengths
     from jaxkv.experiments.divergence import DivergenceSpec
     from jaxkv.tasks import load_task
 
@@ -238,29 +241,12 @@ def launch(argv: list[str]) -> None:
     uncached_lengths(
         spec.uncached_length, make_layout([list(longest.prompt)], spec.new_tokens, spec.bucket, checkpoint.config)
     )
-    device = jax.devices()[0]
-    origin = checkpoint.provenance
     arms = Arms(checkpoint.config, precision, sampler, checkpoint.tokenizer.eos_ids)
-    weights = {k: origin[k] for k in ("kind", "files", "dtypes", "add_bos")}
-    config = {
-        "experiments": settings["experiments"],
-        "model": checkpoint.config.to_json(),
-        "precision": precision.to_json(),
-        "held": {part: arms.held.to_json()[part] for part in ("param", "operand")},
-        "checkpoint": {"source": settings["checkpoint"] or settings["model"]} | weights,
-        "task": settings["task"],
-        "data": task.provenance,
-        "prompt": task.provenance["prompt"],
-        "num_problems": len(items),
-        "sampling": sampler.to_json() | {"seed": spec.seed},
-        "decoding": dataclasses.asdict(spec) | {"stop_ids": list(checkpoint.tokenizer.eos_ids)},
-        "device": {"platform": device.platform, "kind": device.device_kind},
-        "jaxlib": environment()["packages"]["jaxlib"],
-        "compiler_options": COMPILER_OPTIONS,
-    }
+    config = _run_config(settings, checkpoint, task, spec, arms, len(items))
     provenance = environment() | {
         "git": git_revision(),
-        "checkpoint": origin,
+        "checkpoint": checkpoint.provenance,
+        "data": task.provenance,
         "generation_config_not_applied": checkpoint.generation,
         "device_count": jax.device_count(),
         "compilation_cache": settings["compilation_cache"],
@@ -270,6 +256,46 @@ def launch(argv: list[str]) -> None:
         _run_divergence(run, arms, state, items, spec, checkpoint.tokenizer, task, console)
         run.record_provenance({"seconds": round(time.monotonic() - begin, 1)})
     _finish(path)
+
+
+def _run_config(
+    settings: dict[str, Any], checkpoint: Any, task: Any, spec: Any, arms: Any, num_problems: int
+) -> dict[str, Any]:
+    """All that decides the numbers: contents and versions, not where files lie."""
+    import jax
+
+    from jaxkv.decode import COMPILER_OPTIONS
+
+    device, packages = jax.devices()[0], environment()["packages"]
+    origin = checkpoint.provenance
+    name = settings["model"] or pathlib.PurePath(settings["checkpoint"]).name
+    seed = {"source": origin["source"]} if origin["kind"] == "random" else {}  # such weights are their seed
+    data = {
+        part: {k: v for k, v in found.items() if k not in ("source", "fingerprint")}
+        for part in ("problems", "shots")
+        if (found := task.provenance[part])
+    }
+    return {
+        "experiments": settings["experiments"],
+        "model": checkpoint.config.to_json() | {"name": name},
+        "precision": arms.precision.to_json(),
+        "held": {part: arms.held.to_json()[part] for part in ("param", "operand")},
+        "checkpoint": {k: v for k, v in origin.items() if k != "source"} | seed,
+        "task": settings["task"],
+        "data": data,
+        "prompt": task.provenance["prompt"],
+        "num_problems": num_problems,
+        "sampling": arms.sampler.to_json() | {"seed": spec.seed},
+        "decoding": dataclasses.asdict(spec) | {"stop_ids": list(arms.stop_ids)},
+        "device": {
+            "platform": device.platform,
+            "kind": device.device_kind,
+            "runtime": " ".join(device.client.platform_version.split()),
+        },
+        "versions": {package: packages[package] for package in ("jax", "jaxlib")},
+        "variables": {k: v for k, v in environment()["variables"].items() if k != "JAX_PLATFORMS"},
+        "compiler_options": COMPILER_OPTIONS,
+    }
 
 
 def _finish(path: pathlib.Path) -> None:

@@ -151,8 +151,18 @@ def test_a_row_without_an_answer_is_named(tmp_path):
 
 
 def test_another_configuration_is_refused(finished, cache):
-    with pytest.raises(UserError, match="another configuration: .*decoding.seed is 0 there, 1 here"):
+    with pytest.raises(UserError, match=r"another configuration: .*decoding\.seed is 0 there, 1 here"):
         run_in_process(*SMALL, cache, f"--out={finished[0]}", "--seed=1")
+
+
+def test_files_may_move_between_sessions(finished, cache, tmp_path, capsys):
+    out, _ = finished
+    before = (out / "samples.jsonl").read_bytes()
+    moved = tmp_path / "elsewhere.jsonl"
+    moved.write_bytes((DATA / "problems.jsonl").read_bytes())
+    run_in_process(*SMALL, cache, f"--out={out}", f"--data={moved}")
+    assert "5 of 5 problems are done already" in capsys.readouterr().err
+    assert (out / "samples.jsonl").read_bytes() == before
 
 
 def test_two_processes_on_one_directory(finished, cache):

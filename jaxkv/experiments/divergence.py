@@ -26,6 +26,7 @@ from jaxkv.decode import (
     Layout,
     Rollout,
     Rows,
+    first_disagreement,
     force,
     free_after_forced,
     make_layout,
@@ -159,7 +160,7 @@ def run_arms(
         cached,
         forced,
         free,
-        timed("control_cached", run_cached, arms, state, tokens, rows, layout),
+        timed("control_cached", run_cached, arms, state, np.asarray(cached.tokens), forced_rows, layout),
         timed("control_uncached", forced_run, spec.uncached_length),
         timed("control_length", forced_run, longer),
         seconds,
@@ -177,29 +178,29 @@ def _arm_record(tokens: list[int], broke: bool, stop_ids, tokenizer, scoring: Sc
     }
 
 
-def _fault(finding: Finding, runs: Runs, row: int, first: int, prompt: int) -> dict[str, Any] | None:
+def _fault(finding: Finding, free: Finding, runs: Runs, row: int, first: int, prompt: int) -> dict[str, Any] | None:
     """Where a row's numbers stopped being finite, None if they never did."""
-    named: dict[str, Rollout | None] = {"cached": runs.cached, "uncached": runs.forced}
-    named |= {"uncached (free)": runs.free, "uncached (other length)": runs.forced_longer}
-    named |= {"cached (again)": runs.cached_again, "uncached (again)": runs.forced_again}
-    for arm, run in named.items():
-        if run is None:
-            continue
-        step = int(run.nonfinite_step[row])
+    along_cached: list[tuple[str, Rollout | None]] = [
+        ("cached", runs.cached),
+        ("uncached", runs.forced),
+        ("uncached (other length)", runs.forced_longer),
+        ("cached (again)", runs.cached_again),
+        ("uncached (again)", runs.forced_again),
+    ]
+    for arm, run, audit in [(arm, run, finding) for arm, run in along_cached] + [("uncached (free)", runs.free, free)]:
+        step = -1 if run is None else int(run.nonfinite_step[row])
         if step >= 0:
-            where = finding.invalid or {
-                "layer": None,
-                "op": "logits",
-                "position": prompt - first + step - 1,
-                "value": "nan",
-            }
-            return {"arm": arm, "step": step} | where
-    return None if finding.invalid is None else {"arm": "uncached", "step": None} | finding.invalid
+            logits = {"layer": None, "op": "logits", "position": prompt - first + step - 1, "value": "nan"}
+            return {"arm": arm, "step": step} | (audit.invalid or logits)
+    for arm, audit in (("uncached", finding), ("uncached (free)", free)):
+        if audit.invalid is not None:
+            return {"arm": arm, "step": None} | audit.invalid
+    return None
 
 
 def make_record(
-    arms: Arms, item: Item, row: int, runs: Runs, finding: Finding, rows: Rows, layout: Layout, spec: DivergenceSpec,
-    tokenizer: Any, scoring: Scoring,
+    arms: Arms, item: Item, row: int, runs: Runs, finding: Finding, free: Finding, rows: Rows, layout: Layout,
+    spec: DivergenceSpec, tokenizer: Any, scoring: Scoring,
 ) -> dict[str, Any]:  # fmt: skip
     """The sample of one row (schema: jaxkv.schemas)."""
     prompt, first = layout.prompt, int(rows.first[row])
@@ -207,7 +208,7 @@ def make_record(
     def taken(run: Rollout) -> list[int]:
         return np.asarray(run.tokens[row, prompt : prompt + int(run.lengths[row])]).tolist()
 
-    fault = _fault(finding, runs, row, first, prompt)
+    fault = _fault(finding, free, runs, row, first, prompt)
     steps = int(runs.cached.lengths[row])
 
     def against_cached(reference: Rollout | None, other: Rollout | None) -> dict[str, list] | None:
@@ -281,9 +282,13 @@ def run_divergence(
         layout = make_layout(prompts, spec.new_tokens, spec.bucket, arms.config)
         tokens, rows = make_rows(prompts, [item.problem for item in filled], spec.seed, layout)
         runs = run_arms(arms, state, tokens, rows, layout, spec, batch.controls)
-        findings = audit_rows(arms, state, runs.cached, rows)
+        findings = free_findings = audit_rows(arms, state, runs.cached, rows)
+        if np.any(first_disagreement(runs.forced, layout.prompt) < np.asarray(runs.forced.lengths)):
+            free_findings = audit_rows(arms, state, runs.free, rows)  # tokens that the other arm never took
         records = [
-            make_record(arms, item, row, runs, findings[row], rows, layout, spec, tokenizer, scoring)
+            make_record(
+                arms, item, row, runs, findings[row], free_findings[row], rows, layout, spec, tokenizer, scoring
+            )
             for row, item in enumerate(batch.items)
             if item.problem not in done
         ]

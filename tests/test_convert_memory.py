@@ -35,13 +35,13 @@ def write_sharded(directory, gigabytes: float, shards: int = 3) -> int:
             f"layers/{{i}}/{norm}/weight": (WIDTH,)
             for norm in ("attn_norm", "attn_post_norm", "mlp_norm", "mlp_post_norm")
         },
-        "layers/{i}/attn/q": (WIDTH, HEADS, HEAD_DIM),
-        "layers/{i}/attn/k": (WIDTH, KV_HEADS, HEAD_DIM),
-        "layers/{i}/attn/v": (WIDTH, KV_HEADS, HEAD_DIM),
-        "layers/{i}/attn/o": (HEADS, HEAD_DIM, WIDTH),
-        "layers/{i}/mlp/gate": (WIDTH, MLP),
-        "layers/{i}/mlp/up": (WIDTH, MLP),
-        "layers/{i}/mlp/down": (MLP, WIDTH),
+        "layers/{i}/attn/q": (HEADS, HEAD_DIM, WIDTH),
+        "layers/{i}/attn/k": (KV_HEADS, HEAD_DIM, WIDTH),
+        "layers/{i}/attn/v": (KV_HEADS, HEAD_DIM, WIDTH),
+        "layers/{i}/attn/o": (WIDTH, HEADS, HEAD_DIM),
+        "layers/{i}/mlp/gate": (MLP, WIDTH),
+        "layers/{i}/mlp/up": (MLP, WIDTH),
+        "layers/{i}/mlp/down": (WIDTH, MLP),
     }
     named = [
         (name.format(i=layer), source_shape(path, shapes[path]))

@@ -53,6 +53,7 @@ def load(
         if config is None:
             return found
         if odd := differing_fields(found, config):
+            odd = {"family": odd["family"]} if "family" in odd else odd  # then all the rest differs too
             fields = ", ".join(f"{key} {a} (model {config.name}: {b})" for key, (a, b) in odd.items())
             raise UserError(
                 f"{source} is not a {config.name}: {fields}; choose the --model that fits or another source"

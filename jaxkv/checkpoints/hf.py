@@ -8,7 +8,9 @@ import json
 import os
 import pathlib
 import re
+import socket
 import struct
+import urllib.parse
 from collections.abc import Sequence
 from typing import Any
 
@@ -216,8 +218,12 @@ def download(hub_id: str, revision: str | None = None) -> tuple[pathlib.Path, st
     import huggingface_hub
     from huggingface_hub import errors
 
+    huggingface_hub.logging.set_verbosity_error()  # its retries would be a dozen lines before ours
+    patterns, offline = list(_PATTERNS), _is_offline()
     try:
-        path = huggingface_hub.snapshot_download(hub_id, revision=revision, allow_patterns=list(_PATTERNS))
+        path = huggingface_hub.snapshot_download(
+            hub_id, revision=revision, allow_patterns=patterns, local_files_only=offline
+        )
     except errors.GatedRepoError:
         raise UserError(
             f"{hub_id} is gated: accept its terms at https://huggingface.co/{hub_id}, then set HF_TOKEN to your token"
@@ -232,6 +238,19 @@ def download(hub_id: str, revision: str | None = None) -> tuple[pathlib.Path, st
             f"--checkpoint, or run offline with {_offline_example(hub_id)} --checkpoint=random:0"
         ) from None
     return pathlib.Path(path), os.path.basename(path)
+
+
+def _is_offline() -> bool:
+    """Whether the hub's name does not resolve and no proxy would do it for us: half a minute of retries is then vain."""
+    from huggingface_hub import constants
+
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return False
+    try:
+        socket.getaddrinfo(urllib.parse.urlsplit(constants.ENDPOINT).hostname, 443)
+    except OSError:
+        return True
+    return False
 
 
 def _offline_example(hub_id: str) -> str:

@@ -241,7 +241,7 @@ def download(hub_id: str, revision: str | None = None) -> tuple[pathlib.Path, st
 
 
 def _is_offline() -> bool:
-    """Whether the hub's name does not resolve and no proxy would do it for us: half a minute of retries is then vain."""
+    """Whether the hub's name does not resolve and no proxy does it for us: half a minute of retries is then vain."""
     from huggingface_hub import constants
 
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
@@ -215,7 +216,7 @@ class RopeLayout:
 
     def check(self, where: str) -> None:
         """Raises UserError if another order fits far better; says nothing on few or random weights."""
-        if self.pairs < 512 or len(self.sums) < 8:
+        if self.pairs < 512 or len(self.sums) < 8 or os.environ.get("JAXKV_TRUST_ROPE_LAYOUT") == "1":
             return
         sums = np.stack(self.sums)
         ratios = sums.sum(0)[:, 0] / np.maximum(sums.sum(0)[:, 1], 1e-30)
@@ -227,7 +228,7 @@ class RopeLayout:
             raise UserError(
                 f"{where}: the query and key rows look like {what} (layout measure {ratios[0]:.2f}, and "
                 f"{ratios[best]:.2f} after {'un' if order > 0 else ''}permuting {abs(order)}x); "
-                "convert the weights again from the original"
+                "convert the weights again from the original, or set JAXKV_TRUST_ROPE_LAYOUT=1 if you are sure of them"
             )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxkv.errors import UserError, nearest
-from jaxkv.tasks import gsm8k, scoring
+from jaxkv.tasks import arith, gsm8k, scoring
 from jaxkv.tasks.gsm8k import Problem, PromptSpec
 
 
@@ -63,14 +63,15 @@ def load_task(
     """Loads a task.
 
     Args:
-      name: 'gsm8k'.
-      data: file with the problems to ask; None fetches the test split from the hub.
+      name: 'gsm8k', or 'arith', which generates its problems and takes no data.
+      data: file with the problems to ask; None fetches the test split of gsm8k from the hub.
       fewshot_data: file with the worked examples; None fetches the train split. Not read without shots.
       spec: prompt style; 8-shot by default.
       limit: ask only the first so many problems.
 
     Raises:
-      UserError: unknown task, a limit below 1, or what `gsm8k.load_problems` and `gsm8k.choose_shots` raise.
+      UserError: unknown task, a limit below 1, data for arith, or what `gsm8k.load_problems` and `gsm8k.choose_shots`
+        raise.
     """
     if name not in TASKS:
         raise UserError(f"unknown task '{name}'{nearest(name, list(TASKS))}; known: {', '.join(TASKS)}")
@@ -90,4 +91,25 @@ def _load_gsm8k(data: str | None, fewshot_data: str | None, spec: PromptSpec, li
     return Task("gsm8k", problems[:limit], spec, shots, provenance)
 
 
-TASKS: dict[str, Callable[[str | None, str | None, PromptSpec, int | None], Task]] = {"gsm8k": _load_gsm8k}
+def _load_arith(data: str | None, fewshot_data: str | None, spec: PromptSpec, limit: int | None) -> Task:
+    for flag, file in (("--data", data), ("--fewshot_data", fewshot_data)):
+        if file is not None:
+            raise UserError(f"{flag}={file}: the arith task generates its problems and needs no data; drop {flag}")
+    problems = arith.generate("test", arith.TEST_COUNT)
+    provenance: dict[str, Any] = {
+        "prompt": dataclasses.asdict(spec),
+        "problems": arith.describe("test", problems),
+        "shots": None,
+    }
+    shots: tuple[Problem, ...] = ()
+    if spec.shots:
+        train = arith.generate("train", arith.SHOT_POOL)
+        shots = gsm8k.choose_shots(spec, train, problems)
+        provenance["shots"] = arith.describe("train", train) | {"indices": [shot.index for shot in shots]}
+    return Task("arith", problems[:limit], spec, shots, provenance)
+
+
+TASKS: dict[str, Callable[[str | None, str | None, PromptSpec, int | None], Task]] = {
+    "gsm8k": _load_gsm8k,
+    "arith": _load_arith,
+}

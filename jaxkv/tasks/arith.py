@@ -1,0 +1,211 @@
+"""Our own grade-school word problems in the shape of GSM8K: a seeded generator that needs no data.
+
+A problem is decided by the version, the split, the seed and its index alone, through SHA-256: the same on every machine
+and Python version. Two splits are disjoint whatever the seeds, because a problem's key, its template with the numbers
+in its question, decides by its hash which split may hold it: one key in `TEST_SHARE` belongs to the test split.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from jaxkv.errors import UserError
+from jaxkv.tasks.arith_templates import IRREGULAR, MEN, SLOTS, TEMPLATES, WOMEN
+from jaxkv.tasks.gsm8k import Problem
+
+VERSION = 1  # raise it with any change that alters a problem
+SPLITS = ("train", "test")
+TEST_COUNT = 500
+TEST_SHARE = 10
+SHOT_POOL = 500
+
+_FIELD = re.compile(r"\{(\w+)(?: (\w+))?\}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Template:
+    """One kind of problem; `arith_templates` tells the notation.
+
+    Attributes:
+      name: unique among templates.
+      skill: what it exercises.
+      draws: its quantities, in the order they are drawn or derived.
+      question: text of the question.
+      steps: texts of the solution, one equation each.
+    """
+
+    name: str
+    skill: str
+    draws: str
+    question: str
+    steps: tuple[str, ...]
+
+
+ALL = tuple(Template(*row) for row in TEMPLATES)
+_SLOTS = {slot: words.split() for slot, words in SLOTS.items()}
+_WOMEN, _MEN = WOMEN.split(), MEN.split()
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """What makes two problems the same apart from names and wording.
+
+    Attributes:
+      template: its name.
+      numbers: the numbers of the question, in order.
+    """
+
+    template: str
+    numbers: tuple[int, ...]
+
+    @property
+    def split(self) -> str:
+        """The one split that may hold problems with this key."""
+        text = json.dumps([VERSION, self.template, self.numbers])
+        return "test" if int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) % TEST_SHARE == 0 else "train"
+
+
+class Draw:
+    """A stream of choices from SHA-256 of a label and a counter."""
+
+    def __init__(self, label: str):
+        self._label = label
+        self._count = 0
+
+    def below(self, bound: int) -> int:
+        """Draws from 0 to `bound` - 1."""
+        self._count += 1
+        digest = hashlib.sha256(f"{self._label}:{self._count}".encode()).digest()
+        return int.from_bytes(digest[:8]) % bound
+
+    def pick(self, options: Sequence[Any]) -> Any:
+        """Draws one of the options."""
+        return options[self.below(len(options))]
+
+    def number(self, low: int, high: int) -> int:
+        """Draws from `low` to `high`, every count of digits as likely as another."""
+        digits = len(str(low)) + self.below(len(str(high)) - len(str(low)) + 1)
+        low, high = max(low, 10 ** (digits - 1) if digits > 1 else 0), min(high, 10**digits - 1)
+        return low + self.below(high - low + 1)
+
+
+def generate(split: str, count: int, seed: int = 0) -> tuple[Problem, ...]:
+    """Generates problems.
+
+    Args:
+      split: 'train' or 'test'. No problem of one has the question or the key of a problem of the other, whatever the
+        seeds. Within 'test' every key is there once; 'train' may repeat itself.
+      count: how many. Fewer are a prefix of more.
+      seed: another seed gives other problems of the split.
+
+    Raises:
+      UserError: unknown split, or a negative count.
+    """
+    if split not in SPLITS:
+        raise UserError(f"unknown split '{split}'; known: {', '.join(SPLITS)}")
+    if count < 0:
+        raise UserError(f"{count} problems cannot be generated; ask for 0 or more")
+    seen: set[Key] = set()
+    problems = []
+    for index in range(count):
+        problem, key = _make(split, seed, index, seen)
+        problems.append(problem)
+        if split == "test":
+            seen.add(key)
+    return tuple(problems)
+
+
+def describe(split: str, problems: Sequence[Problem], seed: int = 0) -> dict[str, Any]:
+    """Returns the JSON-ready origin of generated problems: generator version, seed, count and hash of their content."""
+    return {"source": "generated", "generator": VERSION, "split": split, "seed": seed, "rows": len(problems),
+            "sha256": digest(problems)}  # fmt: skip
+
+
+def digest(problems: Sequence[Problem]) -> str:
+    """Returns SHA-256 over questions and solutions, one JSON array a line."""
+    lines = "".join(json.dumps([problem.question, problem.solution]) + "\n" for problem in problems)
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def plural(noun: str) -> str:
+    """Returns the plural of an English noun."""
+    if noun in IRREGULAR:
+        return IRREGULAR[noun]
+    if noun.endswith(("s", "x", "ch", "sh")):
+        return noun + "es"
+    if noun.endswith("y") and noun[-2] not in "aeiou":
+        return noun[:-1] + "ies"
+    return noun + "s"
+
+
+def _make(split: str, seed: int, index: int, seen: set[Key]) -> tuple[Problem, Key]:
+    """The first problem of an index's stream that belongs to the split and is new."""
+    draw = Draw(f"arith {VERSION}:{split}:{seed}:{index}")
+    while True:
+        template = draw.pick(ALL)
+        values, words = _draw_values(template.draws, draw), _draw_words(draw)
+        question = _fill(_word(template.question, draw), values, words)
+        key = Key(template.name, tuple(map(int, re.findall(r"\d+", question))))
+        if key.split == split and key not in seen:
+            break
+    steps = [_fill(step, values, words) for step in template.steps]
+    answer = steps[-1].rpartition("=")[2]
+    number = re.match(r"\d+", answer)
+    assert number is not None, template.name
+    return Problem(index, question, number[0], "\n".join([*steps, f"#### {number[0]}"])), key
+
+
+def _draw_values(draws: str, draw: Draw) -> dict[str, int]:
+    values: dict[str, int] = {}
+    for name, low, high, options in _parse_draws(draws):
+        if options:
+            values[name] = int(draw.pick(options))
+            continue
+        # The expressions are constants of this package, never a user's text.
+        value = eval(low, {"__builtins__": {}}, values)
+        if high is not None:
+            value = draw.number(value, eval(high, {"__builtins__": {}}, values))
+        values[name] = value
+    return values
+
+
+@functools.cache
+def _parse_draws(draws: str) -> tuple[tuple[str, Any, Any, tuple[str, ...]], ...]:
+    """Name, compiled lower bound or value, compiled upper bound or None, and options of each quantity."""
+    parsed = []
+    for part in draws.split():
+        name, _, text = part.partition("=")
+        low, _, high = text.replace("/", "//").partition("..")
+        options = tuple(text.split("|")) if "|" in text else ()
+        parsed.append((name, compile(low, draws, "eval"), compile(high, draws, "eval") if high else None, options))
+    return tuple(parsed)
+
+
+def _draw_words(draw: Draw) -> dict[str, str]:
+    words = {slot: draw.pick(options) for slot, options in _SLOTS.items()}
+    woman = draw.below(2) == 0
+    first = draw.pick(_WOMEN if woman else _MEN)
+    second = draw.pick([name for name in (*_WOMEN, *_MEN) if name != first])
+    he, his = ("she", "her") if woman else ("he", "his")
+    return words | {"P": first, "Q": second, "he": he, "his": his, "He": he.title(), "His": his.title()}
+
+
+def _word(text: str, draw: Draw) -> str:
+    return re.sub(r"<([^<>]*)>", lambda match: draw.pick(match[1].split("|")), text)
+
+
+def _fill(text: str, values: dict[str, int], words: dict[str, str]) -> str:
+    def show(match: re.Match[str]) -> str:
+        name, noun = match.groups()
+        if name in values:
+            if noun is None:
+                return str(values[name])
+            noun = words.get(noun, noun)
+            return f"{values[name]} {noun if values[name] == 1 else plural(noun)}"
+        return words[name] if name in words else plural(words[name.removesuffix("s")])
+
+    return _FIELD.sub(show, text)

@@ -17,3 +17,8 @@ def nearest(name: str, known: list[str]) -> str:
 
     match = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     return f" (did you mean '{match[0]}'?)" if match else ""
+
+
+def offline_example(model: str = "test-gemma2") -> str:
+    """Options that run without a network or weights, for remedies."""
+    return f"--model={model} --checkpoint=random:0 --task=arith --prompt=zero_shot"

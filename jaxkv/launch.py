@@ -15,7 +15,7 @@ from absl import flags
 
 from jaxkv.cli import run_command
 from jaxkv.config import Precision, make_precision
-from jaxkv.errors import UserError, nearest
+from jaxkv.errors import UserError, nearest, offline_example
 from jaxkv.records import RunDirectory, environment, fingerprint, git_revision
 
 EXPERIMENTS = ("divergence",)
@@ -115,9 +115,7 @@ def _check_settings(settings: dict[str, Any]) -> None:
     if not -(2**31) <= settings["seed"] < 2**31:
         raise UserError(f"--seed={settings['seed']} must fit 32 bits; choose another")
     if settings["model"] is None and settings["checkpoint"] is None:
-        raise UserError(
-            "--model is missing; for example --model=gemma2-2b, or offline --model=test-gemma2 --checkpoint=random:0"
-        )
+        raise UserError(f"--model is missing; for example --model=gemma2-2b, or offline {offline_example()}")
 
 
 def _set_up_jax(precision: Precision, cache: str) -> None:

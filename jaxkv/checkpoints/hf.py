@@ -21,7 +21,7 @@ from jaxkv.checkpoints.checkpoint import Checkpoint, ConfigCheck, Progress, Shar
 from jaxkv.checkpoints.fill import SourceTensor, count_dtypes, fill_state, flat_paths, match_tensors, shorten
 from jaxkv.checkpoints.tokenizer import AnyTokenizer, ByteTokenizer, Tokenizer
 from jaxkv.config import ModelConfig, Precision
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, offline_example
 from jaxkv.models.decoder import abstract_decoder
 from jaxkv.models.families import PRESETS, key_table, parse_config
 
@@ -235,7 +235,7 @@ def download(hub_id: str, revision: str | None = None) -> tuple[pathlib.Path, st
     except Exception as error:  # offline, proxies, timeouts: each HTTP stack has its own classes
         raise UserError(
             f"cannot download {hub_id} ({type(error).__name__}) and no local copy is cached; give local weights with "
-            f"--checkpoint, or run offline with {_offline_example(hub_id)} --checkpoint=random:0"
+            f"--checkpoint, or run offline with {_offline_options(hub_id)}"
         ) from None
     return pathlib.Path(path), os.path.basename(path)
 
@@ -253,8 +253,8 @@ def _is_offline() -> bool:
     return False
 
 
-def _offline_example(hub_id: str) -> str:
+def _offline_options(hub_id: str) -> str:
     words = {"gemma-2": "test-gemma2", "gemma-3": "test-gemma3", "mistral": "test-mistral"}
     model = next((test for word, test in words.items() if word in hub_id.lower()), "test-llama2")
     assert model in PRESETS
-    return f"--model={model}"
+    return offline_example(model)

@@ -26,11 +26,6 @@ class KVCache:
     v: tuple[jax.Array, ...]
     positions: jax.Array
 
-    @property
-    def num_slots(self) -> int:
-        """S."""
-        return self.positions.shape[1]
-
 
 def empty_cache(config: ModelConfig, precision: Precision, batch: int, slots: int) -> KVCache:
     """Returns a cache of zeros with every slot empty."""

@@ -137,14 +137,12 @@ def _prompt_spec(settings: dict[str, Any], has_template: bool) -> Any:
     return PromptSpec(style, shots, settings["shots_seed"])
 
 
-def _load_checkpoint(settings: dict[str, Any], precision: Precision, console: Any) -> Any:
+def _load_checkpoint(settings: dict[str, Any], preset: Any, precision: Precision, console: Any) -> Any:
     from jaxkv.checkpoints import load
-    from jaxkv.models.families import get_preset
 
-    config = get_preset(settings["model"]) if settings["model"] else None
     source = settings["checkpoint"] or settings["model"]
     with console.status(f"loading {source}"):
-        return load(source, precision=precision, config=config, revision=settings["revision"])
+        return load(source, precision=precision, config=preset, revision=settings["revision"])
 
 
 def _items(task: Any, tokenizer: Any, count: int) -> list[Any]:
@@ -205,10 +203,9 @@ def launch(argv: list[str]) -> None:
 
     console = Console(stderr=True)
     sampler = make_sampler(settings["sampler"], settings["temperature"], settings["top_k"], settings["top_p"])
-    if settings["model"]:
-        from jaxkv.models.families import get_preset
+    from jaxkv.models.families import get_preset
 
-        get_preset(settings["model"])
+    preset = get_preset(settings["model"]) if settings["model"] else None  # before anything slow: a typo ends here
     _set_up_jax(precision, settings["compilation_cache"])
     import jax
 
@@ -219,7 +216,7 @@ def launch(argv: list[str]) -> None:
     path = _run_path(settings, precision)
     _check_writable(path)
     begin = time.monotonic()
-    checkpoint = _load_checkpoint(settings, precision, console)
+    checkpoint = _load_checkpoint(settings, preset, precision, console)
     prompt_spec = _prompt_spec(settings, checkpoint.tokenizer.has_chat_template)
     with console.status("loading the problems"):
         task = load_task(
@@ -264,7 +261,7 @@ def _run_config(
 
     from jaxkv.decode import COMPILER_OPTIONS
 
-    device, packages = jax.devices()[0], environment()["packages"]
+    device, here = jax.devices()[0], environment()
     origin = checkpoint.provenance
     name = settings["model"] or pathlib.PurePath(settings["checkpoint"]).name
     seed = {"source": origin["source"]} if origin["kind"] == "random" else {}  # such weights are their seed
@@ -290,8 +287,8 @@ def _run_config(
             "kind": device.device_kind,
             "runtime": " ".join(device.client.platform_version.split()),
         },
-        "versions": {package: packages[package] for package in ("jax", "jaxlib")},
-        "variables": {k: v for k, v in environment()["variables"].items() if k != "JAX_PLATFORMS"},
+        "versions": {package: here["packages"][package] for package in ("jax", "jaxlib")},
+        "variables": {k: v for k, v in here["variables"].items() if k != "JAX_PLATFORMS"},
         "compiler_options": COMPILER_OPTIONS,
     }
 

@@ -6,7 +6,7 @@ from flax import nnx
 
 from jaxkv.cache import KVCache, write_slots
 from jaxkv.config import ModelConfig, Precision
-from jaxkv.models.layers import MLP, Attention, Hook, RMSNorm, _init, no_hook, product, rope_table, softcap
+from jaxkv.models.layers import MLP, Attention, Hook, RMSNorm, init_weight, no_hook, product, rope_table, softcap
 
 
 class DecoderLayer(nnx.Module):
@@ -45,10 +45,10 @@ class Decoder(nnx.Module):
     def __init__(self, config: ModelConfig, precision: Precision, rngs: nnx.Rngs):
         self.config, self.precision = config, precision
         V, D = config.vocab_size, config.model_dim
-        self.embed = _init(rngs, (V, D), D, precision)
+        self.embed = init_weight(rngs, (V, D), D, precision)
         self.layers = nnx.List([DecoderLayer(config, precision, layer, rngs) for layer in range(config.num_layers)])
         self.final_norm = RMSNorm(D, config, precision)
-        self.head = None if config.tie_embeddings else _init(rngs, (V, D), D, precision)
+        self.head = None if config.tie_embeddings else init_weight(rngs, (V, D), D, precision)
 
     def __call__(
         self, tokens: jax.Array, positions: jax.Array, cache: KVCache, slot: jax.Array | int, hook: Hook = no_hook

@@ -107,7 +107,7 @@ class RMSNorm(nnx.Module):
         return (y * (weight.astype(norm) + config.norm_offset)).astype(out)
 
 
-def _init(rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: int, precision: Precision) -> nnx.Param:
+def init_weight(rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: int, precision: Precision) -> nnx.Param:
     value = jax.random.normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5
     return nnx.Param(value.astype(precision.param))
 
@@ -118,10 +118,10 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, precision: Precision, layer: int, rngs: nnx.Rngs):
         self.config, self.precision, self.layer = config, precision, layer
         D, N, K, H = config.model_dim, config.num_query_heads, config.num_kv_heads, config.head_dim
-        self.q = _init(rngs, (N, H, D), D, precision)
-        self.k = _init(rngs, (K, H, D), D, precision)
-        self.v = _init(rngs, (K, H, D), D, precision)
-        self.o = _init(rngs, (D, N, H), N * H, precision)
+        self.q = init_weight(rngs, (N, H, D), D, precision)
+        self.k = init_weight(rngs, (K, H, D), D, precision)
+        self.v = init_weight(rngs, (K, H, D), D, precision)
+        self.o = init_weight(rngs, (D, N, H), N * H, precision)
         if config.qk_norm:
             self.q_norm = RMSNorm(H, config, precision)
             self.k_norm = RMSNorm(H, config, precision)
@@ -186,9 +186,9 @@ class MLP(nnx.Module):
     def __init__(self, config: ModelConfig, precision: Precision, layer: int, rngs: nnx.Rngs):
         self.config, self.precision, self.layer = config, precision, layer
         D, F = config.model_dim, config.mlp_dim
-        self.gate = _init(rngs, (F, D), D, precision)
-        self.up = _init(rngs, (F, D), D, precision)
-        self.down = _init(rngs, (D, F), F, precision)
+        self.gate = init_weight(rngs, (F, D), D, precision)
+        self.up = init_weight(rngs, (F, D), D, precision)
+        self.down = init_weight(rngs, (D, F), F, precision)
 
     def __call__(self, x: jax.Array, hook: Hook = no_hook) -> jax.Array:
         config, precision, layer = self.config, self.precision, self.layer

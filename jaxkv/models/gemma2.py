@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxkv.config import ModelConfig
 from jaxkv.errors import UserError
+from jaxkv.models.llama import TINY_SIZES
 from jaxkv.models.tables import LLAMA_KEYS, HFConfig, KeyTable
 
 KEYS: KeyTable = {
@@ -83,6 +84,7 @@ PRESETS = {
         gemma2_config(
             "gemma2-27b", layers=46, width=4608, mlp=36864, heads=32, kv_heads=16, head_dim=128, query_scalar=144
         ),
+        gemma2_config("tiny-gemma2", **TINY_SIZES, kv_heads=2, query_scalar=64, window=64),
         gemma2_config("test-gemma2", **TEST_SIZES, layers=4, kv_heads=2, query_scalar=24),
     )
 }

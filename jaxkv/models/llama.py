@@ -60,6 +60,18 @@ def _smollm2(name: str, layers: int, width: int, mlp: int, heads: int, kv_heads:
     return llama_config(name, **sizes, theta=theta, vocab=49152, context=8192, tied=True)
 
 
+# Of the checkpoints that ship with the package, in every family.
+TINY_SIZES: dict[str, Any] = {
+    "layers": 6,
+    "width": 256,
+    "mlp": 512,
+    "heads": 4,
+    "head_dim": 64,
+    "vocab": 1024,
+    "context": 1024,
+    "tied": True,
+}
+
 TEST_SIZES: dict[str, Any] = {"layers": 3, "width": 48, "mlp": 96, "heads": 4, "vocab": 259, "context": 512}
 
 PRESETS = {
@@ -71,6 +83,7 @@ PRESETS = {
         _smollm2("smollm2-135m", 30, 576, 1536, 9, 3, 100000.0),
         _smollm2("smollm2-360m", 32, 960, 2560, 15, 5, 100000.0),
         _smollm2("smollm2-1.7b", 24, 2048, 8192, 32, 32, 130000.0),
+        llama_config("tiny-llama2", **TINY_SIZES, kv_heads=4),
         llama_config("test-llama2", **TEST_SIZES, kv_heads=4),
         llama_config("test-llama2-gqa", **TEST_SIZES, kv_heads=2, tied=True),
     )

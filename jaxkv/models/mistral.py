@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxkv.config import ModelConfig
 from jaxkv.models import llama
-from jaxkv.models.llama import TEST_SIZES, llama_config, read_sizes
+from jaxkv.models.llama import TEST_SIZES, TINY_SIZES, llama_config, read_sizes
 from jaxkv.models.tables import LLAMA_KEYS, HFConfig
 
 KEYS = LLAMA_KEYS
@@ -30,6 +30,7 @@ PRESETS = {
         _mistral("mistral-7b-v0.1", window=4096),
         _mistral("mistral-7b-v0.2", theta=1e6),
         _mistral("mistral-7b-v0.3", theta=1e6, vocab=32768),
+        _windowed(llama_config("tiny-mistral", **TINY_SIZES, kv_heads=2), 64),
         _windowed(llama_config("test-mistral", **TEST_SIZES, kv_heads=2), 24),
     )
 }

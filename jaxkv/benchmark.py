@@ -130,8 +130,8 @@ def time_transformers(model: str, precision: str, prompt_tokens: int, new_tokens
     import torch
     import transformers
 
+    from jaxkv.checkpoints.hf_config import transformers_config
     from jaxkv.models.families import get_preset
-    from jaxkv.torch_path import transformers_config
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[precision]

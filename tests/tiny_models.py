@@ -15,6 +15,7 @@ from flax import nnx
 from jaxkv.cache import empty_cache
 from jaxkv.checkpoints import load
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
+from jaxkv.checkpoints.hf_config import transformers_config
 from jaxkv.config import make_precision
 from jaxkv.decode import (
     COMPILER_OPTIONS,
@@ -29,7 +30,6 @@ from jaxkv.decode import (
 from jaxkv.models.decoder import abstract_decoder
 from jaxkv.models.families import get_preset
 from jaxkv.models.layers import no_hook
-from jaxkv.torch_path import transformers_config
 
 torch.set_num_threads(1)  # tiny products: a second thread only waits for the first
 

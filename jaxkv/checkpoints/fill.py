@@ -48,6 +48,22 @@ def shorten(items: Sequence[str], most: int = 4) -> str:
     return shown if len(items) <= most else f"{shown} and {len(items) - most} more"
 
 
+def tensor_names(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], keys: KeyTable) -> dict[str, str]:
+    """Hugging Face name -> path of each parameter, in the order of the key table; no head where it is tied.
+
+    Args:
+      config: architecture.
+      shapes: path -> shape of each parameter.
+      keys: key table of the family.
+    """
+    return {
+        pattern.format(i=layer): path.format(i=layer)
+        for pattern, path in keys.items()
+        for layer in range(config.num_layers if "{i}" in pattern else 1)
+        if path.format(i=layer) in shapes
+    }
+
+
 def match_tensors(
     config: ModelConfig,
     shapes: Mapping[str, tuple[int, ...]],
@@ -70,12 +86,7 @@ def match_tensors(
       UserError: one line with everything that is missing, left over or mis-shaped.
     """
     found = {tensor.name: tensor for tensor in tensors}
-    wanted = {
-        pattern.format(i=layer): path.format(i=layer)
-        for pattern, path in keys.items()
-        for layer in range(config.num_layers if "{i}" in pattern else 1)
-        if path.format(i=layer) in shapes
-    }
+    wanted = tensor_names(config, shapes, keys)
     head_name, embed_name = "lm_head.weight", "model.embed_tokens.weight"
     if config.tie_embeddings and head_name in found and embed_name in found:
         if not _same_bits(found[head_name], found[embed_name]):

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxkv.checkpoints.tokenizer import bos_template
 from jaxkv.errors import UserError
 
 _KEY = "tokenizer.ggml."
@@ -51,7 +52,8 @@ def build_tokenizer(fields: Mapping[str, Any], name: str) -> Any:
     special = {role: _special_id(fields, role, kind, len(tokens), name) for role in _ROLES}
     backend, add_bos = kinds[kind](fields, vocab, types, special, name)
 
-    backend.post_processor = _template(tokens, special, bool(fields.get(f"{_KEY}add_bos_token", add_bos)))
+    bos = special["bos"] if fields.get(f"{_KEY}add_bos_token", add_bos) else None
+    backend.post_processor = bos_template("" if bos is None else tokens[bos], bos)
     named = {_ROLES[role]: tokens[i] for role, i in special.items() if i is not None}
     return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **named)
 
@@ -165,15 +167,6 @@ def _backend(model: Any, tokens: Sequence[str], types: Sequence[int]) -> Any:
     ]
     backend.add_tokens(added)
     return backend
-
-
-def _template(tokens: Sequence[str], special: Mapping[str, int | None], add_bos: bool) -> Any:
-    from tokenizers import processors
-
-    bos = special["bos"]
-    if not add_bos or bos is None:
-        return processors.TemplateProcessing("$A", "$A $B:1", [])
-    return processors.TemplateProcessing([tokens[bos], "$A"], [tokens[bos], "$A", "$B:1"], [(tokens[bos], bos)])
 
 
 def _special_id(fields: Mapping[str, Any], role: str, kind: str, count: int, name: str) -> int | None:

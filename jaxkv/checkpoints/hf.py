@@ -27,6 +27,7 @@ from jaxkv.models.families import PRESETS, key_table, parse_config
 
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _NAMES = {"F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16"}
+SAFETENSORS_CODES = {name: code for code, name in _NAMES.items()}
 # Buffers that old checkpoints carry; they are functions of the config.
 _BUFFERS = re.compile(r".*rotary_emb\.inv_freq|model\.layers\.\d+\.self_attn\.bias")
 _PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "model.safetensors", "model-*.safetensors")

@@ -7,10 +7,7 @@ DEST/tokenizer/   tokenizer files
 import contextlib
 import importlib.metadata
 import math
-import os
 import pathlib
-import shutil
-import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,6 +15,7 @@ import jax
 import numpy as np
 
 from jaxkv.checkpoints.checkpoint import Checkpoint, ConfigCheck, Progress, Sharding
+from jaxkv.checkpoints.destination import new_directory
 from jaxkv.checkpoints.fill import cast, flat_paths, place, with_leaves
 from jaxkv.checkpoints.tokenizer import load_tokenizer
 from jaxkv.config import ModelConfig, Precision
@@ -72,26 +70,14 @@ def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def check_destination(directory: str | pathlib.Path) -> pathlib.Path:
-    """The absolute destination. Raises UserError if it holds something already."""
-    path = pathlib.Path(directory).expanduser().absolute()
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise UserError(f"{directory} exists and is not empty; remove it or choose another destination")
-    return path
-
-
 def save(checkpoint: Checkpoint, directory: str | pathlib.Path) -> None:
     """Writes a checkpoint; `restore` gives back the same bits.
-
-    Everything is written beside the destination and renamed into place at the end, so a crash leaves no half checkpoint
-    under the final name.
 
     Raises:
       UserError: the destination is not empty, or cannot be written.
     """
     import orbax.checkpoint as ocp
 
-    path = check_destination(directory)
     arrays = {key: leaf[...] for key, leaf in flat_paths(checkpoint.state).items()}
     metadata = {
         "format": _FORMAT,
@@ -101,19 +87,12 @@ def save(checkpoint: Checkpoint, directory: str | pathlib.Path) -> None:
         "provenance": checkpoint.provenance,
         "versions": {name: importlib.metadata.version(name) for name in ("jaxkv", "orbax-checkpoint", "jax")},
     }
-    partial = path.parent / f".{path.name}.partial-{uuid.uuid4().hex[:8]}"
-    try:
-        partial.mkdir(parents=True)
+    with new_directory(directory) as partial:
         checkpoint.tokenizer.save(partial / "tokenizer")
         with _quiet(), ocp.Checkpointer(_handler(max(array.nbytes for array in arrays.values()))) as writer:
             writer.save(
                 partial / "params", args=ocp.args.PyTreeSave(_nest(arrays)), custom_metadata={"jaxkv": metadata}
             )
-        os.replace(partial, path)  # an empty directory may be replaced
-    except OSError as error:
-        raise UserError(f"cannot write {directory} ({error}); choose another destination or free some space") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def read_metadata(path: pathlib.Path) -> dict[str, Any]:

@@ -115,6 +115,24 @@ class ByteTokenizer:
         """Raises UserError: bytes have no chat template."""
         raise UserError("this checkpoint has no chat template; use plain prompts or an instruction-tuned checkpoint")
 
+    def to_transformers(self) -> Any:
+        """The same ids from a transformers tokenizer, for other programs.
+
+        Byte-level BPE without merges, its 256 letters numbered by their bytes. Only a special token spelled out in a
+        text differs: transformers cuts it out.
+        """
+        from tokenizers import AddedToken, decoders, models, pre_tokenizers
+        from tokenizers import Tokenizer as Backend
+        from transformers import PreTrainedTokenizerFast
+
+        backend = Backend(models.BPE(vocab={letter: byte for byte, letter in enumerate(_byte_letters())}, merges=[]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        special = {"pad_token": "<|pad|>", "bos_token": "<|bos|>", "eos_token": "<|eos|>"}
+        backend.add_tokens([AddedToken(token, special=True, normalized=False) for token in special.values()])
+        backend.post_processor = bos_template("<|bos|>", self.bos_id if self.add_bos else None)
+        return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **special)
+
     def to_json(self) -> dict[str, Any]:
         """The rules that a record needs."""
         return {
@@ -134,6 +152,22 @@ class ByteTokenizer:
 
 
 AnyTokenizer = Tokenizer | ByteTokenizer
+
+
+def bos_template(token: str, bos_id: int | None) -> Any:
+    """The post-processor that puts BOS first, or nothing at all if `bos_id` is None."""
+    from tokenizers import processors
+
+    if bos_id is None:
+        return processors.TemplateProcessing("$A", "$A $B:1", [])
+    return processors.TemplateProcessing([token, "$A"], [token, "$A", "$B:1"], [(token, bos_id)])
+
+
+def _byte_letters() -> list[str]:
+    """The letter that byte-level BPE writes for each byte: itself if it prints, else the next one from U+0100 on."""
+    prints = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in prints else next(others)) for byte in range(256)]
 
 
 def load_tokenizer(directory: str | pathlib.Path) -> AnyTokenizer:

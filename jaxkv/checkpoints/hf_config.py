@@ -1,15 +1,46 @@
-"""The PyTorch path: transformers' own models of our configs. Needs the `torch` extra; imported only when asked for."""
+"""The transformers config of one of ours: the inverse of families.parse_config. Needs no torch."""
 
 from typing import Any
 
 from jaxkv.config import ModelConfig
+from jaxkv.errors import UserError
+from jaxkv.models.families import parse_config
+from jaxkv.models.tables import differing_fields
+
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+}
 
 
 def transformers_config(config: ModelConfig) -> Any:
-    """Returns the transformers config of the same architecture."""
+    """Returns the transformers config of the same architecture.
+
+    Raises:
+      UserError: fields that the family's transformers config cannot express, by name.
+    """
+    settings = _settings(config)
+    found = parse_config(settings.to_dict(), config.name)
+    odd = differing_fields(found, config)
+    layers = range(config.num_layers)
+    if [found.layer_window(layer) for layer in layers] == [config.layer_window(layer) for layer in layers]:
+        odd.pop("window_pattern", None)  # written another way
+    if odd:
+        fields = ", ".join(f"{key} {wanted} (it says {said})" for key, (said, wanted) in odd.items())
+        raise UserError(
+            f"{config.name}: {type(settings).__name__} of transformers cannot express {fields}; "
+            "keep the checkpoint in our own format"
+        )
+    return settings
+
+
+def _settings(config: ModelConfig) -> Any:
     import transformers
 
     common: dict[str, Any] = {
+        "architectures": [_ARCHITECTURES[config.family]],
         "vocab_size": config.vocab_size,
         "hidden_size": config.model_dim,
         "intermediate_size": config.mlp_dim,

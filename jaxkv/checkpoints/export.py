@@ -1,0 +1,169 @@
+"""Writes a checkpoint as transformers does (`save_pretrained`): python -m jaxkv.checkpoints.export SOURCE DEST."""
+
+import json
+import math
+import pathlib
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.checkpoints.checkpoint import Checkpoint
+from jaxkv.checkpoints.destination import new_directory
+from jaxkv.checkpoints.fill import SourceTensor, cast, flat_paths, tensor_names
+from jaxkv.checkpoints.hf import SAFETENSORS_CODES, read_tokenizer
+from jaxkv.checkpoints.hf_config import transformers_config
+from jaxkv.checkpoints.rewrite import define_flags, rewrite
+from jaxkv.checkpoints.tokenizer import AnyTokenizer, ByteTokenizer
+from jaxkv.cli import run_command
+from jaxkv.config import dtype_from_name
+from jaxkv.errors import UserError
+from jaxkv.models.families import key_table
+from jaxkv.models.tables import source_shape
+
+_SHARD_BYTES = 5_000_000_000  # more goes into several files with an index
+_SAMPLE = "Of the 12 cafés,\n  which is the largest?  345.6"  # what the written tokenizer must encode as before
+
+
+def export(checkpoint: Checkpoint, destination: str, *, dtype: str = "fp16") -> None:
+    """Writes a directory that transformers loads: AutoModelForCausalLM, AutoTokenizer, GenerationConfig.
+
+    A tensor is read, rounded once if it is stored in another dtype, and written before the next.
+
+    Args:
+      checkpoint: of any family, from any source.
+      destination: a directory that does not exist or is empty.
+      dtype: of the written tensors: 'fp16', 'bf16', 'fp32' or 'fp64'.
+
+    Raises:
+      UserError: the destination is taken or cannot be written, a weight has no finite value in `dtype`, or transformers
+        has no way to say what the config or the tokenizer does.
+    """
+    settings = transformers_config(checkpoint.config)
+    hf = _transformers_tokenizer(checkpoint.tokenizer)
+    ids = _special_ids(checkpoint, hf)
+    settings.dtype = jnp.dtype(dtype_from_name(dtype)).name
+    for name, value in ids.items():
+        setattr(settings, name, value)
+    with new_directory(destination) as partial:
+        settings.save_pretrained(partial)
+        _write_json(partial / "generation_config.json", _generation(checkpoint.generation, ids))
+        hf.save_pretrained(str(partial))
+        _name_plain_class(partial / "tokenizer_config.json")
+        _check_tokenizer(checkpoint, partial)
+        _write_weights(checkpoint, partial, dtype)
+
+
+def _transformers_tokenizer(tokenizer: AnyTokenizer) -> Any:
+    return tokenizer.to_transformers() if isinstance(tokenizer, ByteTokenizer) else tokenizer.hf
+
+
+def _special_ids(checkpoint: Checkpoint, hf: Any) -> dict[str, Any]:
+    """bos_token_id, eos_token_id and pad_token_id; None where there is none."""
+    stops, vocab_size = list(checkpoint.tokenizer.eos_ids), checkpoint.config.vocab_size
+    ids: dict[str, Any] = {
+        "bos_token_id": checkpoint.tokenizer.bos_id,
+        "eos_token_id": (stops[0] if len(stops) == 1 else stops) or None,
+        "pad_token_id": checkpoint.generation.get("pad_token_id", hf.pad_token_id),
+    }
+    for name, value in ids.items():
+        if any(i is not None and i >= vocab_size for i in (value if isinstance(value, list) else [value])):
+            raise UserError(
+                f"{checkpoint.config.name}: the tokenizer's {name} {value} is no id of a vocabulary of {vocab_size}; "
+                "use a model and a tokenizer that belong together"
+            )
+    return ids
+
+
+def _generation(generation: Mapping[str, Any], ids: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's own generation config, less what transformers has no name for, with the ids of `config.json`."""
+    import transformers
+
+    known = vars(transformers.GenerationConfig())
+    kept = {name: value for name, value in generation.items() if name in known}
+    return kept | {name: value for name, value in ids.items() if value is not None}
+
+
+def _name_plain_class(path: pathlib.Path) -> None:
+    """A model's own tokenizer class may rebuild the pipeline from its parts; the plain one runs tokenizer.json."""
+    if (path.parent / "tokenizer.json").exists():
+        _write_json(path, json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"})
+
+
+def _check_tokenizer(checkpoint: Checkpoint, directory: pathlib.Path) -> None:
+    before = checkpoint.tokenizer
+    after = read_tokenizer(directory, checkpoint.config, before.eos_ids)
+    rules = ("add_bos", "bos_id", "eos_ids")
+    if before.encode(_SAMPLE) != after.encode(_SAMPLE) or any(getattr(before, r) != getattr(after, r) for r in rules):
+        raise UserError(
+            f"{checkpoint.config.name}: transformers would not read this tokenizer back as it is; "
+            "keep the checkpoint in our own format"
+        )
+
+
+def _write_weights(checkpoint: Checkpoint, directory: pathlib.Path, dtype: str) -> None:
+    leaves, family = flat_paths(checkpoint.state), checkpoint.config.family
+    shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
+    target = np.dtype(dtype_from_name(dtype))
+
+    def tensor(name: str, path: str) -> SourceTensor:
+        shape = source_shape(path, shapes[path])
+        return SourceTensor(name, shape, dtype, lambda: cast(np.asarray(leaves[path][...]), shape, target, name))
+
+    names = tensor_names(checkpoint.config, shapes, key_table(family))
+    shards = _split([tensor(name, path) for name, path in names.items()], target.itemsize)
+    files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    files = files if len(shards) > 1 else ["model.safetensors"]
+    for file, part in zip(files, shards, strict=True):
+        _write_safetensors(directory / file, part, target.itemsize)
+    if len(shards) > 1:
+        total = sum(math.prod(tensor.shape) for part in shards for tensor in part) * target.itemsize
+        weight_map = {tensor.name: file for file, part in zip(files, shards, strict=True) for tensor in part}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        _write_json(directory / "model.safetensors.index.json", index)
+
+
+def _split(tensors: Sequence[SourceTensor], itemsize: int) -> list[list[SourceTensor]]:
+    """The tensors in order, in files of at most _SHARD_BYTES, or of one tensor."""
+    shards: list[list[SourceTensor]] = []
+    room = 0
+    for tensor in tensors:
+        size = math.prod(tensor.shape) * itemsize
+        if not shards or size > room:
+            shards.append([])
+            room = _SHARD_BYTES
+        shards[-1].append(tensor)
+        room -= size
+    return shards
+
+
+def _write_safetensors(path: pathlib.Path, tensors: Sequence[SourceTensor], itemsize: int) -> None:
+    """One file, tensor by tensor: safetensors' own writer wants all of them in memory."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        start, end = end, end + math.prod(tensor.shape) * itemsize
+        code = SAFETENSORS_CODES[tensor.dtype]
+        header[tensor.name] = {"dtype": code, "shape": tensor.shape, "data_offsets": [start, end]}
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)  # the format aligns its data to 8 bytes
+    with path.open("wb") as out:
+        out.write(struct.pack("<Q", len(encoded)) + encoded)
+        for tensor in tensors:
+            out.write(tensor.read().reshape(-1).view(np.uint8).data)
+
+
+def _write_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def main(argv: list[str]) -> None:
+    """Reads the command line. Raises UserError on anything the user can mend."""
+    rewrite(argv, "export", lambda checkpoint, destination, dtype: export(checkpoint, destination, dtype=dtype))
+
+
+if __name__ == "__main__":
+    define_flags()
+    run_command(main)

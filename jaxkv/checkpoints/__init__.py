@@ -1,4 +1,4 @@
-"""Reading checkpoints: safetensors, GGUF, Orbax, the hub, or random weights, all into one form."""
+"""Reading checkpoints: safetensors, GGUF, Orbax, the hub, shipped or random weights, all into one form."""
 
 import pathlib
 import re
@@ -9,6 +9,7 @@ from flax import nnx
 
 from jaxkv.checkpoints.checkpoint import Checkpoint, Progress, Sharding
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
+from jaxkv.checkpoints.shipped import SHIPPED, find_shipped
 from jaxkv.checkpoints.tokenizer import ByteTokenizer, Tokenizer
 from jaxkv.config import ModelConfig, Precision
 from jaxkv.errors import UserError
@@ -32,8 +33,8 @@ def load(
     """Loads a model from wherever it is.
 
     Args:
-      source: a directory with safetensors, a .gguf file, an Orbax directory of ours, 'random:SEED', a hub id, or the
-        name of a preset that has one.
+      source: a directory with safetensors, a .gguf file, an Orbax directory of ours, 'random:SEED', a hub id, the name
+        of a preset that has one, or that of a shipped checkpoint.
       precision: weights are rounded once, from the file's dtype (GGUF: from fp32) to its param dtype.
       config: the preset that the source should be; required for random weights.
       revision: branch, tag or commit of a hub id; a preset's name has one pinned (families.HUB_REVISIONS).
@@ -61,6 +62,13 @@ def load(
         return config
 
     path = pathlib.Path(source).expanduser()
+    if not path.exists() and source in SHIPPED:
+        if revision is not None:
+            raise UserError(f"a revision belongs to a hub id, and {source} ships with jaxkv; drop --revision")
+        from jaxkv.checkpoints.hf import read_hf
+
+        path = find_shipped(source)
+        return read_hf(path, precision, name=source, check=check, sharding=sharding, progress=progress)
     if not path.exists():
         return _from_hub(source, revision, path, precision=precision, check=check, sharding=sharding, progress=progress)
     if revision is not None:
@@ -85,7 +93,8 @@ def _from_hub(source: str, revision: str | None, path: pathlib.Path, **options) 
     local = source.startswith((".", "/", "~")) or path.suffix == ".gguf"
     if local or not _HUB_ID.fullmatch(hub_id):
         raise UserError(
-            f"{source} does not exist; give a directory, a .gguf file, a hub id (owner/name) or random:SEED"
+            f"{source} does not exist; give a directory, a .gguf file, a hub id (owner/name), random:SEED or "
+            f"a shipped model ({', '.join(SHIPPED)})"
         )
     from jaxkv.checkpoints.hf import download, read_hf
 

@@ -99,6 +99,12 @@ def read_recipe() -> dict[str, Any]:
     return {holder.name: holder.value for holder in RECIPE}
 
 
+def show_command(recipe: dict[str, Any]) -> str:
+    """The command that repeats the run, with the flags whose values are not their defaults."""
+    changed = [f"--{h.name}={recipe[h.name]}" for h in RECIPE if h.name != "model" and recipe[h.name] != h.default]
+    return " ".join(["python checkpoints/train.py", f"--model={recipe['model']}", *changed, "--out=DIR"])
+
+
 def make_config(recipe: dict[str, Any]) -> ModelConfig:
     """The preset, with the changes asked for."""
     preset = get_preset(recipe["model"])
@@ -255,6 +261,7 @@ class Trainer:
             "model": self.config.name,
             "parameters": sum(value.size for value in self.run.params.values()),
             "recipe": self.recipe,
+            "command": show_command(self.recipe),
             "revision": git_revision(),
             "packages": {name: importlib.metadata.version(name) for name in packages},
             "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",

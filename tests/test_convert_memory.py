@@ -1,4 +1,4 @@
-"""Converting a sharded checkpoint peaks below the model and 1.5 GB, interpreter included.
+"""Converting or exporting a sharded checkpoint peaks below the model and 1.5 GB, interpreter included.
 
 JAXKV_MEMORY_GB sets the size of the synthetic model (default 1; the rule does not depend on it).
 """
@@ -87,20 +87,21 @@ def write_sharded(directory, gigabytes: float, shards: int = 3) -> int:
 
 # The command, then its own peak. Not ru_maxrss of the child: that begins at what the test process held when it forked.
 MEASURED = """
-import atexit, re, runpy
+import atexit, re, runpy, sys
 status = lambda: open("/proc/self/status").read()
 atexit.register(lambda: print("peak", re.search(r"VmHWM:\\s+(\\d+) kB", status())[1], flush=True))
-runpy.run_module("jaxkv.checkpoints.convert", run_name="__main__", alter_sys=True)
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc, which only Linux has")
-def test_convert_peaks_below_model_and_allowance(tmp_path):
+@pytest.mark.parametrize("command", ["convert", "export"])
+def test_peak_is_below_model_and_allowance(tmp_path, command):
     source = tmp_path / "source"
     source.mkdir()
     model_bytes = write_sharded(source, float(os.environ.get("JAXKV_MEMORY_GB", "1")))
-    command = [sys.executable, "-c", MEASURED, str(source), str(tmp_path / "dest"), "--dtype=fp16"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    arguments = [f"jaxkv.checkpoints.{command}", str(source), str(tmp_path / "dest"), "--dtype=fp16"]
+    done = subprocess.run([sys.executable, "-c", MEASURED, *arguments], stdout=subprocess.PIPE, text=True, check=True)
     peak = 1024 * int(done.stdout.split("peak ")[1])
     print(f"model {model_bytes / 1e9:.2f} GB, peak {peak / 1e9:.2f} GB, over {(peak - model_bytes) / 1e9:.2f} GB")
     assert model_bytes < peak < model_bytes + ALLOWANCE

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ sys.path.insert(0, str(HERE))
 
 import corpus  # noqa: E402
 import learner  # noqa: E402
+import trainer  # noqa: E402
 import vocabulary  # noqa: E402
 
 from jaxkv.cache import empty_cache  # noqa: E402
@@ -160,13 +162,16 @@ def test_two_workers_make_the_rows_of_one(trained):
     assert len(digests) == 1
 
 
-def test_no_held_out_problem_and_no_worked_example_is_trained_on():
+def test_no_held_out_problem_and_no_worked_example_is_trained_on(rows, wrapped):
     task = load_task("arith", spec=PromptSpec("few_shot", shots=8))
     asked = {problem.question for problem in (*task.problems, *task.shots)}
     seeds = {corpus.chunk_seed(dataclasses.replace(SPEC, seed=seed), c) for seed in range(3) for c in range(1000)}
     assert len(seeds) == 3000
     assert not seeds & {0, vocabulary.SEED}
-    assert not asked & {problem.question for problem in train_problems()}
+    seen = re.findall(r"Question: (.*)\nAnswer:", "\n".join(map(wrapped.decode, rows.tokens)))
+    assert len(seen) > 200
+    assert not asked & set(seen)
+    assert set(seen) <= {problem.question for problem in train_problems()}
 
 
 def test_batches_go_through_all_rows_each_epoch():
@@ -177,7 +182,24 @@ def test_batches_go_through_all_rows_each_epoch():
     assert list(corpus.draw_batch(3, 4, 10, seed=6)) != list(drawn[12:16])
 
 
+def test_each_call_gets_the_batches_of_its_steps(rows):
+    fields = {field.name: None for field in dataclasses.fields(trainer.Trainer)}
+    recipe = {"steps_per_dispatch": 2, "batch": 3, "seed": 7}
+    ours = trainer.Trainer(**fields | {"recipe": recipe, "data": rows})
+    for step in (0, 2, 4):
+        tokens, answers = ours.batches(step)
+        places = [corpus.draw_batch(s, 3, len(rows.tokens), seed=7) for s in (step, step + 1)]
+        assert np.array_equal(tokens, rows.tokens[np.stack(places)])
+        assert np.array_equal(answers, rows.answers[np.stack(places)])
+
+
 # The step.
+
+
+def test_positions_start_anew_with_each_document():
+    documents, positions = learner.locate(jnp.asarray([[BOS, 5, BOS, 6, 7, BOS]]), BOS)
+    assert documents.tolist() == [[1, 1, 2, 2, 2, 3]]
+    assert positions.tolist() == [[0, 1, 0, 1, 2, 0]]
 
 
 def small_learner(model="tiny-mistral", layers=1, schedule=SCHEDULE, **options):

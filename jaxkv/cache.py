@@ -44,3 +44,10 @@ def write_slots(buffer: jax.Array, rows: jax.Array, slot: jax.Array | int) -> ja
     every batch slots for its prompt and all its new tokens.
     """
     return jax.lax.dynamic_update_slice_in_dim(buffer, rows.astype(buffer.dtype), slot, axis=1)
+
+
+def clear_slots(cache: KVCache, slot: jax.Array | int, count: int) -> KVCache:
+    """Empties slots [slot, slot + count), which must lie inside."""
+    zeros = lambda buffer: write_slots(buffer, jnp.zeros((buffer.shape[0], count, *buffer.shape[2:])), slot)  # noqa: E731
+    empty = jnp.full((cache.positions.shape[0], count), EMPTY)
+    return KVCache(tuple(map(zeros, cache.k)), tuple(map(zeros, cache.v)), write_slots(cache.positions, empty, slot))

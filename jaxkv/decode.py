@@ -8,10 +8,16 @@ cached    `prefill` fills the cache with the prompt at a padded number of rows, 
 uncached  each step runs the whole prefix, padded on the right to a fixed number of rows, from an empty cache. Padding
           rows have position -1: they write zeros and no row sees them. The head runs on the last row alone, as in
           transformers' `generate`.
+aligned   both arms run one compiled program, `tile_loop`, over tiles of a fixed number of rows against a fixed number
+          of slots. The cached arm runs the last tile at each step, the uncached one all tiles from an empty cache.
 
-Both arms choose tokens through `_emit`. A row may be forced: up to slot `forced_until[b]` the buffer's own tokens are
-kept, and what the arm would have chosen is recorded beside them. Teacher forcing and free running are the same
-compiled program, so a free run may start from a forced run's first disagreement and still be that arm's own.
+The plain uncached arm is `tile_loop` too, with one tile over all rows. The program can give the logits of every row of
+a tile, each by the same one-row head. Rows do not see what follows them, so a whole draft is checked in one pass and
+yields, bit for bit, what stepping through it would (`uncached.py`).
+
+Arms choose tokens through `_emit`. A row may be forced: up to slot `forced_until[b]` the buffer's own tokens are kept,
+and what the arm would have chosen is recorded beside them. Teacher forcing and free running are the same compiled
+program, so a free run may start from a forced run's first disagreement and still be that arm's own.
 """
 
 import dataclasses
@@ -23,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxkv.cache import EMPTY, KVCache, empty_cache
+from jaxkv.cache import EMPTY, KVCache, clear_slots, empty_cache
 from jaxkv.config import ModelConfig, Precision
 from jaxkv.errors import UserError
 from jaxkv.models.decoder import abstract_decoder
@@ -110,8 +116,71 @@ def _emit(run: Rollout, logits: jax.Array, rows: Rows, sampler: Sampler, stop_id
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The shapes of a batch; part of what an arm is.
+
+    Attributes:
+      batch: B.
+      prompt: slot of the first generated token (the longest prompt).
+      prefill: rows of the cached arm's prefill, at least `prompt`.
+      slots: S of the cache, and rows of the padded uncached arm.
+      new_tokens: most tokens to generate.
+    """
+
+    batch: int
+    prompt: int
+    prefill: int
+    slots: int
+    new_tokens: int
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple
+
+
+def make_layout(
+    prompts: list[list[int]], new_tokens: int, bucket: int, config: ModelConfig, tile: int | None = None
+) -> Layout:
+    """Shapes for a batch of prompts: the longest prompt rounded up to `bucket` rows, and room for `new_tokens`.
+
+    Rounding keeps the number of distinct shapes, and so of compilations, small. With a `tile`, slots are a multiple
+    of it.
+
+    Raises:
+      UserError: an empty prompt, or a prompt and its new tokens that do not fit the model's context.
+    """
+    longest = max(map(len, prompts))
+    if not min(map(len, prompts)):
+        raise UserError("a prompt has no tokens; give it text, or a tokenizer that adds BOS")
+    if longest + new_tokens > config.context_length:
+        raise UserError(
+            f"a prompt of {longest} tokens and {new_tokens} new ones exceed the context of {config.context_length} "
+            f"of {config.name}; use fewer shots (--shots) or a smaller --max_new_tokens"
+        )
+    prefill = round_up(longest, bucket)
+    return Layout(len(prompts), longest, prefill, round_up(prefill + new_tokens, tile or 1), new_tokens)
+
+
+def make_rows(prompts: list[list[int]], problems: list[int], seed: int, layout: Layout) -> tuple[np.ndarray, Rows]:
+    """Left-pads prompts into the token buffer [B, S] and describes the rows, free-running to the layout's end."""
+    tokens = np.full((layout.batch, layout.slots), PAD_ID, np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, layout.prompt - len(prompt) : layout.prompt] = prompt
+    end = layout.prompt + layout.new_tokens
+    return tokens, Rows(
+        first=jnp.asarray([layout.prompt - len(p) for p in prompts], jnp.int32),
+        prompt=jnp.asarray(layout.prompt, jnp.int32),
+        forced_until=jnp.zeros(layout.batch, jnp.int32),
+        limit=jnp.full(layout.batch, end, jnp.int32),
+        problems=jnp.asarray(problems, jnp.int32),
+        seed=jnp.asarray(seed, jnp.int32),
+    )
+
+
 class Arms:
-    """The compiled programs of one model: prefill, both loops, and the audit.
+    """The compiled programs of one model: prefill, the loops, and the audit.
 
     Args:
       config: architecture.
@@ -119,6 +188,7 @@ class Arms:
       sampler: how tokens are chosen.
       stop_ids: token ids that end a row.
       keep_logits: whether rollouts record logits.
+      tile: rows of a tile in the aligned regime; None is the plain regime.
       compiler_options: XLA options of every program.
       backend: platform that the programs are for; None is JAX's default one.
 
@@ -136,6 +206,7 @@ class Arms:
         sampler: Sampler | None = None,
         stop_ids: tuple[int, ...] = (),
         keep_logits: bool = True,
+        tile: int | None = None,
         compiler_options: dict[str, Any] | None = None,
         backend: str | None = None,
     ):
@@ -145,11 +216,12 @@ class Arms:
         self.held = precision.widened() if (backend or jax.default_backend()) == "cpu" else precision
         self.graphdef, self.abstract_state = abstract_decoder(config, self.held)
         self.sampler, self.stop_ids, self.keep_logits = sampler or Sampler(), tuple(stop_ids), keep_logits
+        self.tile = tile
         options = COMPILER_OPTIONS | (compiler_options or {})
         jit = functools.partial(jax.jit, compiler_options=options)
         self.prefill = jit(self._prefill, donate_argnames="cache")
         self.cached_loop = jit(self._cached_loop, donate_argnames=("cache", "run"))
-        self.uncached_loop = jit(self._uncached_loop, static_argnames="padded", donate_argnames="run")
+        self.tile_loop = jit(self._tile_loop, static_argnames="tile", donate_argnames=("cache", "run"))
         self.audit_pass = jit(self._audit_pass)
 
     def prepare(self, state: nnx.State) -> nnx.State:
@@ -182,19 +254,62 @@ class Arms:
 
         return jax.lax.while_loop(more, body, (self._emit(run, logits, rows), cache))
 
-    def _uncached_loop(self, state, run: Rollout, rows: Rows, end, padded: int) -> Rollout:
-        """Fills slots [run.slot, end), each from a forward over the whole prefix padded to `padded` rows."""
+    def _tile_loop(
+        self, state, run: Rollout, rows: Rows, end, cache: KVCache, recompute, whole, *, tile: int
+    ) -> tuple[Rollout, KVCache]:
+        """Fills slots [run.slot, end) from forwards over tiles of `tile` rows.
+
+        One executable serves every arm that must agree with another bit for bit, so what it is used for are arguments:
+
+        Args:
+          state: weights.
+          run: [B, at least S] tokens; slots before run.slot are given.
+          rows: of the batch.
+          end: int32 scalar, at most S.
+          cache: S slots, a multiple of `tile`; the tiles before that of run.slot - 1 must be in it unless it is empty.
+          recompute: bool scalar. True empties the cache and runs every tile at each step (the uncached arm by steps).
+            False runs the last tile alone, or on an empty cache all of them once.
+          whole: bool scalar. True takes the tokens up to `end` as given (every row must be forced) and yields the
+            logits of all rows of a tile after one run of it (the check of a draft).
+          tile: rows of a forward.
+        """
         model = nnx.merge(self.graphdef, state)
-        slots = jnp.arange(padded, dtype=jnp.int32)
+        B, tiles = run.tokens.shape[0], cache.positions.shape[1] // tile
+        offsets = jnp.arange(tile, dtype=jnp.int32)
 
-        def body(run):
-            cache = empty_cache(self.config, self.precision, run.tokens.shape[0], padded)
-            positions = slot_positions(slots, rows.first, run.slot)
-            hidden, _ = model(run.tokens[:, :padded], positions, cache, 0)
-            last = jax.lax.dynamic_slice_in_dim(hidden, run.slot - 1, 1, axis=1)
-            return self._emit(run, model.logits(last)[:, 0], rows)
+        def step(carry):
+            run, cache = carry
+            last = (run.slot - 1) // tile  # the tile of the newest token
+            known = jnp.where(whole, end, run.slot)  # slots before it hold tokens
 
-        return jax.lax.while_loop(lambda run: (run.slot < end) & ~jnp.all(run.ended), body, run)
+            def forward(index, carry):
+                first_slot = index * tile
+                tokens = jax.lax.dynamic_slice_in_dim(run.tokens, first_slot, tile, axis=1)
+                positions = slot_positions(first_slot + offsets, rows.first, known)
+                hidden, cache = model(tokens, positions, carry[0], first_slot)
+                return cache, hidden
+
+            def give(run):
+                row = jax.lax.dynamic_slice_in_dim(hidden, run.slot - 1 - last * tile, 1, axis=1)
+                return self._emit(run, model.logits(row)[:, 0], rows)
+
+            if tiles == 1:  # it overwrites every slot
+                cache, hidden = forward(0, (cache, None))
+            else:
+                begin = jnp.where(recompute | jnp.all(cache.positions == EMPTY), 0, last)
+                cache = jax.lax.fori_loop(
+                    0, jnp.where(recompute, tiles, 0), lambda i, cache: clear_slots(cache, i * tile, tile), cache
+                )
+                hidden = jnp.zeros((B, tile, self.config.model_dim), self.precision.activation)
+                cache, hidden = jax.lax.fori_loop(begin, last + 1, forward, (cache, hidden))
+            until = jnp.where(whole, jnp.minimum((last + 1) * tile + 1, end), run.slot + 1)
+            run = jax.lax.while_loop(lambda run: (run.slot < until) & ~jnp.all(run.ended), give, run)
+            return run, cache
+
+        def more(carry):
+            return (carry[0].slot < end) & ~jnp.all(carry[0].ended)
+
+        return jax.lax.while_loop(more, step, (run, cache))
 
     def _emit(self, run, logits, rows):
         return _emit(run, logits, rows, self.sampler, self.stop_ids)
@@ -240,66 +355,6 @@ class Arms:
         return {f"{number:05d} {name}": peak for number, (name, peak) in enumerate(largest.items())}
 
 
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """The shapes of a batch; part of what an arm is.
-
-    Attributes:
-      batch: B.
-      prompt: slot of the first generated token (the longest prompt).
-      prefill: rows of the cached arm's prefill, at least `prompt`.
-      slots: S of the cache, and rows of the padded uncached arm.
-      new_tokens: most tokens to generate.
-    """
-
-    batch: int
-    prompt: int
-    prefill: int
-    slots: int
-    new_tokens: int
-
-
-def round_up(value: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is at least `value`."""
-    return -(-value // multiple) * multiple
-
-
-def make_layout(prompts: list[list[int]], new_tokens: int, bucket: int, config: ModelConfig) -> Layout:
-    """Shapes for a batch of prompts: the longest prompt rounded up to `bucket` rows, and room for `new_tokens`.
-
-    Rounding keeps the number of distinct shapes, and so of compilations, small.
-
-    Raises:
-      UserError: an empty prompt, or a prompt and its new tokens that do not fit the model's context.
-    """
-    longest = max(map(len, prompts))
-    if not min(map(len, prompts)):
-        raise UserError("a prompt has no tokens; give it text, or a tokenizer that adds BOS")
-    if longest + new_tokens > config.context_length:
-        raise UserError(
-            f"a prompt of {longest} tokens and {new_tokens} new ones exceed the context of {config.context_length} "
-            f"of {config.name}; use fewer shots (--shots) or a smaller --max_new_tokens"
-        )
-    prefill = round_up(longest, bucket)
-    return Layout(len(prompts), longest, prefill, prefill + new_tokens, new_tokens)
-
-
-def make_rows(prompts: list[list[int]], problems: list[int], seed: int, layout: Layout) -> tuple[np.ndarray, Rows]:
-    """Left-pads prompts into the token buffer [B, S] and describes the rows, free-running to the layout's end."""
-    tokens = np.full((layout.batch, layout.slots), PAD_ID, np.int32)
-    for row, prompt in enumerate(prompts):
-        tokens[row, layout.prompt - len(prompt) : layout.prompt] = prompt
-    end = layout.prompt + layout.new_tokens
-    return tokens, Rows(
-        first=jnp.asarray([layout.prompt - len(p) for p in prompts], jnp.int32),
-        prompt=jnp.asarray(layout.prompt, jnp.int32),
-        forced_until=jnp.zeros(layout.batch, jnp.int32),
-        limit=jnp.full(layout.batch, end, jnp.int32),
-        problems=jnp.asarray(problems, jnp.int32),
-        seed=jnp.asarray(seed, jnp.int32),
-    )
-
-
 def start_rollout(arms: Arms, tokens: np.ndarray, rows: Rows, layout: Layout) -> Rollout:
     """A rollout before its first step. Rows whose limit is the first slot have ended already."""
     n = layout.new_tokens
@@ -313,111 +368,3 @@ def start_rollout(arms: Arms, tokens: np.ndarray, rows: Rows, layout: Layout) ->
         ended=rows.limit <= rows.prompt,
         nonfinite_step=jnp.full(layout.batch, -1, jnp.int32),
     )
-
-
-def run_cached(arms: Arms, state: nnx.State, tokens: np.ndarray, rows: Rows, layout: Layout) -> Rollout:
-    """The cached arm, free-running or forced as `rows` says."""
-    cache = empty_cache(arms.config, arms.precision, layout.batch, layout.slots)
-    logits, cache = arms.prefill(state, jnp.asarray(tokens[:, : layout.prefill]), rows, cache)
-    run = start_rollout(arms, tokens, rows, layout)
-    return arms.cached_loop(state, logits, run, rows, layout.prompt + layout.new_tokens, cache)[0]
-
-
-def uncached_lengths(uncached_length: str, layout: Layout) -> list[tuple[int, int]]:
-    """The padded lengths of the uncached arm: (rows, end slot) segments in order.
-
-    Args:
-      uncached_length: 'padded' for layout.slots rows at every step, or 'bucket:M' for the prefix rounded up to M.
-      layout: of the batch.
-
-    Raises:
-      UserError: neither form.
-    """
-    end = layout.prompt + layout.new_tokens
-    if uncached_length == "padded":
-        return [(layout.slots, end)]
-    kind, _, size = uncached_length.partition(":")
-    if kind != "bucket" or not size.isdecimal() or not int(size):
-        raise UserError(
-            f"--uncached_length={uncached_length} is not understood; use padded or bucket:M, e.g. bucket:64"
-        )
-    step = int(size)
-    rows = range(round_up(layout.prompt, step), round_up(end - 1, step) + 1, step)
-    return [(r, min(r + 1, end)) for r in rows]
-
-
-def run_uncached(
-    arms: Arms, state: nnx.State, run: Rollout, rows: Rows, layout: Layout, uncached_length: str = "padded"
-) -> Rollout:
-    """Takes the uncached arm from where `run` stands to its end. `run` is donated."""
-    segments = uncached_lengths(uncached_length, layout)
-    # Widened once, for the longest: a forced run and a free one then share their programs at every length.
-    missing = max(0, segments[-1][0] - run.tokens.shape[1])
-    run = dataclasses.replace(run, tokens=jnp.pad(run.tokens, ((0, 0), (0, missing))))
-    for padded, end in segments:
-        run = arms.uncached_loop(state, run, rows, end, padded=padded)
-    return run
-
-
-def force(rows: Rows, reference: Rollout) -> Rows:
-    """Rows that follow the reference's tokens for as long as it went."""
-    return dataclasses.replace(rows, forced_until=rows.limit, limit=rows.prompt + reference.lengths)
-
-
-def first_disagreement(forced: Rollout, prompt: int) -> np.ndarray:
-    """[B] the first step whose choice is not the token that was forced; the row's length if there is none."""
-    n = forced.choices.shape[1]
-    lengths = np.asarray(forced.lengths)[:, None]
-    tokens = np.asarray(forced.tokens)[:, prompt : prompt + n]
-    differs = (np.asarray(forced.choices) != tokens) & (np.arange(n) < lengths)
-    return np.where(differs.any(1), differs.argmax(1), lengths[:, 0])
-
-
-def free_after_forced(
-    arms: Arms, state: nnx.State, forced: Rollout, rows: Rows, layout: Layout, uncached_length: str = "padded"
-) -> Rollout:
-    """The uncached arm's own free run, from its forced run along another arm's tokens.
-
-    Up to its first disagreement a forced row has made the very computation of a free one. The free run therefore takes
-    over the forced tokens up to there and the arm's own choice at it, and is stepped from the next slot on; the result
-    is the same as stepping from the prompt (tests/test_decode.py), for a fraction of the work.
-
-    Args:
-      arms: as in the forced run.
-      state: weights.
-      forced: the finished forced run.
-      rows: the rows as they were before forcing.
-      layout: of the batch.
-      uncached_length: as in the forced run.
-
-    Returns:
-      A Rollout without logits before the take-over.
-    """
-    prompt = layout.prompt
-    agreed = first_disagreement(forced, prompt)
-    tokens, choices = np.array(forced.tokens), np.asarray(forced.choices)
-    lengths, broke = np.asarray(forced.lengths), np.asarray(forced.nonfinite_step)
-    disagrees = agreed < lengths
-    own = choices[np.arange(len(agreed)), np.minimum(agreed, layout.new_tokens - 1)]
-    taken = agreed + disagrees
-    for row, step in enumerate(agreed):
-        tokens[row, prompt + taken[row] :] = PAD_ID
-        if disagrees[row]:
-            tokens[row, prompt + step] = own[row]
-    stopped = np.isin(tokens[np.arange(len(taken)), prompt + taken - 1], arms.stop_ids) & (taken > 0)
-    ended = np.where(disagrees, stopped | (prompt + taken >= np.asarray(rows.limit)), True)
-    begin = int(min(taken[~ended], default=layout.new_tokens))
-    run = start_rollout(arms, tokens, rows, layout)
-    run = dataclasses.replace(
-        run,
-        slot=jnp.asarray(prompt + begin, jnp.int32),
-        lengths=jnp.asarray(np.where(ended, taken, np.minimum(begin, taken)), jnp.int32),
-        ended=jnp.asarray(ended),
-        nonfinite_step=jnp.asarray(np.where(disagrees, -1, broke), jnp.int32),
-    )
-    if ended.all():
-        return run
-    keep = dataclasses.replace(rows, forced_until=jnp.asarray(prompt + taken, jnp.int32))
-    run = run_uncached(arms, state, run, keep, layout, uncached_length)
-    # A row that has ended is padded with every step the others still take.
-    return dataclasses.replace(run, tokens=jnp.where(ended[:, None], tokens, run.tokens))

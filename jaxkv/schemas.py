@@ -4,7 +4,8 @@ A sample of experiment 'divergence' is one problem decoded by both arms::
 
     {"experiment": "divergence", "problem": int, "key": [experiment, problem],
      "prompt_tokens": int, "prompt_sha256": str,
-     "shapes": {"batch": int, "prefill": int, "slots": int, "uncached": str, "left_pad": int},
+     "shapes": {"batch": int, "prefill": int, "slots": int, "uncached": str, "left_pad": int,
+                "tile": int | null},
      "sampling": {"sampler": "greedy" | "temperature" | "top_k" | "top_p", "temperature": float,
                   "top_k": int | null, "top_p": float | null, "seed": int},
      "status": "ok" | "invalid",
@@ -16,7 +17,7 @@ A sample of experiment 'divergence' is one problem decoded by both arms::
      "free_running": null | {"diverged": bool, "first_diverged": int | null, "differing_after": int,
                              "compared_after": int},
      "controls": {"cached_rerun": null | comparison, "uncached_rerun": null | comparison,
-                  "uncached_other_length": null | comparison},
+                  "uncached_other_length": null | comparison, "uncached_stepwise": null | comparison},
      "label_change": {"strict" | "flexible" | "numeric": "same" | "answer_changed" | "extraction_only"}}
 
     arm = {"tokens": [int], "text": str, "stop": "eos" | "length" | "stop_string" | "invalid",
@@ -27,8 +28,10 @@ A sample of experiment 'divergence' is one problem decoded by both arms::
 
 The lists of a comparison have one entry a token and equal lengths. `kl` is KL(uncached || cached) in nats and
 `margin` the reference arm's top logit minus its second. `teacher_forced` compares uncached with cached logits at each
-position, along the cached arm's tokens. `headroom` is the largest finite activation of the sample beside its dtype's
-maximum. In an invalid sample a non-finite number arose: it has no comparisons at all, since NaN is not agreement.
+position, along the cached arm's tokens. `tile` is the aligned regime's, null in the plain one. `uncached_stepwise`
+compares the uncached arm's own run by draft and check with brute force. `headroom` is the largest finite activation of
+the sample beside its dtype's maximum. In an invalid sample a non-finite number arose: it has no comparisons at all,
+since NaN is not agreement.
 """
 
 import math
@@ -37,7 +40,7 @@ from typing import Any
 
 SAMPLERS = ("greedy", "temperature", "top_k", "top_p")
 SCORERS = ("strict", "flexible", "numeric")
-CONTROLS = ("cached_rerun", "uncached_rerun", "uncached_other_length")
+CONTROLS = ("cached_rerun", "uncached_rerun", "uncached_other_length", "uncached_stepwise")
 LABEL_CHANGES = ("same", "answer_changed", "extraction_only")
 COMPARISON_FLAGS = ("flip", "bit_equal")
 COMPARISON_NUMBERS = ("kl", "kl_reverse", "js", "max_abs", "mean_abs", "margin")
@@ -131,6 +134,7 @@ def validate_sample(record: Mapping[str, Any]) -> None:
     for name in ("batch", "prefill", "slots", "left_pad"):
         _get(record, f"shapes.{name}", "count")
     _get(record, "shapes.uncached", "str")
+    _get(record, "shapes.tile", "count", optional=True)
     _choose(record, "sampling.sampler", SAMPLERS)
     _get(record, "sampling.temperature", "float")
     _get(record, "sampling.top_k", "count", optional=True)

@@ -17,7 +17,7 @@ def make_sample(problem: int = 3, tokens: int = 4) -> dict:
         "key": ["divergence", problem],
         "prompt_tokens": 20,
         "prompt_sha256": "ab" * 32,
-        "shapes": {"batch": 1, "prefill": 64, "slots": 128, "uncached": "padded to 128", "left_pad": 0},
+        "shapes": {"batch": 1, "prefill": 64, "slots": 128, "uncached": "padded to 128", "left_pad": 0, "tile": None},
         "sampling": {"sampler": "greedy", "temperature": 1.0, "top_k": None, "top_p": None, "seed": 0},
         "status": "ok",
         "invalid": None,
@@ -25,7 +25,12 @@ def make_sample(problem: int = 3, tokens: int = 4) -> dict:
         "arms": {"cached": arm, "uncached": arm},
         "teacher_forced": comparison,
         "free_running": {"diverged": False, "first_diverged": None, "differing_after": 0, "compared_after": 0},
-        "controls": {"cached_rerun": comparison, "uncached_rerun": None, "uncached_other_length": None},
+        "controls": {
+            "cached_rerun": comparison,
+            "uncached_rerun": None,
+            "uncached_other_length": None,
+            "uncached_stepwise": None,
+        },
         "label_change": dict.fromkeys(("strict", "flexible", "numeric"), "same"),
     }
     return json.loads(json.dumps(sample))  # No two fields share a list.

@@ -9,7 +9,8 @@ from flax import nnx
 
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.config import ModelConfig, make_precision
-from jaxkv.decode import Arms, Layout, Rollout, Rows, make_layout, make_rows, run_uncached, start_rollout
+from jaxkv.decode import Arms, Layout, Rollout, Rows, make_layout, make_rows, start_rollout
+from jaxkv.generate import run_uncached
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.families import get_preset
 from jaxkv.sampling import make_sampler

@@ -17,7 +17,8 @@ from jaxkv.analysis import metrics
 from jaxkv.audit import audit_rows
 from jaxkv.cache import empty_cache
 from jaxkv.compare import FIELDS, compare_logits
-from jaxkv.decode import run_cached, slot_positions
+from jaxkv.decode import slot_positions
+from jaxkv.generate import run_cached
 from jaxkv.models.layers import ATTENTION_SHAPED, visible
 
 V = 37

@@ -26,20 +26,9 @@ from small_models import (
 
 from jaxkv.cache import empty_cache
 from jaxkv.config import make_precision
-from jaxkv.decode import (
-    PAD_ID,
-    Arms,
-    Layout,
-    first_disagreement,
-    force,
-    free_after_forced,
-    make_layout,
-    round_up,
-    run_cached,
-    start_rollout,
-    uncached_lengths,
-)
+from jaxkv.decode import PAD_ID, Arms, Layout, make_layout, round_up, start_rollout
 from jaxkv.errors import UserError
+from jaxkv.generate import first_disagreement, force, free_stepwise, run_cached, uncached_lengths
 
 # Two ways to add up a fp32 product of these sizes: logits of a few units differ by some 1e-6.
 FP32_LOGITS = {"rtol": 0, "atol": 5e-5}
@@ -85,7 +74,7 @@ def test_free_run_after_a_forced_one_is_the_stepped_run(sampler, length):
         forced_rows = force(rows, reference)
         forced = step_uncached(arms, state, np.asarray(reference.tokens), forced_rows, layout, length)
         assert taken(forced, layout) == taken(reference, layout)
-        free = free_after_forced(arms, state, forced, rows, layout, length)
+        free = free_stepwise(arms, state, forced, rows, layout, length)
         for name in ("lengths", "ended", "nonfinite_step"):
             np.testing.assert_array_equal(getattr(free, name), getattr(own, name))
         width = layout.prompt + NEW_TOKENS
@@ -111,7 +100,7 @@ def test_free_run_keeps_a_rows_own_limit():
     reference = dataclasses.replace(own, tokens=jnp.asarray(other))
     forced = step_uncached(arms, state, other, force(rows, reference), layout)
     assert first_disagreement(forced, layout.prompt).tolist() == [3, 3, 3]
-    free = free_after_forced(arms, state, forced, rows, layout)
+    free = free_stepwise(arms, state, forced, rows, layout)
     np.testing.assert_array_equal(free.lengths, own.lengths)
     np.testing.assert_array_equal(free.tokens, own.tokens)
 

@@ -11,9 +11,10 @@ from small_models import SAMPLERS, changed_state, small_config, small_state
 from jaxkv.checkpoints import ByteTokenizer
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.config import make_precision
-from jaxkv.decode import Arms, Layout, uncached_lengths
+from jaxkv.decode import Arms, Layout
 from jaxkv.errors import UserError
 from jaxkv.experiments.divergence import DivergenceSpec, Item, control_length, plan_batches, run_divergence
+from jaxkv.generate import uncached_lengths
 from jaxkv.schemas import CONTROLS, validate_sample
 
 TOKENIZER = ByteTokenizer()
@@ -129,7 +130,9 @@ def test_each_problem_has_one_record(spec):
         pad = record["shapes"]["left_pad"]
         assert record["prompt_tokens"] == length
         assert record["status"] == "ok"
-        assert record["shapes"] == {"batch": 2, "prefill": 8, "slots": 20, "uncached": "padded", "left_pad": pad}
+        assert record["shapes"] == {
+            "batch": 2, "prefill": 8, "slots": 20, "uncached": "padded", "left_pad": pad, "tile": None,
+        }  # fmt: skip
         assert (pad > 0) <= (spec.padding == "left")
         assert record["sampling"] == {"sampler": "greedy", "temperature": 1.0, "top_k": None, "top_p": None, "seed": 3}
         assert len(record["teacher_forced"]["kl"]) == len(record["arms"]["cached"]["tokens"])

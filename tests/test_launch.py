@@ -18,7 +18,7 @@ from jaxkv.records import RunDirectory, read_run
 DATA = pathlib.Path(__file__).parent / "data"
 SMALL = [
     "--model=test-gemma2", "--checkpoint=random:0", f"--data={DATA / 'problems.jsonl'}", "--prompt=zero_shot",
-    "--num_problems=5", "--max_new_tokens=6", "--control_problems=1", "--bucket=256",
+    "--num_problems=5", "--max_new_tokens=6", "--control_problems=1", "--bucket=256", "--precision=fp16",
 ]  # fmt: skip
 
 
@@ -73,6 +73,29 @@ def test_a_run_leaves_table_report_and_records(finished):
     }  # fmt: skip
     assert samples[0]["controls"]["cached_rerun"]["bit_equal"] == [True] * 6
     assert samples[1]["controls"]["cached_rerun"] is None
+    assert samples[0]["controls"]["uncached_stepwise"]["bit_equal"] == [True] * 6
+    assert samples[1]["controls"]["uncached_stepwise"] is None
+    assert run["sessions"][0]["gate"] == {"passed": True, "problems": 2, "steps": 12, "tile": 8}
+    assert "gate passed: aligned arms bit-equal at 12 of 12 steps of 2 problems (tile 8)" in done.stdout
+
+
+def test_a_grid_has_a_directory_for_each_condition(tmp_path, cache, capsys):
+    grid = ["--precision=bf16,fp32", "--sampler=greedy,top_k", "--num_problems=1", "--gate=off", "--regime=aligned"]
+    run_in_process(*SMALL, cache, f"--out={tmp_path}", *grid)
+    shown = capsys.readouterr().out
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [f"test-gemma2-{p}-{s}" for p in ("bf16", "fp32") for s in ("greedy", "top_k")]
+    for name in names:
+        assert f"report: {tmp_path / name / 'report.md'}" in shown
+        run, (sample,) = read_run(tmp_path / name)
+        assert (
+            f"--model=test-gemma2\n--checkpoint=random:0\n--precision={name.split('-')[2]}"
+            in (tmp_path / name / "run.flags").read_text()
+        )
+        assert sample["shapes"]["tile"] == run["config"]["decoding"]["tile"] == 8
+        assert all(sample["teacher_forced"]["bit_equal"])
+        assert "gate" not in run["sessions"][0]
+    assert shown.count("gate off: nothing rules out a bug of the cache") == 4
 
 
 def test_run_flags_replay_and_do_nothing_twice(finished):
@@ -120,7 +143,15 @@ MISTAKES = {
     "prompt too long": (["--max_new_tokens=600"], "exceed the context of 512"),
     "missing data": (["--data=nowhere.jsonl"], "nowhere.jsonl"),
     "missing checkpoint": (["--checkpoint=./nowhere"], "does not exist"),
-    "no model": (["--model=", "--checkpoint="], "--model"),
+    "random weights of nothing": (["--model=", "--checkpoint=random:0"], "name a model"),
+    "twice the same": (["--precision=fp16,fp16"], "names a value twice"),
+    "one typo of two": (["--precision=fp16,fp23"], "did you mean 'fp32'"),
+    "unknown regime": (["--regime=algned"], "did you mean 'aligned'"),
+    "unknown gate": (["--gate=of"], "did you mean 'off'"),
+    "unknown uncached": (["--uncached=drafts"], "did you mean 'draft'"),
+    "no tile": (["--tile=0"], "must be at least 1"),
+    "less than none": (["--stepwise_problems=-1"], "must not be negative"),
+    "aligned lengths": (["--regime=aligned", "--uncached_length=bucket:64"], "use padded"),
     "seed too large": (["--seed=3000000000"], "must fit 32 bits"),
 }
 
@@ -138,7 +169,7 @@ def test_an_empty_flag_is_an_unset_one():
     flags.FLAGS.unparse_flags()
     flags.FLAGS(["launch", "--padding=", "--sampler=", "--compilation_cache=", "--model=", "--seed=4"])
     settings = launch._settings()
-    assert (settings["padding"], settings["sampler"], settings["model"]) == ("equal", "greedy", None)
+    assert (settings["padding"], settings["sampler"], settings["model"]) == ("equal", ["greedy"], ["tiny-gemma2"])
     assert settings["compilation_cache"] == launch.FLAGS["compilation_cache"].default
     assert settings["seed"] == 4
 

@@ -16,7 +16,8 @@ import transformers
 from jaxkv.checkpoints import load
 from jaxkv.checkpoints.checkpoint import Checkpoint
 from jaxkv.config import make_precision
-from jaxkv.decode import Arms, make_layout, make_rows, run_cached
+from jaxkv.decode import Arms, make_layout, make_rows
+from jaxkv.generate import run_cached
 from jaxkv.tasks.gsm8k import PromptSpec, build_prompt, choose_shots, load_problems
 
 VARIABLES = {

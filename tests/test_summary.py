@@ -16,6 +16,7 @@ from jaxkv.analysis.format import format_number, format_percent, format_share
 from jaxkv.analysis.report import render_markdown, render_table, write_report
 from jaxkv.analysis.summary import clustered_share, share, summarize
 from jaxkv.errors import UserError
+from jaxkv.schemas import CONTROLS
 
 CONFIG = {
     "model": {"name": "tiny-llama2", "layers": 2},
@@ -186,7 +187,7 @@ def test_missing_parts_render_as_missing():
     sample = build(1)
     sample["controls"]["cached_rerun"] = None
     assert text != (text := render_markdown(summarize([sample], RUN), RUN))
-    assert text.count("**Not run here, so not ruled out.**") == 3
+    assert text.count("**Not run here, so not ruled out.**") == len(CONTROLS)
 
 
 def test_effective_sampling_is_shown_and_no_divergence_is_derived_from_it():

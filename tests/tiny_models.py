@@ -17,16 +17,8 @@ from jaxkv.checkpoints import load
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.checkpoints.hf_config import transformers_config
 from jaxkv.config import make_precision
-from jaxkv.decode import (
-    COMPILER_OPTIONS,
-    Arms,
-    Layout,
-    Rows,
-    run_cached,
-    run_uncached,
-    slot_positions,
-    start_rollout,
-)
+from jaxkv.decode import COMPILER_OPTIONS, Arms, Layout, Rows, slot_positions, start_rollout
+from jaxkv.generate import run_cached, run_uncached
 from jaxkv.models.decoder import abstract_decoder
 from jaxkv.models.families import get_preset
 from jaxkv.models.layers import no_hook

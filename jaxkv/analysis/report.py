@@ -33,6 +33,7 @@ LABELS = {
     "cached_rerun": "cached again",
     "uncached_rerun": "uncached again",
     "uncached_other_length": "uncached padded otherwise",
+    "uncached_stepwise": "uncached by brute force",
 }
 RULES_OUT = {
     "cached_rerun": "the cached arm differing from itself between runs (atomics, another kernel picked)",
@@ -40,6 +41,7 @@ RULES_OUT = {
     "uncached_other_length": "if it differs, the cache as the only cause: no cache is involved, only another padded"
     " length. If it does not, a shape as the cause is not ruled out: both forwards are long and may share a kernel that"
     " one row a step does not use",
+    "uncached_stepwise": "a flaw of draft and check: every step is recomputed by itself",
 }
 Summary = Mapping[str, Any]
 
@@ -47,6 +49,16 @@ Summary = Mapping[str, Any]
 def _comparisons(summary: Summary) -> list[tuple[str, Mapping[str, Any]]]:
     rows = [(MAIN, summary["teacher_forced"])] + [(LABELS[n], c) for n, c in summary["controls"].items()]
     return [(label, comparison) for label, comparison in rows if comparison is not None]
+
+
+def describe_gate(gate: Mapping[str, Any] | None) -> str:
+    """What the gate found, or that it was off."""
+    if gate is None:
+        return "off: nothing rules out a bug of the cache"
+    return (
+        f"passed: aligned arms bit-equal at {gate['steps']} of {gate['steps']} steps of {gate['problems']} problems "
+        f"(tile {gate['tile']})"
+    )
 
 
 def describe_sampling(sampling: Mapping[str, Any]) -> str:
@@ -83,6 +95,7 @@ def render_table(summary: Summary) -> Table:
     outer.add_column(overflow="fold")
     sampling = "; ".join(describe_sampling(s) for s in summary["sampling"])
     _add_row(outer, f"{problems['ok']} of {problems['total']} problems valid; {sampling or 'no samples'}")
+    _add_row(outer, f"gate {describe_gate(summary['gate'])}")
     if missing := _describe_missing(summary):
         _add_row(outer, missing)
     if problems["invalid"]:
@@ -224,6 +237,8 @@ def _what_was_run(summary: Summary, run: Mapping[str, Any]) -> list[str]:
         ("device", _inline(_lookup(run, "device"))),
         *((f"{name} (shape)", _range(shapes[name])) for name in ("batch", "prefill", "slots", "left_pad")),
         ("uncached arm", ", ".join(shapes["uncached"]) or "none"),
+        ("regime", ", ".join(shapes["regime"])),
+        ("gate", describe_gate(summary["gate"])),
         ("prompt tokens", _range(shapes["prompt_tokens"])),
         ("sampling", "; ".join(f"{describe_sampling(s)} ({s['samples']} samples)" for s in summary["sampling"])),
         ("data", _inline(_lookup(run, "data"))),

@@ -54,6 +54,7 @@ def summarize(records: Sequence[Record], run: Mapping[str, Any]) -> dict[str, An
         },
         "invalid": _group_invalid([s for s in samples if s["status"] == "invalid"]),
         "headroom": _find_headroom(samples),
+        "gate": _find_gate(run),
         "sampling": _count_distinct([s["sampling"] for s in samples]),
         "shapes": _describe_shapes(samples),
     }
@@ -64,6 +65,11 @@ def summarize(records: Sequence[Record], run: Mapping[str, Any]) -> dict[str, An
     summary["free_running"] = _summarize_free_running(valid, summary["teacher_forced"])
     summary["accuracy"] = {scorer: _summarize_accuracy(valid, scorer) for scorer in SCORERS}
     return summary
+
+
+def _find_gate(run: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What the gate said in the first session that ran one; None if samples were made without."""
+    return next((session["gate"] for session in run.get("sessions", []) if "gate" in session), None)
 
 
 def share(count: int, total: int) -> dict[str, Any] | None:
@@ -260,4 +266,6 @@ def _describe_shapes(samples: Sequence[Record]) -> dict[str, Any]:
     prompts = [s["prompt_tokens"] for s in samples]
     described["prompt_tokens"] = [min(prompts), max(prompts)] if prompts else None
     described["uncached"] = sorted({s["shapes"]["uncached"] for s in samples})
+    tiles = {s["shapes"]["tile"] for s in samples}
+    described["regime"] = sorted("plain" if tile is None else f"aligned, tile {tile}" for tile in tiles)
     return described

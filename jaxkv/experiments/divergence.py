@@ -4,7 +4,8 @@ The cached arm runs freely. The uncached arm then follows its tokens (teacher-fo
 of compounding, and runs freely from its own first disagreement. On some problems three controls run beside them: each
 arm against itself (rules out that a program is not deterministic) and the uncached arm against itself at another padded
 length. A difference in the last shows that a shape alone, without a cache, changes the numbers. None there does not
-show the contrary: two long forwards may share a kernel that one row a step does not use.
+show the contrary: two long forwards may share a kernel that one row a step does not use. On some problems the uncached
+arm is also stepped by brute force and compared with its draft-and-check form.
 """
 
 import dataclasses
@@ -21,19 +22,16 @@ from flax import nnx
 from jaxkv.analysis.metrics import free_running
 from jaxkv.audit import Finding, audit_rows
 from jaxkv.compare import compare_logits
-from jaxkv.decode import (
-    Arms,
-    Layout,
-    Rollout,
-    Rows,
+from jaxkv.decode import Arms, Layout, Rollout, Rows, make_layout, make_rows, round_up, start_rollout
+from jaxkv.generate import (
     first_disagreement,
     force,
-    free_after_forced,
-    make_layout,
-    make_rows,
+    free_by_drafts,
+    free_stepwise,
     run_cached,
+    run_cached_keeping,
+    run_forced,
     run_uncached,
-    start_rollout,
     uncached_lengths,
 )
 
@@ -78,6 +76,8 @@ class DivergenceSpec:
       bucket: prompts are padded to a multiple of this many rows in the prefill, and the arms' buffers with them.
       uncached_length: 'padded' or 'bucket:M' (decode.uncached_lengths).
       control_problems: the controls run on this many of the first batches' problems, at least one batch if above 0.
+      uncached: 'draft' has the uncached arm by draft and check, 'stepwise' by recomputing the prefix at every step.
+      stepwise_problems: with 'draft', brute force runs beside it on this many problems, as with control_problems.
     """
 
     new_tokens: int
@@ -87,6 +87,8 @@ class DivergenceSpec:
     bucket: int = 64
     uncached_length: str = "padded"
     control_problems: int = 8
+    uncached: str = "draft"
+    stepwise_problems: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +97,7 @@ class Batch:
 
     items: tuple[Item, ...]
     controls: bool
+    stepwise: bool
 
 
 def plan_batches(items: Sequence[Item], spec: DivergenceSpec) -> list[Batch]:
@@ -110,33 +113,49 @@ def plan_batches(items: Sequence[Item], spec: DivergenceSpec) -> list[Batch]:
     chunks.sort(key=lambda chunk: items.index(chunk[0]))
     batches, seen = [], 0
     for chunk in chunks:
-        batches.append(Batch(tuple(chunk), controls=seen < spec.control_problems))
+        brute = spec.uncached == "draft" and seen < spec.stepwise_problems
+        batches.append(Batch(tuple(chunk), controls=seen < spec.control_problems, stepwise=brute))
         seen += len(chunk)
     return batches
 
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """All rollouts of one batch. The controls are None where they were not asked for."""
+    """All rollouts of one batch. The controls are None where they were not asked for.
+
+    Attributes:
+      cached: the cached arm, free.
+      forced: the uncached arm along its tokens.
+      free: the uncached arm on its own.
+      drafts: drafts that `free` took beyond the first.
+      cached_again: `cached` again.
+      forced_again: `forced` again.
+      forced_longer: `forced` at another padded length.
+      stepwise: `free` by brute force.
+      seconds: wall time by name.
+    """
 
     cached: Rollout
     forced: Rollout
     free: Rollout
+    drafts: int
     cached_again: Rollout | None
     forced_again: Rollout | None
     forced_longer: Rollout | None
+    stepwise: Rollout | None
     seconds: dict[str, float]
 
 
-def control_length(layout: Layout, spec: DivergenceSpec) -> int:
+def control_length(layout: Layout, spec: DivergenceSpec, tile: int | None = None) -> int:
     """Rows of the uncached arm in `uncached_other_length`: more than it has at any step of the run itself."""
-    return max(layout.slots, uncached_lengths(spec.uncached_length, layout)[-1][0]) + spec.bucket
+    longest = max(layout.slots, uncached_lengths(spec.uncached_length, layout)[-1][0])
+    return round_up(longest + spec.bucket, tile or 1)
 
 
 def run_arms(
-    arms: Arms, state: nnx.State, tokens: np.ndarray, rows: Rows, layout: Layout, spec: DivergenceSpec, controls: bool
+    arms: Arms, state: nnx.State, tokens: np.ndarray, rows: Rows, layout: Layout, spec: DivergenceSpec, batch: Batch
 ) -> Runs:
-    """Runs both arms, and the controls if asked, on one batch."""
+    """Runs both arms, and the controls that the batch asks for."""
     seconds: dict[str, float] = {}
 
     def timed(name, function, *args):
@@ -145,26 +164,33 @@ def run_arms(
         seconds[name] = time.perf_counter() - begin
         return result
 
-    def forced_run(length: str) -> Rollout:
-        start = start_rollout(arms, np.asarray(cached.tokens), forced_rows, layout)
-        return run_uncached(arms, state, start, forced_rows, layout, length)
+    stepwise = spec.uncached == "stepwise"
 
-    cached = timed("cached", run_cached, arms, state, tokens, rows, layout)
-    forced_rows = force(rows, cached)
-    forced = timed("uncached_forced", forced_run, spec.uncached_length)
-    free = timed("uncached_free", free_after_forced, arms, state, forced, rows, layout, spec.uncached_length)
-    if not controls:
-        return Runs(cached, forced, free, None, None, None, seconds)
-    longer = f"bucket:{control_length(layout, spec)}"
-    return Runs(
-        cached,
-        forced,
-        free,
-        timed("control_cached", run_cached, arms, state, np.asarray(cached.tokens), forced_rows, layout),
-        timed("control_uncached", forced_run, spec.uncached_length),
-        timed("control_length", forced_run, longer),
-        seconds,
-    )
+    def forced_run(length: str = spec.uncached_length) -> Rollout:
+        return run_forced(arms, state, cached, rows, layout, length, stepwise)
+
+    def free_run() -> tuple[Rollout, int]:
+        if stepwise:
+            return free_stepwise(arms, state, forced, rows, layout, spec.uncached_length), 0
+        return free_by_drafts(arms, state, forced, cache, rows, layout, spec.uncached_length)
+
+    def brute_force() -> Rollout:
+        return run_uncached(arms, state, start_rollout(arms, tokens, rows, layout), rows, layout, spec.uncached_length)
+
+    cached, cache = timed("cached", run_cached_keeping, arms, state, tokens, rows, layout)
+    forced = timed("uncached_forced", forced_run)
+    free, drafts = timed("uncached_free", free_run)
+    again: dict[str, Rollout | None] = dict.fromkeys(("cached_again", "forced_again", "forced_longer", "stepwise"))
+    if batch.controls:
+        longer = f"bucket:{control_length(layout, spec, arms.tile)}"
+        again["cached_again"] = timed(
+            "control_cached", run_cached, arms, state, np.asarray(cached.tokens), force(rows, cached), layout
+        )
+        again["forced_again"] = timed("control_uncached", forced_run)
+        again["forced_longer"] = timed("control_length", forced_run, longer)
+    if batch.stepwise:
+        again["stepwise"] = timed("uncached_stepwise", brute_force)
+    return Runs(cached, forced, free, drafts, seconds=seconds, **again)
 
 
 def _arm_record(tokens: list[int], broke: bool, stop_ids, tokenizer, scoring: Scoring, gold: str) -> dict[str, Any]:
@@ -186,6 +212,7 @@ def _fault(finding: Finding, free: Finding, runs: Runs, row: int, first: int, pr
         ("uncached (other length)", runs.forced_longer),
         ("cached (again)", runs.cached_again),
         ("uncached (again)", runs.forced_again),
+        ("uncached (stepwise)", runs.stepwise),
     ]
     for arm, run, audit in [(arm, run, finding) for arm, run in along_cached] + [("uncached (free)", runs.free, free)]:
         step = -1 if run is None else int(run.nonfinite_step[row])
@@ -210,8 +237,9 @@ def make_record(
 
     fault = _fault(finding, free, runs, row, first, prompt)
     steps = int(runs.cached.lengths[row])
+    brute_steps = 0 if runs.stepwise is None else int(min(runs.stepwise.lengths[row], runs.free.lengths[row]))
 
-    def against_cached(reference: Rollout | None, other: Rollout | None) -> dict[str, list] | None:
+    def compare(reference: Rollout | None, other: Rollout | None, steps: int = steps) -> dict[str, list] | None:
         if fault or reference is None or other is None:
             return None
         return compare_logits(reference.logits[row], other.logits[row], steps)
@@ -232,18 +260,21 @@ def make_record(
             "slots": layout.slots,
             "uncached": spec.uncached_length,
             "left_pad": first,
+            "tile": arms.tile,
         },
         "sampling": arms.sampler.to_json() | {"seed": spec.seed},
         "status": "invalid" if fault else "ok",
         "invalid": fault,
         "headroom": finding.headroom,
         "arms": arm_records,
-        "teacher_forced": against_cached(runs.forced, runs.cached),
+        "teacher_forced": compare(runs.forced, runs.cached),
         "free_running": None if fault else free_running(tokens["uncached"], tokens["cached"]),
         "controls": {
-            "cached_rerun": against_cached(runs.cached_again, runs.cached),
-            "uncached_rerun": against_cached(runs.forced_again, runs.forced),
-            "uncached_other_length": against_cached(runs.forced_longer, runs.forced),
+            "cached_rerun": compare(runs.cached_again, runs.cached),
+            "uncached_rerun": compare(runs.forced_again, runs.forced),
+            "uncached_other_length": compare(runs.forced_longer, runs.forced),
+            # Equal bits at every step are equal tokens, up to the stop token.
+            "uncached_stepwise": compare(runs.stepwise, runs.free, brute_steps),
         },
         "label_change": scoring.label_change(arm_records["uncached"]["text"], arm_records["cached"]["text"], item.gold),
     }
@@ -279,9 +310,9 @@ def run_divergence(
             continue
         filled = [*batch.items, *[batch.items[-1]] * (width - len(batch.items))]
         prompts = [list(item.prompt) for item in filled]
-        layout = make_layout(prompts, spec.new_tokens, spec.bucket, arms.config)
+        layout = make_layout(prompts, spec.new_tokens, spec.bucket, arms.config, arms.tile)
         tokens, rows = make_rows(prompts, [item.problem for item in filled], spec.seed, layout)
-        runs = run_arms(arms, state, tokens, rows, layout, spec, batch.controls)
+        runs = run_arms(arms, state, tokens, rows, layout, spec, batch)
         findings = free_findings = audit_rows(arms, state, runs.cached, rows)
         if np.any(first_disagreement(runs.forced, layout.prompt) < np.asarray(runs.forced.lengths)):
             free_findings = audit_rows(arms, state, runs.free, rows)  # tokens that the other arm never took
@@ -294,4 +325,5 @@ def run_divergence(
         ]
         steps = {"cached": int(jnp.sum(runs.cached.lengths)), "uncached_forced": int(jnp.sum(runs.forced.lengths))}
         timing = {"problems": [item.problem for item in batch.items], "seconds": runs.seconds, "tokens": steps}
+        timing["drafts"] = runs.drafts
         yield records, timing

@@ -13,8 +13,9 @@ from jaxkv.config import make_precision
 from jaxkv.decode import COMPILER_OPTIONS, Arms, start_rollout
 
 PLATFORMS = ("cpu", "cuda", "tpu")
-PROGRAMS = ("prefill", "cached_loop", "uncached_loop", "audit_pass")
+PROGRAMS = ("prefill", "cached_loop", "tile_loop", "audit_pass")
 INT = jax.ShapeDtypeStruct((), jnp.int32)
+FLAG = jax.ShapeDtypeStruct((), jnp.bool)
 
 
 def abstract_arguments(arms, program):
@@ -29,7 +30,7 @@ def abstract_arguments(arms, program):
     return {
         "prefill": ((state, prompt, rows, cache), {}),
         "cached_loop": ((state, logits, run, rows, INT, cache), {}),
-        "uncached_loop": ((state, run, rows, INT), {"padded": layout.slots}),
+        "tile_loop": ((state, run, rows, INT, cache, FLAG, FLAG), {"tile": layout.slots // 2}),
         "audit_pass": ((state, run.tokens, rows.first, rows.limit), {}),
     }[program]
 
@@ -65,12 +66,12 @@ def test_fp64_exports():
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_samplers_export(sampler):
-    check_exports(small_arms("mistral", "fp16", sampler, STOP_IDS, "cuda"), ("cached_loop", "uncached_loop"))
+    check_exports(small_arms("mistral", "fp16", sampler, STOP_IDS, "cuda"), ("cached_loop", "tile_loop"))
 
 
 def test_rollouts_without_logits_export():
     arms = Arms(small_config(), make_precision("bf16"), keep_logits=False, backend="tpu")
-    check_exports(arms, ("cached_loop", "uncached_loop"))
+    check_exports(arms, ("cached_loop", "tile_loop"))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])

@@ -1,0 +1,253 @@
+"""Generation with either arm, from the host: the programs of `decode.py` put together.
+
+The uncached arm's step-by-step form runs the whole prefix at every step. Its check form gets the same logits, bit for
+bit, from one pass over tokens that are given, since rows do not see what follows them and both forms are one
+executable. A free uncached generation is therefore had by draft and check: the cached arm drafts, a pass checks,
+the agreeing prefix and the uncached arm's own token after it are kept, and the rest is drafted again.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxkv.cache import EMPTY, KVCache, empty_cache
+from jaxkv.decode import PAD_ID, Arms, Layout, Rollout, Rows, round_up, start_rollout
+from jaxkv.errors import UserError
+
+
+def run_cached(arms: Arms, state: nnx.State, tokens: np.ndarray, rows: Rows, layout: Layout) -> Rollout:
+    """The cached arm, free-running or forced as `rows` says."""
+    return run_cached_keeping(arms, state, tokens, rows, layout)[0]
+
+
+def run_cached_keeping(
+    arms: Arms, state: nnx.State, tokens: np.ndarray, rows: Rows, layout: Layout
+) -> tuple[Rollout, KVCache]:
+    """`run_cached`, and the cache it ends with."""
+    cache = empty_cache(arms.config, arms.precision, layout.batch, layout.slots)
+    run = start_rollout(arms, tokens, rows, layout)
+    logits = None
+    if arms.tile is None:
+        logits, cache = arms.prefill(state, jnp.asarray(tokens[:, : layout.prefill]), rows, cache)
+    return _step_cached(arms, state, logits, run, rows, layout, cache)
+
+
+def _step_cached(arms, state, logits, run: Rollout, rows: Rows, layout: Layout, cache: KVCache):
+    end = layout.prompt + layout.new_tokens
+    if arms.tile is None:
+        return arms.cached_loop(state, logits, run, rows, end, cache)
+    return arms.tile_loop(state, run, rows, end, cache, False, False, tile=arms.tile)
+
+
+def uncached_lengths(uncached_length: str, layout: Layout) -> list[tuple[int, int]]:
+    """The padded lengths of the uncached arm: (rows, end slot) segments in order.
+
+    Args:
+      uncached_length: 'padded' for layout.slots rows at every step, or 'bucket:M' for the prefix rounded up to M.
+      layout: of the batch.
+
+    Raises:
+      UserError: neither form.
+    """
+    end = layout.prompt + layout.new_tokens
+    if uncached_length == "padded":
+        return [(layout.slots, end)]
+    kind, _, size = uncached_length.partition(":")
+    if kind != "bucket" or not size.isdecimal() or not int(size):
+        raise UserError(
+            f"--uncached_length={uncached_length} is not understood; use padded or bucket:M, e.g. bucket:64"
+        )
+    step = int(size)
+    rows = range(round_up(layout.prompt, step), round_up(end - 1, step) + 1, step)
+    return [(r, min(r + 1, end)) for r in rows]
+
+
+def run_uncached(
+    arms: Arms,
+    state: nnx.State,
+    run: Rollout,
+    rows: Rows,
+    layout: Layout,
+    uncached_length: str = "padded",
+    check: bool = False,
+) -> Rollout:
+    """Takes the uncached arm from where `run` stands to its end. `run` is donated.
+
+    Args:
+      arms: programs.
+      state: weights.
+      run: where to start.
+      rows: of the batch; with `check` all forced.
+      layout: of the batch.
+      uncached_length: see `uncached_lengths`.
+      check: one pass over the given tokens instead of one for each step. What follows a row may be given to it as
+        NaN times zero: a rollout with a `nonfinite_step` is not to be trusted, `run_forced` steps through it instead.
+    """
+    segments = uncached_lengths(uncached_length, layout)
+    # Widened once, for the longest: a forced run and a free one then share their programs at every length.
+    missing = max(0, segments[-1][0] - run.tokens.shape[1])
+    run = dataclasses.replace(run, tokens=jnp.pad(run.tokens, ((0, 0), (0, missing))))
+    for padded, end in segments:
+        cache = empty_cache(arms.config, arms.precision, layout.batch, padded)
+        tile = padded if arms.tile is None else arms.tile
+        run, _ = arms.tile_loop(state, run, rows, end, cache, not check, check, tile=tile)
+    return run
+
+
+def force(rows: Rows, reference: Rollout) -> Rows:
+    """Rows that follow the reference's tokens for as long as it went."""
+    return dataclasses.replace(rows, forced_until=rows.limit, limit=rows.prompt + reference.lengths)
+
+
+def run_forced(
+    arms: Arms,
+    state: nnx.State,
+    reference: Rollout,
+    rows: Rows,
+    layout: Layout,
+    uncached_length: str = "padded",
+    stepwise: bool = False,
+) -> Rollout:
+    """The uncached arm along another rollout's tokens: in one pass, or step by step if asked or if numbers break."""
+    forced, tokens = force(rows, reference), np.asarray(reference.tokens)
+    if not stepwise:
+        run = start_rollout(arms, tokens, forced, layout)
+        run = run_uncached(arms, state, run, forced, layout, uncached_length, check=True)
+        if not np.any(np.asarray(run.nonfinite_step) >= 0):
+            return run
+    return run_uncached(arms, state, start_rollout(arms, tokens, forced, layout), forced, layout, uncached_length)
+
+
+def first_disagreement(forced: Rollout, prompt: int) -> np.ndarray:
+    """[B] the first step whose choice is not the token that was forced; the row's length if there is none."""
+    n = forced.choices.shape[1]
+    lengths = np.asarray(forced.lengths)[:, None]
+    tokens = np.asarray(forced.tokens)[:, prompt : prompt + n]
+    differs = (np.asarray(forced.choices) != tokens) & (np.arange(n) < lengths)
+    return np.where(differs.any(1), differs.argmax(1), lengths[:, 0])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prefix:
+    """What a forced uncached run has settled: each row's tokens up to its first disagreement and the choice at it.
+
+    Attributes:
+      tokens: [B, S], S the layout's slots.
+      taken: [B] tokens settled.
+      ended: [B] whether that is all of the row.
+      broke: [B] the row's nonfinite_step if it lies in the settled part, else -1.
+    """
+
+    tokens: np.ndarray
+    taken: np.ndarray
+    ended: np.ndarray
+    broke: np.ndarray
+
+    def start(self, arms: Arms, rows: Rows, layout: Layout, slot: int) -> tuple[Rollout, Rows]:
+        """A rollout at `slot`, the settled part after it forced."""
+        run = start_rollout(arms, self.tokens, rows, layout)
+        run = dataclasses.replace(
+            run,
+            slot=jnp.asarray(slot, jnp.int32),
+            lengths=jnp.asarray(np.where(self.ended, self.taken, slot - layout.prompt), jnp.int32),
+            ended=jnp.asarray(self.ended),
+            nonfinite_step=jnp.asarray(self.broke, jnp.int32),
+        )
+        return run, dataclasses.replace(rows, forced_until=jnp.asarray(layout.prompt + self.taken, jnp.int32))
+
+    def restore(self, run: Rollout) -> Rollout:
+        """The rollout with the tokens of rows that had ended: steps that others took have padded them."""
+        tokens = run.tokens[:, : self.tokens.shape[1]]
+        return dataclasses.replace(run, tokens=jnp.where(self.ended[:, None], self.tokens, tokens))
+
+
+def _settle(arms: Arms, forced: Rollout, rows: Rows, layout: Layout) -> _Prefix:
+    prompt = layout.prompt
+    agreed = first_disagreement(forced, prompt)
+    tokens, choices = np.array(forced.tokens)[:, : layout.slots], np.asarray(forced.choices)
+    disagrees = agreed < np.asarray(forced.lengths)
+    own = choices[np.arange(len(agreed)), np.minimum(agreed, layout.new_tokens - 1)]
+    taken = agreed + disagrees
+    for row, step in enumerate(agreed):
+        tokens[row, prompt + taken[row] :] = PAD_ID
+        if disagrees[row]:
+            tokens[row, prompt + step] = own[row]
+    stopped = np.isin(tokens[np.arange(len(taken)), prompt + taken - 1], arms.stop_ids) & (taken > 0)
+    ended = np.where(disagrees, stopped | (prompt + taken >= np.asarray(rows.limit)), True)
+    return _Prefix(tokens, taken, ended, np.where(disagrees, -1, np.asarray(forced.nonfinite_step)))
+
+
+def free_stepwise(
+    arms: Arms, state: nnx.State, forced: Rollout, rows: Rows, layout: Layout, uncached_length: str = "padded"
+) -> Rollout:
+    """The uncached arm's own free run, stepped on from its forced run along another arm's tokens.
+
+    Up to its first disagreement a forced row has made the very computation of a free one. The free run therefore takes
+    over the forced tokens up to there and the arm's own choice at it, and is stepped from the next slot on; the result
+    is the same as stepping from the prompt (tests/test_generate.py), for a fraction of the work.
+
+    Args:
+      arms: as in the forced run.
+      state: weights.
+      forced: the finished forced run.
+      rows: the rows as they were before forcing.
+      layout: of the batch.
+      uncached_length: as in the forced run.
+
+    Returns:
+      A Rollout without logits before the take-over.
+    """
+    prefix = _settle(arms, forced, rows, layout)
+    begin = int(min(prefix.taken[~prefix.ended], default=layout.new_tokens))
+    run, keep = prefix.start(arms, rows, layout, layout.prompt + begin)
+    if prefix.ended.all():
+        return run
+    return prefix.restore(run_uncached(arms, state, run, keep, layout, uncached_length))
+
+
+def free_by_drafts(
+    arms: Arms,
+    state: nnx.State,
+    forced: Rollout,
+    cache: KVCache,
+    rows: Rows,
+    layout: Layout,
+    uncached_length: str = "padded",
+) -> tuple[Rollout, int]:
+    """The uncached arm's own free run by draft and check; the tokens and logits are those of stepping.
+
+    Args:
+      arms: as in the forced run.
+      state: weights.
+      forced: the uncached run along the cached arm's tokens, the first draft.
+      cache: what the cached arm ended with; drafts go on from it. Donated.
+      rows: the rows as they were before forcing.
+      layout: of the batch.
+      uncached_length: as in the forced run.
+
+    Returns:
+      The Rollout, with all its logits, and how many drafts it took beyond the first.
+    """
+    run, drafts = forced, 0
+    while True:
+        prefix = _settle(arms, run, rows, layout)
+        if np.all(first_disagreement(run, layout.prompt) == np.asarray(run.lengths)):
+            return run, drafts
+        if prefix.ended.all():  # the own choice ended every row that disagreed
+            draft = dataclasses.replace(
+                run, tokens=jnp.asarray(prefix.tokens), lengths=jnp.asarray(prefix.taken, jnp.int32)
+            )
+        else:
+            # From the slot before the first open one: its token is settled, so no logits are needed for it.
+            slot = layout.prompt + int(min(prefix.taken[~prefix.ended])) - 1
+            start, keep = prefix.start(arms, rows, layout, slot)
+            cache = dataclasses.replace(cache, positions=cache.positions.at[:, slot:].set(EMPTY))
+            nothing = jnp.zeros((layout.batch, arms.config.vocab_size), arms.precision.logits)
+            draft, cache = _step_cached(arms, state, nothing, start, keep, layout, cache)
+            draft = prefix.restore(draft)
+            if np.any(np.asarray(draft.nonfinite_step)[~prefix.ended] >= 0):
+                return free_stepwise(arms, state, forced, rows, layout, uncached_length), drafts
+        run = run_forced(arms, state, draft, rows, layout, uncached_length)
+        drafts += 1

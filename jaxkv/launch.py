@@ -71,7 +71,9 @@ _DEFINED = [
 
 def _settings() -> dict[str, Any]:
     """The flags, with what depends on other flags filled in."""
-    values = {holder.name: holder.value if holder.value not in ("", []) else holder.default for holder in _DEFINED}
+    values: dict[str, Any] = {
+        holder.name: holder.default if holder.value in ("", []) else holder.value for holder in _DEFINED
+    }
     if not values["model"] and values["checkpoint"] is None:
         values["model"] = ["tiny-gemma2"]
     if values["task"] is None:

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import SAMPLERS, make_prompts, same_bits, set_up, small_arms, small_state, step_uncached, taken
 
-from jaxkv.generate import run_cached
 from jaxkv.errors import UserError
+from jaxkv.generate import run_cached
 from jaxkv.sampling import KINDS, Sampler, _kept, choose, gumbel_noise, make_sampler
 
 V = 37

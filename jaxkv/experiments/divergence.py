@@ -324,6 +324,6 @@ def run_divergence(
             if item.problem not in done
         ]
         steps = {"cached": int(jnp.sum(runs.cached.lengths)), "uncached_forced": int(jnp.sum(runs.forced.lengths))}
-        timing = {"problems": [item.problem for item in batch.items], "seconds": runs.seconds, "tokens": steps}
-        timing["drafts"] = runs.drafts
+        problems = [item.problem for item in batch.items]
+        timing = {"problems": problems, "seconds": runs.seconds, "tokens": steps, "drafts": runs.drafts}
         yield records, timing

@@ -32,7 +32,7 @@ def draw(summary: dict[str, Any], path: pathlib.Path) -> None:
     import matplotlib
 
     matplotlib.use("agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
     steps, losses = zip(*summary["loss"], strict=True)
@@ -48,7 +48,9 @@ def draw(summary: dict[str, Any], path: pathlib.Path) -> None:
         label="held-out answers",
     )
     left.set(xlabel="step", ylabel="loss, nats a token", yscale="log", title="Loss")
+    left.yaxis.set_minor_locator(ticker.LogLocator(subs=(2, 5)))
     left.yaxis.set_major_formatter("{x:g}")
+    left.yaxis.set_minor_formatter("{x:g}")
     left.legend(frameon=False)
     margins = summary["margins"]
     edges, counts = margins["histogram"]["edges"], margins["histogram"]["counts"]

@@ -1,0 +1,285 @@
+"""Exported directories: transformers computes our logits from them, and we read back the same bits."""
+
+import dataclasses
+import json
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from test_checkpoints_gguf import write_gguf
+from tiny_models import FAMILIES, TEXT, load_torch, make_text, run_whole, torch_logits
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers, processors
+
+from jaxkv.checkpoints import ByteTokenizer, Tokenizer, export, load, orbax
+from jaxkv.checkpoints.fill import flat_paths, with_leaves
+from jaxkv.checkpoints.hf_config import transformers_config
+from jaxkv.config import make_precision
+from jaxkv.errors import UserError
+from jaxkv.models.families import PRESETS, get_preset, parse_config
+
+# That of tests/test_parity.py, for the same sums.
+TOLERANCE = 2e-5
+TEXTS = ["", " ", "Of the 12 cafés,\n  which?  345.6", "I'll\t\r\n\x00\x7f", "中文 \U0001f642 e\u0301\ufeff"]
+TEXTS += [" " * 40 + "x"]
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['content'] }} {% endfor %}"
+
+
+def make_random(preset="test-gemma2", precision="fp32", **changes):
+    """A checkpoint of random weights, norms included."""
+    config = dataclasses.replace(get_preset(preset), **changes)
+    checkpoint = load("random:1", precision=make_precision(precision), config=config)
+    rng = np.random.default_rng(2)
+    leaves = {
+        path: (leaf[...] + 0.1 * rng.normal(size=leaf.shape)).astype(leaf[...].dtype)
+        for path, leaf in flat_paths(checkpoint.state).items()
+    }
+    return dataclasses.replace(checkpoint, state=with_leaves(checkpoint.state, leaves))
+
+
+def with_tokenizer(checkpoint, tokenizer, **generation):
+    return dataclasses.replace(checkpoint, tokenizer=tokenizer, generation=generation)
+
+
+def weights(checkpoint):
+    """Dtype, shape and bytes of each parameter."""
+    arrays = {path: np.asarray(leaf[...]) for path, leaf in flat_paths(checkpoint.state).items()}
+    return {path: (array.dtype, array.shape, array.tobytes()) for path, array in arrays.items()}
+
+
+def stored(path):
+    """Dtype, shape and bytes of each tensor in a file, as the safetensors library reads it."""
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return {name: (t.dtype, tuple(t.shape), t.view(torch.uint8).numpy().tobytes()) for name, t in tensors.items()}
+
+
+def make_words(*, adds_bos=True, kind=transformers.PreTrainedTokenizerFast):
+    """A tokenizer of seven words."""
+    words = ["<unk>", "<s>", "</s>", "hello", "world", "go", "<end>"]
+    backend = Backend(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if adds_bos:
+        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    hf = kind(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    hf.chat_template = TEMPLATE
+    return hf
+
+
+@pytest.mark.parametrize("heads", ["mha", "gqa"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_computes_our_logits(tiny, tmp_path, family, heads):
+    """Four windows of text; the file is, tensor by tensor, what transformers itself would have saved."""
+    checkpoint = tiny.checkpoint(family, heads)
+    export.export(checkpoint, str(tmp_path / "dest"), dtype="fp32")
+    text = make_text(checkpoint.config)[:, :TEXT]
+    ours = np.asarray(run_whole(checkpoint.config, make_precision("fp32"), checkpoint.state, text)[0])
+    model = load_torch(tmp_path / "dest")
+    theirs = torch_logits(model, text, [0, 0])
+    difference = np.abs(ours - theirs).max()
+    print(f"{family} {heads}: {difference:.2g}")
+    assert np.abs(theirs).max() > 1
+    assert difference < TOLERANCE
+    assert stored(tmp_path / "dest" / "model.safetensors") == stored(tiny.path(family, heads) / "model.safetensors")
+    ids = ("bos_token_id", "eos_token_id", "pad_token_id", "_name_or_path")
+    before, after = (dict(m.config.to_dict()) for m in (tiny.torch(family, heads), model))
+    assert {k: v for k, v in before.items() if k not in ids} == {k: v for k, v in after.items() if k not in ids}
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("preset", ["test-llama2", "test-llama2-gqa", "test-mistral", "test-gemma2", "test-gemma3"])
+def test_round_trip_is_bit_exact(tmp_path, preset, dtype):
+    checkpoint = make_random(preset, dtype)
+    export.export(checkpoint, str(tmp_path / "dest"), dtype=dtype)
+    again = load(str(tmp_path / "dest"), precision=make_precision(dtype))
+    assert weights(again) == weights(checkpoint)
+    assert dataclasses.replace(again.config, name=preset) == checkpoint.config
+    assert again.provenance["dtypes"] == {dtype: len(weights(checkpoint))}
+    names = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+    settings = transformers.AutoConfig.from_pretrained(tmp_path / "dest")
+    assert settings.dtype == getattr(torch, names[dtype])
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dest")
+    assert type(model).__name__ == settings.architectures[0]
+    assert model.dtype == getattr(torch, names[dtype])
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_rounds_once(tmp_path, dtype):
+    checkpoint = make_random()
+    export.export(checkpoint, str(tmp_path / "wide"), dtype="fp32")
+    export.export(checkpoint, str(tmp_path / "narrow"), dtype=dtype)
+    policy = make_precision(dtype)
+    assert weights(load(str(tmp_path / "narrow"), precision=policy)) == weights(
+        load(str(tmp_path / "wide"), precision=policy)
+    )
+
+
+def test_a_weight_past_the_range_leaves_nothing_behind(tmp_path):
+    checkpoint = make_random()
+    checkpoint.state["layers"][1]["mlp"]["up"][...] = checkpoint.state["layers"][1]["mlp"]["up"][...] * 1e6
+    with pytest.raises(UserError, match=r"model.layers.1.mlp.up_proj.weight: the weight .* float16"):
+        export.export(checkpoint, str(tmp_path / "dest"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_large_models_are_sharded(tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "_SHARD_BYTES", 20_000)
+    checkpoint = make_random("test-llama2", "bf16")
+    export.export(checkpoint, str(tmp_path / "dest"), dtype="bf16")
+    files = sorted(path.name for path in (tmp_path / "dest").glob("*.safetensors"))
+    assert files == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    sizes = [sum(len(data) for _, _, data in stored(tmp_path / "dest" / file).values()) for file in files]
+    assert (
+        [size for size in sizes if size > 20_000] == [sizes[0], sizes[-1]] == [2 * 259 * 48] * 2
+    )  # embedding and head
+    assert len(sizes) < 20
+    index = json.loads((tmp_path / "dest" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(sizes)
+    assert weights(load(str(tmp_path / "dest"), precision=make_precision("bf16"))) == weights(checkpoint)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dest")
+    assert model.state_dict()["lm_head.weight"].view(torch.uint8).numpy().tobytes() == weights(checkpoint)["head"][2]
+
+
+def test_every_preset_is_the_config_of_its_export(tmp_path):
+    for name, preset in PRESETS.items():
+        transformers_config(preset).save_pretrained(tmp_path)
+        assert parse_config(json.loads((tmp_path / "config.json").read_text()), name) == preset
+        read = transformers.AutoConfig.from_pretrained(tmp_path)
+        assert parse_config(read.to_dict(), name) == preset
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes", "words"),
+    [
+        ("test-llama2", {"final_softcap": 30.0}, "LlamaConfig of transformers cannot express final_softcap 30.0"),
+        ("test-llama2", {"window": 8, "window_pattern": (True,)}, "window 8 .* window_pattern"),
+        ("test-llama2", {"embed_scale": 2.0}, "embed_scale 2.0"),
+        ("test-mistral", {"window_pattern": (True, False)}, "MistralConfig .* window_pattern"),
+        ("test-mistral", {"qk_norm": True}, "qk_norm True"),
+        ("test-gemma2", {"query_scale": 0.3}, "Gemma2Config .* query_scale 0.3"),
+        ("test-gemma2", {"activation": "silu"}, "activation silu"),
+        ("test-gemma2", {"local_rope_theta": 5e3}, "local_rope_theta 5000"),
+        ("test-gemma3", {"norm_offset": 0.0}, "Gemma3TextConfig .* norm_offset 0.0"),
+        ("test-gemma2", {"vocab_size": 258}, "eos_token_id 258 is no id of a vocabulary of 258"),
+    ],
+)
+def test_what_transformers_cannot_express_is_refused_by_name(tmp_path, preset, changes, words):
+    checkpoint = dataclasses.replace(
+        load("random:1", precision=make_precision("fp16"), config=get_preset(preset)),
+        config=dataclasses.replace(get_preset(preset), **changes),
+    )
+    with pytest.raises(UserError, match=words):
+        export.export(checkpoint, str(tmp_path / "dest"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_window_pattern_written_another_way_is_none_of_them():
+    pattern = (True, False, True, False)
+    settings = transformers_config(dataclasses.replace(get_preset("test-gemma2"), window_pattern=pattern))
+    assert settings.layer_types == ["sliding_attention", "full_attention"] * 2
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_byte_tokenizer(tmp_path, add_bos):
+    ours = ByteTokenizer(add_bos=add_bos)
+    export.export(with_tokenizer(make_random(), ours), str(tmp_path / "dest"))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "dest")
+    rng = random.Random(0)
+    planes = [*range(0x800), *range(0xE000, 0x110000, 997)]
+    texts = [*TEXTS, "".join(map(chr, rng.sample(planes, 999)))]
+    for text in texts:
+        assert theirs(text)["input_ids"] == ours.encode(text)
+    for _ in range(20):
+        ids = [rng.randrange(259) for _ in range(50)]
+        assert theirs.decode(ids, skip_special_tokens=True) == ours.decode(ids)
+    again = load(str(tmp_path / "dest"), precision=make_precision("fp16")).tokenizer
+    assert again.to_json() == ours.to_json() | {"kind": "huggingface"}
+    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id) == (257, 258, 256)
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_tokenizer_generation_config_and_ids(tmp_path, adds_bos):
+    ours = Tokenizer(make_words(adds_bos=adds_bos), eos_ids=[6])
+    values = {"temperature": 0.6, "do_sample": True, "eos_token_id": 2, "pad_token_id": 5, "temp": 0.7}
+    export.export(with_tokenizer(make_random(), ours, **values), str(tmp_path / "dest"))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "dest")
+    assert theirs("hello world")["input_ids"] == ours.encode("hello world") == [1] * adds_bos + [3, 4]
+    assert theirs.chat_template == TEMPLATE
+    again = load(str(tmp_path / "dest"), precision=make_precision("fp16"))
+    assert again.tokenizer.to_json() == ours.to_json()
+    ids = {"bos_token_id": 1, "eos_token_id": [2, 6], "pad_token_id": 5}
+    assert again.generation == {"temperature": 0.6, "do_sample": True} | ids
+    read = transformers.GenerationConfig.from_pretrained(tmp_path / "dest")
+    settings = transformers.AutoConfig.from_pretrained(tmp_path / "dest")
+    for name, value in ids.items():
+        assert getattr(read, name) == getattr(settings, name) == value
+    assert read.temperature == 0.6
+
+
+def test_tokenizer_that_its_class_would_rebuild(tmp_path):
+    """LlamaTokenizer makes its pipeline from the vocabulary alone; what was loaded is what must be written."""
+    ours = Tokenizer(make_words(kind=type("LlamaTokenizer", (transformers.PreTrainedTokenizerFast,), {})))
+    export.export(with_tokenizer(make_random("test-llama2"), ours), str(tmp_path / "dest"))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "dest")
+    assert theirs("hello world")["input_ids"] == [1, 3, 4]
+
+
+def test_tokenizer_that_cannot_be_said_is_refused(tmp_path):
+    ours = Tokenizer(make_words(adds_bos=False), add_bos=True)
+    with pytest.raises(UserError, match="would not read this tokenizer back"):
+        export.export(with_tokenizer(make_random(), ours), str(tmp_path / "dest"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_gguf_and_orbax_sources(tmp_path):
+    write_gguf(tmp_path / "tiny.gguf", "gemma2")
+    fp32 = make_precision("fp32")
+    sources = [load(str(tmp_path / "tiny.gguf"), precision=fp32)]
+    orbax.save(sources[0], tmp_path / "orbax")
+    sources.append(load(str(tmp_path / "orbax"), precision=fp32))
+    for number, source in enumerate(sources):
+        export.export(source, str(tmp_path / f"dest{number}"), dtype="fp32")
+        again = load(str(tmp_path / f"dest{number}"), precision=fp32)
+        assert weights(again) == weights(source)
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / f"dest{number}")
+        for text in TEXTS:
+            assert theirs(text)["input_ids"] == again.tokenizer.encode(text) == source.tokenizer.encode(text)
+
+
+def run_export(*arguments):
+    command = [sys.executable, "-m", "jaxkv.checkpoints.export", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_command(tmp_path):
+    done = run_export("random:3", tmp_path / "dest", "--model=test-gemma3", "--dtype=bf16")
+    assert done.returncode == 0, done.stderr
+    assert "test-gemma3, 0.0" in done.stderr
+    bf16 = make_precision("bf16")
+    expected = load("random:3", precision=bf16, config=get_preset("test-gemma3"))
+    again = load(str(tmp_path / "dest"), precision=bf16, config=get_preset("test-gemma3"))
+    assert weights(again) == weights(expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["random:0", "taken", "--model=test-gemma2"], "exists and is not empty"),
+        (["/nowhere", "dest"], "error: /nowhere does not exist"),
+        (["random:0"], "need exactly a source and a destination: python -m jaxkv.checkpoints.export SOURCE DEST"),
+        (["random:0", "dest", "--model=test-gemma2", "--dtype=fp8"], "unknown precision 'fp8'"),
+    ],
+)
+def test_faults_are_one_line(tmp_path, arguments, words):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").write_text("kept")
+    done = run_export(*[tmp_path / a if a in ("taken", "dest") else a for a in arguments])
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert done.stderr.strip().count("\n") == 0, done.stderr
+    assert [path.name for path in tmp_path.rglob("*")] == ["taken", "file"]

@@ -123,7 +123,8 @@ def _compare(
     lengths = np.asarray(cached.lengths)
     slots = np.arange(layout.slots)
     first = np.asarray(rows.first)
-    fed = layout.prompt + lengths - 1  # the last token was fed to nobody
+    # The last token was fed to nobody; a row that broke off at once has nothing to compare.
+    fed = np.where(lengths > 0, layout.prompt + lengths - 1, 0)
     filled = (slots >= first[:, None]) & (slots < fed[:, None])
     found = first_cache_difference(cache, recomputed, first, filled)
     counted = np.arange(layout.new_tokens) < lengths[:, None]

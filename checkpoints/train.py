@@ -34,18 +34,18 @@ FLAGS = flags.FLAGS
 # What decides about the weights; a run goes on only with the same values.
 RECIPE = [
     flags.DEFINE_string("model", "tiny-gemma2", "preset"),
-    flags.DEFINE_integer("steps", 3000, "optimizer steps", lower_bound=1),
+    flags.DEFINE_integer("steps", 800, "optimizer steps", lower_bound=1),
     flags.DEFINE_integer("batch", 64, "rows a step", lower_bound=1),
     flags.DEFINE_integer("length", 1024, "tokens a row", lower_bound=1),
     flags.DEFINE_enum("optimizer", "adamw", ["adamw", "muon"], "optimizer"),
     flags.DEFINE_float("lr", 3e-3, "peak learning rate; falls to a tenth along a cosine"),
-    flags.DEFINE_integer("warmup", 200, "steps of linear warmup"),
+    flags.DEFINE_integer("warmup", 100, "steps of linear warmup"),
     flags.DEFINE_float("weight_decay", 0.1, "decoupled, on matrices only"),
     flags.DEFINE_float("clip", 1.0, "largest norm of the gradient"),
     flags.DEFINE_float("b2", 0.95, "decay of Adam's second moment"),
     flags.DEFINE_float("question_weight", 0.1, "of a question's tokens in the loss; an answer's have 1"),
     flags.DEFINE_integer("seed", 0, "of weights, data and their order"),
-    flags.DEFINE_integer("problems", 2_000_000, "generated problems"),
+    flags.DEFINE_integer("problems", 800_000, "generated problems"),
     flags.DEFINE_float("single", 0.8, "share of documents with one problem; the others have 2 to 12"),
     flags.DEFINE_integer("tokenizer_problems", 20_000, "problems that the tokenizer is trained on"),
     flags.DEFINE_enum("precision", "bf16", ["bf16", "fp32"], "of the products; master weights are fp32"),
@@ -56,8 +56,8 @@ RECIPE = [
 ]
 flags.DEFINE_string("out", None, "run directory", required=True)
 flags.DEFINE_integer("workers", os.cpu_count(), "processes that make data")
-flags.DEFINE_integer("checkpoint_every", 500, "steps between checkpoints", lower_bound=1)
-flags.DEFINE_integer("eval_every", 500, "steps between evaluations; the last step is always evaluated", lower_bound=1)
+flags.DEFINE_integer("checkpoint_every", 200, "steps between checkpoints", lower_bound=1)
+flags.DEFINE_integer("eval_every", 200, "steps between evaluations; the last step is always evaluated", lower_bound=1)
 flags.DEFINE_integer("eval_problems", 100, "held-out problems of an evaluation on the way")
 flags.DEFINE_integer("test_problems", 500, "held-out problems of the last one, zero-shot")
 flags.DEFINE_integer("few_shot_problems", 100, "held-out problems of the last one, 8-shot; 0 for none")

@@ -11,7 +11,7 @@ import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from absl import flags
@@ -22,6 +22,9 @@ from jaxkv.errors import UserError
 FLAGS = flags.FLAGS
 
 
+ENGINES = ("jaxkv", "transformers", "jaxkv_uncached", "transformers_uncached")
+
+
 def define_flags() -> None:
     """Defines the command's flags."""
     flags.DEFINE_string("model", "llama2-7b", "Preset whose shapes to run.")
@@ -29,7 +32,8 @@ def define_flags() -> None:
     flags.DEFINE_integer("prompt_tokens", 512, "Tokens in the prompt.", lower_bound=1)
     flags.DEFINE_integer("new_tokens", 128, "Tokens to generate.", lower_bound=2)
     flags.DEFINE_integer("repeats", 3, "Timed runs; the median counts.", lower_bound=1)
-    flags.DEFINE_list("engines", ["jaxkv", "transformers"], "What to time: jaxkv, transformers.")
+    flags.DEFINE_list("engines", ["jaxkv", "transformers"], f"What to time: {', '.join(ENGINES)}.")
+    flags.DEFINE_list("tiles", [], "Also time the aligned regime's cached step with tiles of so many rows.")
     flags.DEFINE_string("out", None, "JSON file for the figures.")
     flags.DEFINE_string("worker", None, "Internal: run one engine in this process and print JSON.")
 
@@ -61,7 +65,9 @@ def copy_bandwidth(bytes_each: int) -> float:
     return 2 * source.nbytes / best
 
 
-def time_jaxkv(model: str, precision_name: str, prompt_tokens: int, new_tokens: int, repeats: int) -> dict[str, Any]:
+def time_jaxkv(
+    model: str, precision_name: str, prompt_tokens: int, new_tokens: int, repeats: int, tiles: Sequence[int] = ()
+) -> dict[str, Any]:
     """Times the cached arm's on-device loop; see `main` for the figures."""
     import jax
     import jax.numpy as jnp
@@ -97,6 +103,25 @@ def time_jaxkv(model: str, precision_name: str, prompt_tokens: int, new_tokens: 
         jax.block_until_ready(arms.cached_loop(state, logits, start, rows, end, cache))
         loops.append(time.perf_counter() - begin)
 
+    def time_aligned(tile: int) -> float:
+        """Seconds a step of the aligned cached arm."""
+        arms = Arms(config, precision, keep_logits=False, tile=tile)
+        layout = make_layout([prompt], new_tokens, prompt_tokens, config, tile)
+        tokens, rows = make_rows([prompt], [0], 0, layout)
+        loops = []
+
+        def run():
+            cache = empty_cache(config, precision, 1, layout.slots)
+            start = start_rollout(arms, tokens, rows, layout)
+            first = arms.tile_loop(state, start, rows, layout.prompt + 1, cache, False, False, tile=tile)
+            jax.block_until_ready(first)
+            begin = time.perf_counter()
+            jax.block_until_ready(arms.tile_loop(state, first[0], rows, end, first[1], False, False, tile=tile))
+            loops.append(time.perf_counter() - begin)
+
+        median_seconds(run, repeats)
+        return sorted(loops[1:])[repeats // 2] / (new_tokens - 1)
+
     median_seconds(run, repeats)
     step = sorted(loops[1:])[repeats // 2] / (new_tokens - 1)
     weights = sum(x.nbytes for x in jax.tree.leaves(state))
@@ -116,6 +141,7 @@ def time_jaxkv(model: str, precision_name: str, prompt_tokens: int, new_tokens: 
         "versions": {"jax": jax.__version__},
         "ms_a_step": 1e3 * step,
         "tokens_a_second": 1 / step,
+        "aligned_ms_a_step": {tile: 1e3 * time_aligned(tile) for tile in tiles},
         "prefill_ms": 1e3 * median_seconds(prefill, repeats),
         "copy_bandwidth_gb_s": bandwidth / 1e9,
         "weight_bytes": weights,
@@ -125,8 +151,17 @@ def time_jaxkv(model: str, precision_name: str, prompt_tokens: int, new_tokens: 
     }
 
 
-def time_transformers(model: str, precision: str, prompt_tokens: int, new_tokens: int, repeats: int) -> dict[str, Any]:
+def time_transformers(
+    model: str, precision: str, prompt_tokens: int, new_tokens: int, repeats: int, tiles: Sequence[int] = ()
+) -> dict[str, Any]:
     """Times transformers' generate: a static cache and torch.compile on a GPU, its defaults on a CPU."""
+    del tiles
+    return _time_generate(model, precision, prompt_tokens, new_tokens, repeats, use_cache=True)
+
+
+def _time_generate(
+    model: str, precision: str, prompt_tokens: int, new_tokens: int, repeats: int, use_cache: bool
+) -> dict[str, Any]:
     import torch
     import transformers
 
@@ -141,9 +176,9 @@ def time_transformers(model: str, precision: str, prompt_tokens: int, new_tokens
         net = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     net.generation_config.eos_token_id = None
     ids = torch.randint(3, config.vocab_size, (1, prompt_tokens), device=device)
-    options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "use_cache": True}
+    options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "use_cache": use_cache}
     options["attention_mask"] = torch.ones_like(ids)
-    if device == "cuda":
+    if device == "cuda" and use_cache:
         options["cache_implementation"] = "static"
 
     def generate(count: int) -> float:
@@ -158,21 +193,105 @@ def time_transformers(model: str, precision: str, prompt_tokens: int, new_tokens
 
     step = (generate(new_tokens) - generate(1)) / (new_tokens - 1)
     return {
-        "engine": "transformers (static cache, torch.compile)" if device == "cuda" else "transformers",
+        "engine": "transformers, use_cache=False"
+        if not use_cache
+        else "transformers (static cache, torch.compile)"
+        if device == "cuda"
+        else "transformers",
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "attention": net.config._attn_implementation,
         "ms_a_step": 1e3 * step,
+        "seconds_a_generation": step * new_tokens,
         "tokens_a_second": 1 / step,
     }
 
 
-ENGINES = {"jaxkv": time_jaxkv, "transformers": time_transformers}
+def time_jaxkv_uncached(
+    model: str, precision_name: str, prompt_tokens: int, new_tokens: int, repeats: int, tiles: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Times whole generations of a prompt: the cached arm, and the uncached one by draft and check and by steps.
+
+    Weights are random; the drafts that disagreements cost are in the figure and counted. The first draft is the cached
+    arm's own generation, which a study has anyway: the figure is given with it and without.
+    """
+    del tiles
+    import jax
+    import numpy as np
+    from flax import nnx
+
+    from jaxkv.config import make_precision
+    from jaxkv.decode import Arms, make_layout, make_rows, start_rollout
+    from jaxkv.generate import free_by_drafts, run_cached_keeping, run_forced, run_uncached
+    from jaxkv.models.decoder import Decoder
+    from jaxkv.models.families import get_preset
+
+    config, precision = get_preset(model), make_precision(precision_name)
+    arms = Arms(config, precision, keep_logits=False)
+    state = arms.prepare(nnx.split(Decoder(config, precision, nnx.Rngs(0)))[1])
+    totals: dict[str, float] = dict.fromkeys(("cached", "uncached_by_drafts", "uncached_stepwise"), 0.0)
+    drafts = 0
+
+    def timed(name: str, run: Callable[[], Any], count: bool) -> Any:
+        begin = time.perf_counter()
+        result = jax.block_until_ready(run())
+        totals[name] += (time.perf_counter() - begin) * count
+        return result
+
+    for number in range(repeats + 1):
+        prompt = np.random.default_rng(number).integers(3, config.vocab_size, prompt_tokens).tolist()
+        layout = make_layout([prompt], new_tokens, prompt_tokens, config)
+        tokens, rows = make_rows([prompt], [0], 0, layout)
+        counts = number > 0  # the first compiles
+
+        def by_drafts(tokens=tokens, rows=rows, layout=layout):
+            forced = run_forced(arms, state, cached, rows, layout)
+            return free_by_drafts(arms, state, forced, cache, rows, layout)
+
+        def by_steps(tokens=tokens, rows=rows, layout=layout):
+            return run_uncached(arms, state, start_rollout(arms, tokens, rows, layout), rows, layout)
+
+        cached, cache = timed("cached", lambda: run_cached_keeping(arms, state, tokens, rows, layout), counts)  # noqa: B023
+        free, more = timed("uncached_by_drafts", by_drafts, counts)
+        stepped = timed("uncached_stepwise", by_steps, counts)
+        if not np.array_equal(free.tokens, stepped.tokens):
+            raise UserError("draft and check gave other tokens than stepping; report it")
+        drafts += int(more) * counts
+    seconds = {name: total / repeats for name, total in totals.items()}
+    return {
+        "engine": "jaxkv_uncached",
+        "device": jax.devices()[0].device_kind,
+        "versions": {"jax": jax.__version__},
+        "prompts": repeats,
+        "seconds_a_generation": seconds,
+        "drafts_beyond_the_first": drafts,
+        "drafts_over_cached": seconds["uncached_by_drafts"] / seconds["cached"],
+        "drafts_with_the_first_over_cached": 1 + seconds["uncached_by_drafts"] / seconds["cached"],
+        "stepwise_over_drafts": seconds["uncached_stepwise"] / seconds["uncached_by_drafts"],
+        "ms_a_step": 1e3 * seconds["uncached_by_drafts"] / new_tokens,
+    }
+
+
+def time_transformers_uncached(
+    model: str, precision: str, prompt_tokens: int, new_tokens: int, repeats: int, tiles: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Times transformers' generate with use_cache=False."""
+    del tiles
+    return _time_generate(model, precision, prompt_tokens, new_tokens, repeats, use_cache=False)
+
+
+_TIMERS = {
+    "jaxkv": time_jaxkv,
+    "transformers": time_transformers,
+    "jaxkv_uncached": time_jaxkv_uncached,
+    "transformers_uncached": time_transformers_uncached,
+}
 
 
 def _run_worker(engine: str, precision: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "jaxkv.benchmark", f"--worker={engine}", f"--precision={precision}"]
     command += [f"--{name}={FLAGS[name].value}" for name in ("model", "prompt_tokens", "new_tokens", "repeats")]
+    command.append(f"--tiles={','.join(FLAGS.tiles)}")
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise UserError(f"the benchmark of {engine} in {precision} failed with exit code {done.returncode}; see above")
@@ -185,8 +304,13 @@ def main(argv: list[str]) -> None:
     if FLAGS.worker:
         print(
             json.dumps(
-                ENGINES[FLAGS.worker](
-                    FLAGS.model, FLAGS.precision[0], FLAGS.prompt_tokens, FLAGS.new_tokens, FLAGS.repeats
+                _TIMERS[FLAGS.worker](
+                    FLAGS.model,
+                    FLAGS.precision[0],
+                    FLAGS.prompt_tokens,
+                    FLAGS.new_tokens,
+                    FLAGS.repeats,
+                    [int(tile) for tile in FLAGS.tiles],
                 )
             )
         )
@@ -204,6 +328,8 @@ def main(argv: list[str]) -> None:
                     f"({result['copy_bandwidth_gb_s']:.0f} GB/s) for the weights alone, "
                     f"{result['weights_and_cache_share_of_copy_bandwidth']:.3f} with the cache"
                 )
+            for tile, milliseconds in result.get("aligned_ms_a_step", {}).items():
+                line += f"; aligned at tile {tile} {milliseconds:.2f} ms"
             print(line, flush=True)
     if FLAGS.out:
         pathlib.Path(FLAGS.out).write_text(json.dumps(results, indent=1) + "\n")

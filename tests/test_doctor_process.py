@@ -1,0 +1,70 @@
+"""Doctor's second process: equal bits, other bits, and no answer are told apart."""
+
+import copy
+
+import numpy as np
+import pytest
+
+from jaxkv.experiments.doctor import DoctorSpec
+from jaxkv.experiments.doctor_process import child_environment, compare_processes, find_error, start_process
+from jaxkv.experiments.doctor_shapes import hash_results
+
+
+def test_hashes_are_of_the_bits():
+    zero, other = (
+        {("fp16", "matmul"): np.zeros((2, 3), np.float16)},
+        {("fp16", "matmul"): np.full((2, 3), -0.0, np.float16)},
+    )
+    assert hash_results(zero) == hash_results(copy.deepcopy(zero)) != hash_results(other)
+    assert set(hash_results(zero)["fp16"]) == {"matmul"}
+
+
+HASHES = {"1": {"fp16": {"matmul": "aa", "layer": "bb"}}, "4": {"fp16": {"matmul": "cc", "layer": "dd"}}}
+
+
+def test_another_process_is_compared_by_hashes():
+    assert compare_processes(HASHES, lambda: copy.deepcopy(HASHES)) == {
+        "status": "ok",
+        "reason": None,
+        "equal": {"fp16": {"matmul": {"1": True, "4": True}, "layer": {"1": True, "4": True}}},
+    }
+    other = copy.deepcopy(HASHES)
+    other["4"]["fp16"]["layer"] = "ee"
+    found = compare_processes(HASHES, lambda: other)["equal"]
+    assert found == {"fp16": {"matmul": {"1": True, "4": True}, "layer": {"1": True, "4": False}}}
+
+
+def test_a_process_that_says_nothing_is_no_agreement():
+    def fail():
+        raise RuntimeError("CUDA_ERROR_OUT_OF_MEMORY")
+
+    assert compare_processes(HASHES, fail) == {
+        "status": "cannot tell",
+        "reason": "CUDA_ERROR_OUT_OF_MEMORY",
+        "equal": {},
+    }
+    for ours, theirs in ((HASHES, {}), ({}, HASHES)):
+        assert compare_processes(ours, lambda theirs=theirs: theirs)["status"] == "cannot tell"
+
+
+def test_a_process_that_fails_says_why_in_one_line():
+    with pytest.raises(RuntimeError, match="no answer within 0 s"):
+        start_process(DoctorSpec().to_json(), 0.01)
+    with pytest.raises(RuntimeError, match="UserError") as caught:
+        start_process({"config": {}}, 60)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_error_is_found_above_what_jax_writes_below_it():
+    log = "Traceback:\n  x\njax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: no memory\n-----\nFor simplicity, JAX has\n"
+    assert find_error(log) == "jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: no memory"
+    assert find_error("Killed\n") == "Killed"
+    assert find_error("") == ""
+
+
+def test_the_second_process_has_no_compiled_programs_of_others(monkeypatch):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "somewhere")
+    env = child_environment()
+    assert "JAX_COMPILATION_CACHE_DIR" not in env
+    assert env["JAX_ENABLE_COMPILATION_CACHE"] == "false"
+    assert env["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"

@@ -269,7 +269,7 @@ def test_command(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["random:0", "taken", "--model=test-gemma2"], "exists and is not empty"),
+        (["/nowhere", "taken"], "exists and is not empty"),  # before anything is read
         (["/nowhere", "dest"], "error: /nowhere does not exist"),
         (["random:0"], "need exactly a source and a destination: python -m jaxkv.checkpoints.export SOURCE DEST"),
         (["random:0", "dest", "--model=test-gemma2", "--dtype=fp8"], "unknown precision 'fp8'"),

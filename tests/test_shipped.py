@@ -26,7 +26,7 @@ from jaxkv.provenance import sha256_file
 from jaxkv.tasks import arith
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-NAMES = [name for name in SHIPPED if (ROOT / "checkpoints" / name).exists()]
+NAMES = SHIPPED
 LOADED = ("config.json", "generation_config.json", "tokenizer.json", "model.safetensors")
 FILES = {*LOADED, "tokenizer_config.json", "training.json"}
 FP16 = make_precision("fp16")

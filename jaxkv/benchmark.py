@@ -232,28 +232,27 @@ def time_jaxkv_uncached(
     totals: dict[str, float] = dict.fromkeys(("cached", "uncached_by_drafts", "uncached_stepwise"), 0.0)
     drafts = 0
 
-    def timed(name: str, run: Callable[[], Any], count: bool) -> Any:
+    def timed(name: str, counts: bool, run: Callable[..., Any], *args: Any) -> Any:
         begin = time.perf_counter()
-        result = jax.block_until_ready(run())
-        totals[name] += (time.perf_counter() - begin) * count
+        result = jax.block_until_ready(run(*args))
+        totals[name] += (time.perf_counter() - begin) * counts
         return result
+
+    def by_drafts(cached, cache, rows, layout):
+        forced = run_forced(arms, state, cached, rows, layout)
+        return free_by_drafts(arms, state, forced, cache, rows, layout)
+
+    def by_steps(tokens, rows, layout):
+        return run_uncached(arms, state, start_rollout(arms, tokens, rows, layout), rows, layout)
 
     for number in range(repeats + 1):
         prompt = np.random.default_rng(number).integers(3, config.vocab_size, prompt_tokens).tolist()
         layout = make_layout([prompt], new_tokens, prompt_tokens, config)
         tokens, rows = make_rows([prompt], [0], 0, layout)
         counts = number > 0  # the first compiles
-
-        def by_drafts(tokens=tokens, rows=rows, layout=layout):
-            forced = run_forced(arms, state, cached, rows, layout)
-            return free_by_drafts(arms, state, forced, cache, rows, layout)
-
-        def by_steps(tokens=tokens, rows=rows, layout=layout):
-            return run_uncached(arms, state, start_rollout(arms, tokens, rows, layout), rows, layout)
-
-        cached, cache = timed("cached", lambda: run_cached_keeping(arms, state, tokens, rows, layout), counts)  # noqa: B023
-        free, more = timed("uncached_by_drafts", by_drafts, counts)
-        stepped = timed("uncached_stepwise", by_steps, counts)
+        cached, cache = timed("cached", counts, run_cached_keeping, arms, state, tokens, rows, layout)
+        free, more = timed("uncached_by_drafts", counts, by_drafts, cached, cache, rows, layout)
+        stepped = timed("uncached_stepwise", counts, by_steps, tokens, rows, layout)
         if not np.array_equal(free.tokens, stepped.tokens):
             raise UserError("draft and check gave other tokens than stepping; report it")
         drafts += int(more) * counts

@@ -12,7 +12,7 @@ from small_models import SAMPLERS, make_prompts, same_bits, set_up, small_arms, 
 
 from jaxkv.errors import UserError
 from jaxkv.generate import run_cached
-from jaxkv.sampling import KINDS, Sampler, _kept, choose, gumbel_noise, make_sampler
+from jaxkv.sampling import KINDS, Sampler, _kept, choose, first_argmax, gumbel_noise, make_sampler
 
 V = 37
 CHOOSE = jax.jit(choose, static_argnames="sampler")
@@ -216,3 +216,13 @@ def test_both_arms_meet_the_same_noise(kind):
         runs[seed] = taken(run_cached(arms, state, tokens, rows, layout), layout)
         assert taken(step_uncached(arms, state, tokens, rows, layout), layout) == runs[seed]
     assert (runs[0] == runs[1]) == (kind == "greedy")
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from(["float16", "bfloat16", "float32"]))
+@settings(max_examples=50, deadline=None)
+def test_the_first_of_the_largest_is_taken(seed, dtype):
+    rng = np.random.default_rng(seed)
+    x = jnp.asarray(rng.integers(-3, 3, (4, 11)) * rng.choice([1.0, np.inf]), dtype)
+    x = jnp.where(jnp.isnan(x), -jnp.inf, x)
+    np.testing.assert_array_equal(first_argmax(x), jnp.argmax(x, axis=-1))
+    assert first_argmax(x).dtype == jnp.int32

@@ -55,6 +55,8 @@ def describe_gate(gate: Mapping[str, Any] | None) -> str:
     """What the gate found, or that it was off."""
     if gate is None:
         return "off: nothing rules out a bug of the cache"
+    if not gate["steps"]:
+        return f"had nothing to compare: the numbers of {gate['problems']} problems broke off at once"
     return (
         f"passed: aligned arms bit-equal at {gate['steps']} of {gate['steps']} steps of {gate['problems']} problems "
         f"(tile {gate['tile']})"

@@ -32,6 +32,7 @@ from flax import nnx
 from jaxkv.cache import EMPTY, KVCache, clear_slots, empty_cache
 from jaxkv.config import ModelConfig, Precision
 from jaxkv.errors import UserError
+from jaxkv.models.alignment import Alignment
 from jaxkv.models.decoder import abstract_decoder
 from jaxkv.models.layers import ATTENTION_SHAPED, visible
 from jaxkv.sampling import Sampler, choose
@@ -230,15 +231,20 @@ class Arms:
 
     # The programs. Each is a pure function of (prepared weights, arrays).
 
-    def _prefill(self, state, tokens, rows: Rows, cache: KVCache) -> tuple[jax.Array, KVCache]:
+    def _prefill(
+        self, state, tokens, rows: Rows, cache: KVCache, alignment: Alignment | None = None
+    ) -> tuple[jax.Array, KVCache]:
         """Runs tokens [B, P], the first rows.prompt of them real. Returns the last real row's logits [B, V]."""
         model = nnx.merge(self.graphdef, state)
         positions = slot_positions(jnp.arange(tokens.shape[1], dtype=jnp.int32), rows.first, rows.prompt)
-        hidden, cache = model(tokens, positions, cache, 0)
-        last = jax.lax.dynamic_slice_in_dim(hidden, rows.prompt - 1, 1, axis=1)
-        return model.logits(last)[:, 0], cache
+        hidden, cache = model(tokens, positions, cache, 0, alignment=alignment)
+        slot = rows.prompt - 1
+        last = jax.lax.dynamic_slice_in_dim(hidden, slot, 1, axis=1)
+        return model.logits(last, alignment=alignment, slot=slot)[:, 0], cache
 
-    def _cached_loop(self, state, logits, run: Rollout, rows: Rows, end, cache: KVCache) -> tuple[Rollout, KVCache]:
+    def _cached_loop(
+        self, state, logits, run: Rollout, rows: Rows, end, cache: KVCache, alignment: Alignment | None = None
+    ) -> tuple[Rollout, KVCache]:
         """Fills slots [run.slot, end) from `logits`, which are those of run.slot. Returns the cache for going on."""
         model = nnx.merge(self.graphdef, state)
 
@@ -246,8 +252,8 @@ class Arms:
             run, cache = carry
             slot = run.slot - 1
             token = jax.lax.dynamic_slice_in_dim(run.tokens, slot, 1, axis=1)
-            hidden, cache = model(token, (slot - rows.first)[:, None], cache, slot)
-            return self._emit(run, model.logits(hidden)[:, 0], rows), cache
+            hidden, cache = model(token, (slot - rows.first)[:, None], cache, slot, alignment=alignment)
+            return self._emit(run, model.logits(hidden, alignment=alignment, slot=slot)[:, 0], rows), cache
 
         def more(carry):
             return (carry[0].slot < end) & ~jnp.all(carry[0].ended)
@@ -255,7 +261,17 @@ class Arms:
         return jax.lax.while_loop(more, body, (self._emit(run, logits, rows), cache))
 
     def _tile_loop(
-        self, state, run: Rollout, rows: Rows, end, cache: KVCache, recompute, whole, *, tile: int
+        self,
+        state,
+        run: Rollout,
+        rows: Rows,
+        end,
+        cache: KVCache,
+        recompute,
+        whole,
+        *,
+        tile: int,
+        alignment: Alignment | None = None,
     ) -> tuple[Rollout, KVCache]:
         """Fills slots [run.slot, end) from forwards over tiles of `tile` rows.
 
@@ -272,6 +288,7 @@ class Arms:
           whole: bool scalar. True takes the tokens up to `end` as given (every row must be forced) and yields the
             logits of all rows of a tile after one run of it (the check of a draft).
           tile: rows of a forward.
+          alignment: what is computed in tiles of its own, None for nothing.
         """
         model = nnx.merge(self.graphdef, state)
         B, tiles = run.tokens.shape[0], cache.positions.shape[1] // tile
@@ -286,12 +303,13 @@ class Arms:
                 first_slot = index * tile
                 tokens = jax.lax.dynamic_slice_in_dim(run.tokens, first_slot, tile, axis=1)
                 positions = slot_positions(first_slot + offsets, rows.first, known)
-                hidden, cache = model(tokens, positions, carry[0], first_slot)
+                hidden, cache = model(tokens, positions, carry[0], first_slot, alignment=alignment)
                 return cache, hidden
 
             def give(run):
-                row = jax.lax.dynamic_slice_in_dim(hidden, run.slot - 1 - last * tile, 1, axis=1)
-                return self._emit(run, model.logits(row)[:, 0], rows)
+                slot = run.slot - 1
+                row = jax.lax.dynamic_slice_in_dim(hidden, slot - last * tile, 1, axis=1)
+                return self._emit(run, model.logits(row, alignment=alignment, slot=slot)[:, 0], rows)
 
             if tiles == 1:  # it overwrites every slot
                 cache, hidden = forward(0, (cache, None))

@@ -6,6 +6,7 @@ from flax import nnx
 
 from jaxkv.cache import KVCache, write_slots
 from jaxkv.config import ModelConfig, Precision
+from jaxkv.models.alignment import Alignment, Rowwise, direct, make_rowwise
 from jaxkv.models.layers import MLP, Attention, Hook, RMSNorm, init_weight, no_hook, product, rope_table, softcap
 
 
@@ -22,20 +23,34 @@ class DecoderLayer(nnx.Module):
         self.attn_post_norm = RMSNorm(D, config, precision) if config.post_norms else None
         self.mlp_post_norm = RMSNorm(D, config, precision) if config.post_norms else None
 
-    def _join(self, resid, branch, post_norm: RMSNorm | None, name: str, hook: Hook):
+    def _join(self, resid, branch, post_norm: RMSNorm | None, name: str, hook: Hook, rows: Rowwise):
         residual = self.precision.residual
-        branch = branch.astype(residual) if post_norm is None else post_norm(branch, residual)
+        if post_norm is None:
+            branch = branch.astype(residual)
+        else:
+            branch = rows("norms", lambda branch: post_norm(branch, residual), branch)
         return resid + hook(f"{name}.{self.layer}", branch)
 
-    def __call__(self, resid, positions, k_slots, v_slots, key_positions, slot, table, hook: Hook = no_hook):
+    def __call__(
+        self,
+        resid,
+        positions,
+        k_slots,
+        v_slots,
+        key_positions,
+        slot,
+        table,
+        hook: Hook = no_hook,
+        rows: Rowwise = direct,
+    ):
         """One layer on resid [B,T,D]; the other arguments as in Attention. Returns resid, k_slots, v_slots."""
         activation, layer = self.precision.activation, self.layer
         resid = hook(f"resid_pre.{layer}", resid)
-        x = hook(f"attn_norm.{layer}", self.attn_norm(resid, activation))
-        out, k_slots, v_slots = self.attn(x, positions, k_slots, v_slots, key_positions, slot, table, hook)
-        resid = hook(f"resid_mid.{layer}", self._join(resid, out, self.attn_post_norm, "attn_out", hook))
-        x = hook(f"mlp_norm.{layer}", self.mlp_norm(resid, activation))
-        resid = self._join(resid, self.mlp(x, hook), self.mlp_post_norm, "mlp_out", hook)
+        x = hook(f"attn_norm.{layer}", rows("norms", lambda resid: self.attn_norm(resid, activation), resid))
+        out, k_slots, v_slots = self.attn(x, positions, k_slots, v_slots, key_positions, slot, table, hook, rows)
+        resid = hook(f"resid_mid.{layer}", self._join(resid, out, self.attn_post_norm, "attn_out", hook, rows))
+        x = hook(f"mlp_norm.{layer}", rows("norms", lambda resid: self.mlp_norm(resid, activation), resid))
+        resid = self._join(resid, self.mlp(x, hook, rows), self.mlp_post_norm, "mlp_out", hook, rows)
         return resid, k_slots, v_slots
 
 
@@ -51,7 +66,13 @@ class Decoder(nnx.Module):
         self.head = None if config.tie_embeddings else init_weight(rngs, (V, D), D, precision)
 
     def __call__(
-        self, tokens: jax.Array, positions: jax.Array, cache: KVCache, slot: jax.Array | int, hook: Hook = no_hook
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        cache: KVCache,
+        slot: jax.Array | int,
+        hook: Hook = no_hook,
+        alignment: Alignment | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """Runs T rows against the cache. Without a cache is this same call on an empty one.
 
@@ -61,35 +82,50 @@ class Decoder(nnx.Module):
           cache: S slots; rows are written at slots [slot, slot + T), which must lie inside.
           slot: int or int32 scalar.
           hook: sees and may replace each named value (see layers.py).
+          alignment: what is computed in tiles, None for nothing.
 
         Returns:
           Hidden rows [B, T, D] after the final norm, and the new cache.
         """
         config, precision = self.config, self.precision
+        rows = make_rowwise(alignment, slot)
         factor = jnp.asarray(config.embed_scale, precision.activation).astype(precision.residual)
         resid = self.embed[...][tokens].astype(precision.residual) * factor
         key_positions = write_slots(cache.positions, positions, slot)
         tables = {
-            theta: rope_table(positions, theta, config.head_dim, precision)
+            theta: rows("rope", lambda p, theta=theta: rope_table(p, theta, config.head_dim, precision), positions)
             for theta in {config.layer_rope_theta(layer) for layer in range(config.num_layers)}
         }
         k_all, v_all = [], []
         for index, layer in enumerate(self.layers):
             table = tables[config.layer_rope_theta(index)]
-            resid, k, v = layer(resid, positions, cache.k[index], cache.v[index], key_positions, slot, table, hook)
+            resid, k, v = layer(
+                resid, positions, cache.k[index], cache.v[index], key_positions, slot, table, hook, rows
+            )
             k_all.append(k)
             v_all.append(v)
         resid = hook(f"resid_pre.{config.num_layers}", resid)
-        hidden = hook("final_norm", self.final_norm(resid, precision.activation))
+        hidden = hook("final_norm", rows("norms", lambda resid: self.final_norm(resid, precision.activation), resid))
         return hidden, KVCache(tuple(k_all), tuple(v_all), key_positions)
 
-    def logits(self, hidden: jax.Array, hook: Hook = no_hook) -> jax.Array:
-        """Logits [B, T, V] of hidden rows [B, T, D]."""
-        precision = self.precision
+    def logits(
+        self,
+        hidden: jax.Array,
+        hook: Hook = no_hook,
+        alignment: Alignment | None = None,
+        slot: jax.Array | int = 0,
+    ) -> jax.Array:
+        """Logits [B, T, V] of hidden rows [B, T, D]; `slot`, that of the first, matters to an alignment alone."""
+        precision, rows = self.precision, make_rowwise(alignment, slot)
         table = self.embed if self.head is None else self.head
-        logits = product("btd,vd->btv", hidden, table[...], precision, precision.logits)
-        logits = hook("head", logits)
-        return hook("logits", softcap(logits, self.config.final_softcap, precision.softmax))
+
+        def multiply(hidden):
+            return product("btd,vd->btv", hidden, table[...], precision, precision.logits)
+
+        def cap(logits):
+            return softcap(logits, self.config.final_softcap, precision.softmax)
+
+        return hook("logits", rows("head", cap, hook("head", rows("head", multiply, hidden))))
 
 
 def abstract_decoder(config: ModelConfig, precision: Precision) -> tuple[nnx.GraphDef, nnx.State]:

@@ -12,6 +12,7 @@ then `resid_pre.L final_norm head logits`. `k.l` and `v.l` are the rows about to
 attn_weights.l`, which are [B, K, G, T, S].
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -21,6 +22,7 @@ from flax import nnx
 
 from jaxkv.cache import EMPTY, write_slots
 from jaxkv.config import DType, ModelConfig, Precision
+from jaxkv.models.alignment import Rowwise, direct
 
 Hook = Callable[[str, jax.Array], jax.Array]
 ATTENTION_SHAPED = ("qk.", "scores.", "attn_weights.")  # names of values [B, K, G, T, S]
@@ -126,7 +128,18 @@ class Attention(nnx.Module):
             self.q_norm = RMSNorm(H, config, precision)
             self.k_norm = RMSNorm(H, config, precision)
 
-    def __call__(self, x, query_positions, k_slots, v_slots, key_positions, slot, table, hook: Hook = no_hook):
+    def __call__(
+        self,
+        x,
+        query_positions,
+        k_slots,
+        v_slots,
+        key_positions,
+        slot,
+        table,
+        hook: Hook = no_hook,
+        rows: Rowwise = direct,
+    ):
         """Attends from x [B,T,D] to the cache after x's own keys and values are written at `slot`.
 
         Args:
@@ -137,6 +150,7 @@ class Attention(nnx.Module):
           slot: first slot to write.
           table: RoPE cos and sin for the query positions.
           hook: sees and may replace each named value.
+          rows: how operations are passed (alignment.py).
 
         Returns:
           Output [B, T, D] and the new k_slots and v_slots.
@@ -145,39 +159,51 @@ class Attention(nnx.Module):
         B, T, D = x.shape
         K, H = config.num_kv_heads, config.head_dim
         wide = precision.softmax
+
         # Heads are split after the product: as plain matrices the weights find faster kernels.
-        q, k, v = (
-            product("btd,fd->btf", x, w[...].reshape(-1, D), precision).reshape(B, T, -1, H)
-            for w in (self.q, self.k, self.v)
-        )
+        def project(x):
+            return tuple(
+                product("btd,fd->btf", x, w[...].reshape(-1, D), precision).reshape(*x.shape[:2], -1, H)
+                for w in (self.q, self.k, self.v)
+            )
+
+        q, k, v = rows("qkv", project, x)
         if config.qk_norm:
-            q = self.q_norm(q, precision.activation)
-            k = self.k_norm(k, precision.activation)
+            q = rows("norms", lambda q: self.q_norm(q, precision.activation), q)
+            k = rows("norms", lambda k: self.k_norm(k, precision.activation), k)
         filled = (query_positions != EMPTY)[:, :, None, None]
-        q = hook(f"q.{layer}", apply_rope(q, table))
-        k = hook(f"k.{layer}", jnp.where(filled, apply_rope(k, table), 0).astype(precision.cache))
+        q = hook(f"q.{layer}", rows("rope", apply_rope, q, table))
+        k = hook(f"k.{layer}", jnp.where(filled, rows("rope", apply_rope, k, table), 0).astype(precision.cache))
         v = hook(f"v.{layer}", jnp.where(filled, v, 0).astype(precision.cache))
         k_slots, v_slots = write_slots(k_slots, k, slot), write_slots(v_slots, v, slot)
 
         q = q.reshape(B, T, K, -1, H)
-        scores = hook(f"qk.{layer}", product("btkgh,bskh->bkgts", q, k_slots.astype(precision.activation), precision))
-        scores = softcap(scale(scores, config.query_scale, wide), config.attn_softcap, wide)
+
+        def score(q):
+            return product("btkgh,bskh->bkgts", q, k_slots.astype(precision.activation), precision)
+
+        def cap(scores):
+            return softcap(scale(scores, config.query_scale, wide), config.attn_softcap, wide)
+
+        scores = hook(f"qk.{layer}", rows("scores", score, q, rows_out=3))
+        scores = rows("scores", cap, scores, rows_in=3, rows_out=3)
         mask = visible(query_positions, key_positions, config.layer_window(layer))[:, None, None]
         scores = hook(f"scores.{layer}", jnp.where(mask, scores, jnp.finfo(scores.dtype).min))
-        weights = jax.nn.softmax(scores.astype(wide), axis=-1).astype(precision.activation)
-        weights = hook(f"attn_weights.{layer}", weights)
-        heads = product("bkgts,bskh->btkgh", weights, v_slots.astype(precision.activation), precision).reshape(
-            B, T, -1, H
-        )
+
+        def weigh(scores):
+            return jax.nn.softmax(scores.astype(wide), axis=-1).astype(precision.activation)
+
+        def combine(weights):
+            return product("bkgts,bskh->btkgh", weights, v_slots.astype(precision.activation), precision)
+
+        def project_out(heads):
+            return product("btf,df->btd", heads, self.o[...].reshape(D, -1), precision)
+
+        weights = hook(f"attn_weights.{layer}", rows("attention", weigh, scores, rows_in=3, rows_out=3))
+        heads = rows("attention", combine, weights, rows_in=3).reshape(B, T, -1, H)
         heads = hook(f"attn_heads.{layer}", heads)
-        return (
-            hook(
-                f"attn_proj.{layer}",
-                product("btf,df->btd", heads.reshape(B, T, -1), self.o[...].reshape(D, -1), precision),
-            ),
-            k_slots,
-            v_slots,
-        )
+        out = hook(f"attn_proj.{layer}", rows("output", project_out, heads.reshape(B, T, -1)))
+        return out, k_slots, v_slots
 
 
 class MLP(nnx.Module):
@@ -190,11 +216,17 @@ class MLP(nnx.Module):
         self.up = init_weight(rngs, (F, D), D, precision)
         self.down = init_weight(rngs, (D, F), F, precision)
 
-    def __call__(self, x: jax.Array, hook: Hook = no_hook) -> jax.Array:
+    def __call__(self, x: jax.Array, hook: Hook = no_hook, rows: Rowwise = direct) -> jax.Array:
         config, precision, layer = self.config, self.precision, self.layer
-        gate = hook(f"gate.{layer}", product("btd,fd->btf", x, self.gate[...], precision))
-        up = hook(f"up.{layer}", product("btd,fd->btf", x, self.up[...], precision))
-        activation = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}[config.activation]
-        gated = activation(gate.astype(precision.softmax)).astype(gate.dtype)
-        down = product("btf,df->btd", hook(f"mlp_act.{layer}", gated * up), self.down[...], precision)
-        return hook(f"mlp_down.{layer}", down)
+
+        def multiply(w, x):
+            return product("btd,fd->btf", x, w[...], precision)
+
+        def gated(gate, up):
+            activation = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}[config.activation]
+            return activation(gate.astype(precision.softmax)).astype(gate.dtype) * up
+
+        gate = hook(f"gate.{layer}", rows("mlp", functools.partial(multiply, self.gate), x))
+        up = hook(f"up.{layer}", rows("mlp", functools.partial(multiply, self.up), x))
+        act = hook(f"mlp_act.{layer}", rows("mlp", gated, gate, up))
+        return hook(f"mlp_down.{layer}", rows("mlp", functools.partial(multiply, self.down), act))

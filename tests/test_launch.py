@@ -146,6 +146,7 @@ MISTAKES = {
     "random weights of nothing": (["--model=", "--checkpoint=random:0"], "name a model"),
     "twice the same": (["--precision=fp16,fp16"], "names a value twice"),
     "one typo of two": (["--precision=fp16,fp23"], "did you mean 'fp32'"),
+    "doctor and a study": (["--experiments=doctor,divergence"], "run it by itself"),
     "unknown regime": (["--regime=algned"], "did you mean 'aligned'"),
     "unknown gate": (["--gate=of"], "did you mean 'off'"),
     "unknown uncached": (["--uncached=drafts"], "did you mean 'draft'"),
@@ -222,3 +223,16 @@ def test_exit_codes_without_traceback():
         assert len(lines) == 1, done.stderr
         assert lines[0].startswith("error: ")
         assert wanted in lines[0]
+
+
+def test_doctor_needs_no_model(tmp_path, capsys, monkeypatch):
+    record = json.loads((DATA.parents[1] / "analysis" / "doctor" / "cpu.json").read_text())
+    monkeypatch.setattr("jaxkv.experiments.doctor.run_doctor", lambda: record)
+    arguments = ["--experiments=doctor", "--compilation_cache=none", f"--out={tmp_path}"]
+    run_in_process(*arguments)
+    shown = capsys.readouterr().out
+    assert f"report: {tmp_path / 'report.md'}" in shown
+    assert read_run(tmp_path)[1] == [record]
+    monkeypatch.setattr("jaxkv.experiments.doctor.run_doctor", lambda: pytest.fail("examined twice"))
+    run_in_process(*arguments)
+    assert capsys.readouterr().out == shown

@@ -1,0 +1,282 @@
+"""What the records of experiment 'attribution' say: a summary, a table, a report. Reads records alone.
+
+The share of the plain KL that a variant keeps is a ratio of sums over the same problems, its interval a bootstrap over
+problems. Shares of classes do not add up to one: any class that is left unaligned scatters the roundings of all that
+follow it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from jaxkv.analysis import statistics
+from jaxkv.analysis.format import format_mean, format_number, format_percent, format_share
+from jaxkv.analysis.summary import clustered_share
+from jaxkv.schema_attribution import ALL, ALL_BUT, ALONE, FENCED, OP_CLASSES, PLAIN, PROGRAMS, VARIANTS
+from jaxkv.schema_attribution import validate_attribution as validate
+
+Record = Mapping[str, Any]
+Summary = Mapping[str, Any]
+NOTE = (
+    "fenced: operations cut apart as aligning needs, none aligned. KL kept: share of the KL of none, with a 95 % "
+    "interval over problems. moved: steps at which an arm has other bits than in fenced. KL in nats."
+)
+
+
+def summarize_attribution(records: Sequence[Record], run: Mapping[str, Any]) -> dict[str, Any]:
+    """Summarizes the 'attribution' records of a run.
+
+    Args:
+      records: in any order; those of other experiments are left out.
+      run: content of run.json.
+
+    Returns:
+      Plain values. `status` is 'ok', 'invalid' (no valid sample of the plain programs) or 'empty'; `variants` holds the
+      figures of each variant over its valid samples, in the order of the table.
+
+    Raises:
+      ValueError: a record breaks its schema; starts with its key and the field.
+    """
+    samples = [r for r in records if r.get("experiment") == "attribution"]
+    for sample in samples:
+        try:
+            validate(sample)
+        except ValueError as error:
+            raise ValueError(f"sample {sample.get('key')}: {error}") from error
+    by_variant: dict[str, dict[int, Record]] = {name: {} for name in VARIANTS}
+    for sample in sorted(samples, key=lambda s: s["problem"]):
+        by_variant[sample["variant"]][sample["problem"]] = sample
+    problems = {s["problem"] for s in samples}
+    plain = {p: s for p, s in by_variant[PLAIN].items() if s["status"] == "ok"}
+    return {
+        "experiment": "attribution",
+        "fingerprint": run.get("fingerprint"),
+        "status": "ok" if plain else "invalid" if samples else "empty",
+        "problems": {
+            "asked": run.get("config", {}).get("num_problems", len(problems)),
+            "total": len(problems),
+            "ok": len(plain),
+        },
+        "tiles": sorted({s["tile"] for s in samples}),
+        "prefill": sorted({s["shapes"]["prefill"] for s in samples}),
+        "slots": sorted({s["shapes"]["slots"] for s in samples}),
+        "samples_missing": sum(p not in found for found in by_variant.values() for p in problems),
+        "invalid": [
+            {"variant": s["variant"], "problem": s["problem"]} | dict(s["invalid"])
+            for found in by_variant.values()
+            for s in found.values()
+            if s["status"] == "invalid"
+        ],
+        "variants": {
+            name: _summarize_variant([s for s in found.values() if s["status"] == "ok"], plain)
+            for name, found in by_variant.items()
+        }
+        if plain
+        else {},
+    }
+
+
+def _sum(sample: Record, name: str) -> float:
+    return float(np.sum(np.asarray(sample["teacher_forced"][name], np.float64)))
+
+
+def _summarize_variant(samples: Sequence[Record], plain: Mapping[int, Record]) -> dict[str, Any] | None:
+    """Figures of one variant; None if it has no step."""
+    kept = [s for s in samples if s["steps"]]
+    if not kept:
+        return None
+    sizes = [s["steps"] for s in kept]
+    sums = [_sum(s, "kl") for s in kept]
+    return {
+        "problems": len(kept),
+        "steps": sum(sizes),
+        "flips": clustered_share([int(_sum(s, "flip")) for s in kept], sizes),
+        "bit_equal": clustered_share([int(_sum(s, "bit_equal")) for s in kept], sizes),
+        "kl": {
+            "mean": sum(sums) / sum(sizes),
+            "interval": list(statistics.cluster_bootstrap(sums, sizes)) if len(kept) > 1 else None,
+            "max": max(max(s["teacher_forced"]["kl"]) for s in kept),
+        },
+        "max_abs": max(max(s["teacher_forced"]["max_abs"]) for s in kept),
+        "kl_kept": _compare_to_plain([(s, plain[s["problem"]]) for s in kept if s["problem"] in plain]),
+        "moved": {arm: sum(s["moved"][arm] for s in kept) for arm in ("cached", "uncached")},
+    }
+
+
+def _compare_to_plain(pairs: Sequence[tuple[Record, Record]]) -> dict[str, Any] | None:
+    """The share of the plain KL that is left, on the same problems; None if there was none to begin with."""
+    sums, plain = [_sum(a, "kl") for a, _ in pairs], [_sum(b, "kl") for _, b in pairs]
+    if not sum(plain):
+        return None
+    interval = list(statistics.cluster_bootstrap(sums, plain)) if len(pairs) > 1 else None
+    return {"share": sum(sums) / sum(plain), "interval": interval, "problems": len(pairs)}
+
+
+def _describe_kept(kept: Mapping[str, Any] | None) -> str:
+    if kept is None:
+        return "-"
+    text = f"{format_percent(kept['share'])} %"
+    if kept["interval"] is None or not kept["share"]:
+        return text
+    low, high = kept["interval"]
+    return f"{text} [{format_percent(low)}, {format_percent(high)}]"
+
+
+def _steps(count: float, total: int) -> str:
+    """A count of steps; none and all with the bound that so many trials allow."""
+    count = int(count)
+    if count in (0, total):
+        bound = format_percent(statistics.zero_upper_bound(total))
+        return f"{count} of {total} steps (95 % bound on {'the share' if not count else 'the rest'}: {bound} %)"
+    return f"{count} of {total} steps"
+
+
+def _is_exact(figures: Mapping[str, Any]) -> bool:
+    return figures["bit_equal"]["count"] == figures["steps"]
+
+
+def _differing(figures: Mapping[str, Any]) -> str:
+    return _steps(figures["steps"] - figures["bit_equal"]["count"], figures["steps"])
+
+
+def conclude(summary: Summary) -> list[str]:
+    """What the figures allow to say, one sentence each; never more than their intervals do."""
+    if summary["status"] != "ok":
+        kind = "no sample yet" if summary["status"] == "empty" else "no sample with finite numbers"
+        return [f"There is {kind}, so nothing can be attributed."]
+    variants = summary["variants"]
+    plain, exact = variants[PLAIN], variants[ALL]
+    if plain is None:
+        return ["No step was compared, so nothing can be attributed."]
+    if not plain["kl"]["max"] and _is_exact(plain):
+        return [f"The plain arms differ in no bit at {plain['steps']} steps: there is nothing to attribute here."]
+    lines = []
+    if exact is not None and _is_exact(exact):
+        lines.append(f"With every class aligned, logits differ at {_differing(exact)}: what is in no class (embedding, "
+                     "masks, residual additions) adds no difference here.")  # fmt: skip
+    elif exact is not None:
+        lines.append(f"With every class aligned, logits still differ at {_differing(exact)}, keeping "
+                     f"{_describe_kept(exact['kl_kept'])} of the plain KL: the same operation on the same rows gives "
+                     "other bits in another program on this device, and the shares below are not of row counts "
+                     "alone.")  # fmt: skip
+    if (fenced := variants[FENCED]) is not None and (here := variants[PLAIN]) is not None:
+        if not here["moved"]["cached"] and not here["moved"]["uncached"]:
+            lines.append("Cutting the operations apart, without aligning any, changes no bit of either arm: the plain "
+                         "programs are attributed as they are.")  # fmt: skip
+        else:
+            lines.append(f"Cutting the operations apart changes bits by itself, at {here['moved']['cached']} (cached) "
+                         f"and {here['moved']['uncached']} (uncached) of {here['steps']} steps, and leaves "
+                         f"{_describe_kept(fenced['kl_kept'])} of the plain KL: what a class does is measured on "
+                         "programs that the compiler fused otherwise than the plain ones.")  # fmt: skip
+    lines += _conclude_classes(variants, exact is not None and _is_exact(exact))
+    for name in PROGRAMS:
+        if (figures := variants[ALONE[name]]) is not None:
+            lines.append(f"All classes aligned in {name} alone: {_judge(figures)}.")
+    few = plain["problems"]
+    if few == 1:
+        lines.append("With one problem there are no intervals.")
+    elif few < 20:
+        lines.append(f"An interval resampled from {few} problems is rough.")
+    lines.append("Shares do not add up: one unaligned class scatters the roundings of all that follow it.")
+    return lines
+
+
+def _judge(figures: Mapping[str, Any]) -> str:
+    """Whether a variant's KL is below that of the plain programs, as far as the interval tells."""
+    kept = figures["kl_kept"]
+    if _is_exact(figures):
+        return f"logits differ at {_differing(figures)}"
+    if kept is None:
+        return "not comparable with the plain programs"
+    text = f"{_describe_kept(kept)} of the plain KL is left"
+    if kept["interval"] is None:
+        return text
+    low, high = kept["interval"]
+    if high < 1:
+        return text
+    return f"{text}, {'more than all of it' if low > 1 else 'not distinguishable from all of it'}"
+
+
+def _conclude_classes(variants: Mapping[str, Any], exact_end: bool) -> list[str]:
+    lines, clean, idle, lowering = [], [], [], []
+    for name in OP_CLASSES:
+        alone, but = variants[ALONE[name]], variants[ALL_BUT[name]]
+        if alone is not None and not any(alone["moved"].values()):
+            idle.append(name)
+        elif alone is not None and (kept := alone["kl_kept"]) and kept["interval"] and kept["interval"][1] < 1:
+            lowering.append(f"{name} ({_describe_kept(kept)} left)")
+        if but is None or not exact_end:
+            continue
+        if _is_exact(but):
+            clean.append(name)
+        else:
+            lines.append(f"Left unaligned by itself, {name} makes logits differ at {_differing(but)} and keeps "
+                         f"{_describe_kept(but['kl_kept'])} of the plain KL.")  # fmt: skip
+    if clean:
+        steps = min(variants[ALL_BUT[name]]["steps"] for name in clean)
+        lines.append(f"Left unaligned by themselves, {', '.join(clean)} make no difference at {_steps(0, steps)}.")
+    if idle:
+        lines.append(f"Aligning {', '.join(idle)} alone changes no bit of either arm: here nothing can be isolated, "
+                     "either because rows do not depend on their number or because the compiler makes the same of "
+                     "both forms.")  # fmt: skip
+    known = [variants[ALONE[name]] for name in OP_CLASSES if variants[ALONE[name]] is not None]
+    if lowering:
+        lines.append(f"Aligned alone, these lower the KL: {', '.join(lowering)}; of the others that cannot be told.")
+    elif known:
+        lines.append("No class, aligned alone, lowers the KL by more than the intervals leave open.")
+    return lines
+
+
+HEADER = ["aligned", "argmax flips", "mean KL", "KL kept", "max |diff|", "bit-equal", "moved (cached, uncached)"]
+
+
+def make_rows(summary: Summary) -> list[list[str]]:
+    """The cells of the table, a row for each variant that has figures."""
+    rows = []
+    for name, figures in summary["variants"].items():
+        if figures is None:
+            continue
+        equal = f"{format_percent(figures['bit_equal']['rate'])} %"
+        moved = "{cached}, {uncached}".format(**figures["moved"])
+        flips, kl = format_share(figures["flips"]), format_mean(figures["kl"])
+        rows.append(
+            [name, flips, kl, _describe_kept(figures["kl_kept"]), format_number(figures["max_abs"]), equal, moved]
+        )
+    return rows
+
+
+def _describe_problems(summary: Summary) -> str:
+    problems = summary["problems"]
+    text = f"{problems['ok']} of {problems['total']} problems valid; tile {', '.join(map(str, summary['tiles']))}"
+    missing = problems["asked"] - problems["total"]
+    if missing > 0 or summary["samples_missing"]:
+        text += f"; UNFINISHED: {max(missing, 0)} of {problems['asked']} problems and {summary['samples_missing']}"
+        text += " samples of the others have no record yet"
+    return text
+
+
+def render_attribution(summary: Summary) -> Group:
+    """The summary for a terminal of 80 columns or more."""
+    parts: list[Any] = [Text(_describe_problems(summary))]
+    if rows := make_rows(summary):
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+        for name in HEADER[:-1]:
+            table.add_column(name)
+        for cells in rows:
+            table.add_row(*(Text(cell) for cell in cells[:-1]))
+        parts += [table, Text(NOTE)]
+    return Group(*parts, Text(), *(Text(f"- {sentence}") for sentence in conclude(summary)))
+
+
+def to_markdown(summary: Summary) -> str:
+    """The summary as a section of a report."""
+    lines = ["## Which operations make the arms part", "", f"{_describe_problems(summary)}.", ""]
+    if rows := make_rows(summary):
+        cells = [HEADER, ["---"] * len(HEADER), *rows]
+        lines += [*("| " + " | ".join(row) + " |" for row in cells), "", NOTE, ""]
+    return "\n".join([*lines, *(f"* {sentence}" for sentence in conclude(summary)), ""])

@@ -219,14 +219,15 @@ class MLP(nnx.Module):
     def __call__(self, x: jax.Array, hook: Hook = no_hook, rows: Rowwise = direct) -> jax.Array:
         config, precision, layer = self.config, self.precision, self.layer
 
-        def multiply(w, x):
-            return product("btd,fd->btf", x, w[...], precision)
+        def multiply(spec, w, x):
+            return product(spec, x, w[...], precision)
 
         def gated(gate, up):
             activation = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}[config.activation]
             return activation(gate.astype(precision.softmax)).astype(gate.dtype) * up
 
-        gate = hook(f"gate.{layer}", rows("mlp", functools.partial(multiply, self.gate), x))
-        up = hook(f"up.{layer}", rows("mlp", functools.partial(multiply, self.up), x))
+        gate = hook(f"gate.{layer}", rows("mlp", functools.partial(multiply, "btd,fd->btf", self.gate), x))
+        up = hook(f"up.{layer}", rows("mlp", functools.partial(multiply, "btd,fd->btf", self.up), x))
         act = hook(f"mlp_act.{layer}", rows("mlp", gated, gate, up))
-        return hook(f"mlp_down.{layer}", rows("mlp", functools.partial(multiply, self.down), act))
+        down = rows("mlp", functools.partial(multiply, "btf,df->btd", self.down), act)
+        return hook(f"mlp_down.{layer}", down)

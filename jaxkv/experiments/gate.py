@@ -64,13 +64,12 @@ def first_cache_difference(a: KVCache, b: KVCache, first: np.ndarray, filled: np
     return None
 
 
-def _uncached(
-    arms: Arms, state: nnx.State, reference: Rollout, rows: Rows, layout: Layout, check: bool
-) -> tuple[Rollout, KVCache]:
+def _uncached(arms: Arms, state: nnx.State, reference: Rollout, rows: Rows, layout: Layout) -> tuple[Rollout, KVCache]:
     forced, end = force(rows, reference), layout.prompt + layout.new_tokens
     start = start_rollout(arms, np.asarray(reference.tokens), forced, layout)
     cache = empty_cache(arms.config, arms.precision, layout.batch, layout.slots)
-    return arms.tile_loop(state, start, forced, end, cache, not check, check, tile=arms.tile)
+    # One pass over the given tokens: on a long prompt, steps would take minutes.
+    return arms.tile_loop(state, start, forced, end, cache, False, True, tile=arms.tile)
 
 
 def run_gate(
@@ -109,9 +108,8 @@ def run_gate(
         layout = make_layout(prompts, spec.new_tokens, spec.bucket, cached_arms.config, cached_arms.tile)
         tokens, rows = make_rows(prompts, [item.problem for item in filled], spec.seed, layout)
         cached, cache = run_cached_keeping(cached_arms, state, tokens, rows, layout)
-        for check in (False, True):
-            uncached, recomputed = _uncached(uncached_arms, state, cached, rows, layout, check)
-            _compare(cached, cache, uncached, recomputed, rows, layout, [item.problem for item in filled])
+        uncached, recomputed = _uncached(uncached_arms, state, cached, rows, layout)
+        _compare(cached, cache, uncached, recomputed, rows, layout, [item.problem for item in filled])
         steps += int(jnp.sum(cached.lengths[: len(batch.items)]))
         tried += len(batch.items)
     return {"passed": True, "problems": tried, "steps": steps, "tile": cached_arms.tile}

@@ -7,6 +7,7 @@ python analysis/main_job.py table analysis/main_job/h200
 import json
 import pathlib
 import sys
+from typing import Any
 
 from jaxkv.analysis.format import format_count, format_counted_share, format_mean, format_number
 from jaxkv.analysis.report import write_report
@@ -28,15 +29,13 @@ def command(flags: str) -> str:
     return " ".join(["python -m jaxkv.launch", *words])
 
 
-def keep(run_path: str, destination: str) -> pathlib.Path:
-    """Writes DESTINATION/NAME.json: the summary with what it came from."""
-    source = pathlib.Path(run_path)
-    summary = write_report(source)
+def describe_origin(source: pathlib.Path) -> dict[str, Any]:
+    """What a run directory's figures came from: command, dates, revisions, device, versions, hashes."""
     run, _ = read_run(source)
     config, sessions = run["config"], run["sessions"]
     origin = sessions[-1]["checkpoint"]
     origin = origin | {"source": pathlib.PurePath(origin["source"]).name}
-    provenance = {
+    return {
         "command": command((source / "run.flags").read_text()),
         "date": [session["started"][:10] for session in sessions],
         "git": [session["git"] for session in sessions],
@@ -55,6 +54,12 @@ def keep(run_path: str, destination: str) -> pathlib.Path:
         "decoding": config["decoding"],
         "problems_asked": config["num_problems"],
     }
+
+
+def keep(run_path: str, destination: str) -> pathlib.Path:
+    """Writes DESTINATION/NAME.json: the summary with what it came from."""
+    source = pathlib.Path(run_path)
+    summary, provenance = write_report(source), describe_origin(source)
     path = pathlib.Path(destination) / f"{source.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"provenance": provenance, "summary": summary}, indent=1) + "\n")

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxkv.analysis import statistics
-from jaxkv.analysis.format import format_mean, format_number, format_percent, format_share
+from jaxkv.analysis.format import format_counted_share, format_mean, format_number, format_percent, format_share
 from jaxkv.analysis.summary import clustered_share
 from jaxkv.schema_attribution import ALL, ALL_BUT, ALONE, FENCED, OP_CLASSES, PLAIN, PROGRAMS, VARIANTS
 from jaxkv.schema_attribution import validate_attribution as validate
@@ -120,11 +120,11 @@ def _compare_to_plain(pairs: Sequence[tuple[Record, Record]]) -> dict[str, Any] 
 def _describe_kept(kept: Mapping[str, Any] | None) -> str:
     if kept is None:
         return "-"
-    text = f"{format_percent(kept['share'])} %"
+    text = f"{format_number(100 * kept['share'], 3)} %"  # no share of a whole: it may exceed 100 %
     if kept["interval"] is None or not kept["share"]:
         return text
     low, high = kept["interval"]
-    return f"{text} [{format_percent(low)}, {format_percent(high)}]"
+    return f"{text} [{format_number(100 * low, 3)}, {format_number(100 * high, 3)}]"
 
 
 def _steps(count: float, total: int) -> str:
@@ -226,9 +226,12 @@ def _conclude_classes(variants: Mapping[str, Any], exact_end: bool) -> list[str]
                      "both forms.")  # fmt: skip
     known = [variants[ALONE[name]] for name in OP_CLASSES if variants[ALONE[name]] is not None]
     if lowering:
-        lines.append(f"Aligned alone, these lower the KL: {', '.join(lowering)}; of the others that cannot be told.")
+        lines.append(
+            f"Aligned alone, the share kept stays below 100 % in its interval for {', '.join(lowering)}; the others "
+            "cannot be told from 100 %."
+        )
     elif known:
-        lines.append("No class, aligned alone, lowers the KL by more than the intervals leave open.")
+        lines.append("Whether any class, aligned alone, lowers the KL at all the intervals leave open.")
     return lines
 
 
@@ -236,18 +239,38 @@ HEADER = ["aligned", "argmax flips", "mean KL", "KL kept", "max |diff|", "bit-eq
 
 
 def make_rows(summary: Summary) -> list[list[str]]:
-    """The cells of the table, a row for each variant that has figures."""
+    """The cells of the report's table, a row for each variant that has figures."""
     rows = []
     for name, figures in summary["variants"].items():
         if figures is None:
             continue
         equal = f"{format_percent(figures['bit_equal']['rate'])} %"
-        moved = "{cached}, {uncached}".format(**figures["moved"])
-        flips, kl = format_share(figures["flips"]), format_mean(figures["kl"])
+        moved = "{cached}, {uncached} of {steps}".format(**figures["moved"], steps=figures["steps"])
+        flips, kl = format_counted_share(figures["flips"]), format_mean(figures["kl"])
         rows.append(
             [name, flips, kl, _describe_kept(figures["kl_kept"]), format_number(figures["max_abs"]), equal, moved]
         )
     return rows
+
+
+def _make_table(summary: Summary) -> Table:
+    """The table of a terminal: what fits of the report's into 80 columns."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for name in (*HEADER[:4], "bit-equal"):
+        table.add_column(name, no_wrap=True)
+    for name, figures in summary["variants"].items():
+        if figures is None:
+            continue
+        flips = figures["flips"]
+        bound = flips.get("upper_bound")
+        table.add_row(
+            name,
+            Text(format_share(flips) if bound is None else f"0 (≤ {format_percent(bound)} %)"),
+            format_number(figures["kl"]["mean"]),
+            Text(_describe_kept(figures["kl_kept"])),
+            f"{format_percent(figures['bit_equal']['rate'])} %",
+        )
+    return table
 
 
 def _describe_problems(summary: Summary) -> str:
@@ -263,13 +286,8 @@ def _describe_problems(summary: Summary) -> str:
 def render_attribution(summary: Summary) -> Group:
     """The summary for a terminal of 80 columns or more."""
     parts: list[Any] = [Text(_describe_problems(summary))]
-    if rows := make_rows(summary):
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-        for name in HEADER[:-1]:
-            table.add_column(name)
-        for cells in rows:
-            table.add_row(*(Text(cell) for cell in cells[:-1]))
-        parts += [table, Text(NOTE)]
+    if summary["variants"]:
+        parts += [_make_table(summary), Text(NOTE)]
     return Group(*parts, Text(), *(Text(f"- {sentence}") for sentence in conclude(summary)))
 
 
@@ -277,6 +295,6 @@ def to_markdown(summary: Summary) -> str:
     """The summary as a section of a report."""
     lines = ["## Which operations make the arms part", "", f"{_describe_problems(summary)}.", ""]
     if rows := make_rows(summary):
-        cells = [HEADER, ["---"] * len(HEADER), *rows]
+        cells = [[name.replace("|", "\\|") for name in HEADER], ["---"] * len(HEADER), *rows]
         lines += [*("| " + " | ".join(row) + " |" for row in cells), "", NOTE, ""]
     return "\n".join([*lines, *(f"* {sentence}" for sentence in conclude(summary)), ""])

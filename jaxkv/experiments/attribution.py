@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import hashlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,7 +32,7 @@ from jaxkv.experiments.divergence import DivergenceSpec, Item, plan_batches
 from jaxkv.experiments.gate import bits
 from jaxkv.generate import force, run_cached, run_forced
 from jaxkv.models.alignment import make_alignment
-from jaxkv.schema_attribution import FENCED, PLAIN, VARIANTS
+from jaxkv.schema_attribution import FENCED, VARIANTS
 
 
 def align_arms(arms: Arms, tile: int, aligned: Mapping[str, Sequence[str]] | None) -> Arms:
@@ -55,17 +55,17 @@ class Pair:
     seconds: dict[str, float]
 
 
-def run_pair(
-    arms: Arms, state: nnx.State, reference: Rollout, rows: Rows, layout: Layout, cached: Rollout | None = None
-) -> Pair:
-    """Both arms along the reference's tokens; the cached one only if it is not given."""
+def _timed(function: Callable[..., Rollout], *arguments: Any) -> tuple[Rollout, float]:
     begin = time.perf_counter()
-    if cached is None:
-        cached = run_cached(arms, state, np.asarray(reference.tokens), force(rows, reference), layout)
-    jax.block_until_ready(cached)
-    middle = time.perf_counter()
-    uncached = jax.block_until_ready(run_forced(arms, state, reference, rows, layout))
-    return Pair(cached, uncached, {"cached": middle - begin, "uncached_forced": time.perf_counter() - middle})
+    return jax.block_until_ready(function(*arguments)), time.perf_counter() - begin
+
+
+def run_pair(arms: Arms, state: nnx.State, reference: Rollout, rows: Rows, layout: Layout) -> Pair:
+    """Both arms along the reference's tokens."""
+    forced, tokens = force(rows, reference), np.asarray(reference.tokens)
+    cached, cached_seconds = _timed(run_cached, arms, state, tokens, forced, layout)
+    uncached, uncached_seconds = _timed(run_forced, arms, state, reference, rows, layout)
+    return Pair(cached, uncached, {"cached": cached_seconds, "uncached_forced": uncached_seconds})
 
 
 def _count_moved(run: Rollout, other: Rollout, row: int, steps: int) -> int:
@@ -155,8 +155,7 @@ def run_attribution(
         broken = all(finding.invalid for finding in findings)  # then no variant has anything to compare
 
         def run_variant(variant, reference=reference, rows=rows, layout=layout):
-            cached = reference if variant == PLAIN else None  # as it ran
-            return run_pair(align_arms(arms, tile, VARIANTS[variant]), state, reference, rows, layout, cached)
+            return run_pair(align_arms(arms, tile, VARIANTS[variant]), state, reference, rows, layout)
 
         fenced = Pair(reference, reference, {}) if broken else run_variant(FENCED)
         for variant in missing:

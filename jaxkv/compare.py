@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 FIELDS = ("flip", "kl", "kl_reverse", "js", "max_abs", "mean_abs", "margin", "bit_equal")
+DISTANCE_FIELDS = ("flip", "kl", "rms", "max_abs")
 
 
 def _bits(x: jax.Array) -> jax.Array:
@@ -79,3 +80,46 @@ def compare_logits(reference: jax.Array, other: jax.Array, steps: int) -> dict[s
     if not np.all(values["finite"][:steps]):
         raise ValueError("a compared logit is not finite")
     return {name: values[name][:steps].tolist() for name in FIELDS}
+
+
+def _distance_step(pair: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
+    """Distance of one step's logits [V] from the truth [V]."""
+    truth, logits = (x.astype(jnp.float64) for x in pair)
+    difference = logits - truth
+    kl = _kl(jax.nn.log_softmax(truth), jax.nn.log_softmax(logits))
+    return {
+        "flip": jnp.argmax(truth) != jnp.argmax(logits),
+        "kl": jnp.where(jnp.all(difference == 0), 0.0, kl),
+        "rms": jnp.sqrt(jnp.mean(jnp.square(difference))),
+        "max_abs": jnp.max(jnp.abs(difference)),
+        "finite": jnp.all(jnp.isfinite(truth)) & jnp.all(jnp.isfinite(logits)),
+    }
+
+
+@jax.jit
+def _distance(truth: jax.Array, logits: jax.Array) -> dict[str, jax.Array]:
+    return jax.lax.map(_distance_step, (truth, logits), batch_size=8)
+
+
+def measure_distance(truth: jax.Array, logits: jax.Array, steps: int) -> dict[str, list]:
+    """Per-step distance of an arm's logits from a float64 run on the same tokens.
+
+    Args:
+      truth: [n, V] float64 logits.
+      logits: [n, V] of the arm, any float dtype.
+      steps: how many of the n steps count.
+
+    Returns:
+      Lists of `steps` values: flip (argmax differs), kl = KL(truth || arm) in nats, and rms and max_abs over V of the
+      logit difference, shifts common to all logits included.
+
+    Raises:
+      ValueError: the truth is not float64, the shapes differ, or a logit that counts is not finite.
+    """
+    if truth.shape != logits.shape or truth.dtype != np.float64:
+        raise ValueError(f"no truth for these logits: {truth.shape} {truth.dtype}, {logits.shape} {logits.dtype}")
+    with jax.enable_x64(True):
+        values = jax.device_get(_distance(truth, logits))
+    if not np.all(values["finite"][:steps]):
+        raise ValueError("a logit that counts is not finite")
+    return {name: values[name][:steps].tolist() for name in DISTANCE_FIELDS}

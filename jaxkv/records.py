@@ -32,10 +32,11 @@ from jaxkv.errors import UserError
 from jaxkv.provenance import environment as environment
 from jaxkv.provenance import git_revision as git_revision
 from jaxkv.provenance import sha256_file as sha256_file
-from jaxkv.schemas import VALIDATORS
+from jaxkv.schema_mitigations import validate_mitigation
 from jaxkv.schemas import validate_sample as validate_sample
 
 FORMAT = 1
+VALIDATORS = {"divergence": validate_sample, "mitigations": validate_mitigation}
 Key = tuple[str | int, ...]
 
 
@@ -337,7 +338,7 @@ class RunDirectory:
         key = record_key(plain)
         if key in self._keys:
             raise ValueError(f"key: {list(key)} is recorded already")
-        if validate := VALIDATORS.get(plain.get("experiment")):
+        if validate := VALIDATORS.get(plain.get("experiment", "")):
             validate(plain)
         self._samples.append(to_line(plain))
         self._keys.add(key)

@@ -35,7 +35,7 @@ since NaN is not agreement.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 SAMPLERS = ("greedy", "temperature", "top_k", "top_p")
@@ -46,15 +46,16 @@ COMPARISON_FLAGS = ("flip", "bit_equal")
 COMPARISON_NUMBERS = ("kl", "kl_reverse", "js", "max_abs", "mean_abs", "margin")
 
 
-def _fail(field: str, message: str) -> None:
+def fail(field: str, message: str) -> None:
+    """Raises the ValueError of a field at fault."""
     raise ValueError(f"{field}: {message}")
 
 
-def _get(values: Any, field: str, kind: str, *, optional: bool = False) -> Any:
+def get_field(values: Any, field: str, kind: str, *, optional: bool = False) -> Any:
     """Returns the value at a dotted field, checked to be of `kind`: int, count, float, bool, str, list or dict."""
     for part in field.split("."):
         if not isinstance(values, Mapping) or part not in values:
-            _fail(field, "missing")
+            fail(field, "missing")
         values = values[part]
     if values is None and optional:
         return None
@@ -69,14 +70,15 @@ def _get(values: Any, field: str, kind: str, *, optional: bool = False) -> Any:
         "dict": isinstance(values, dict),
     }[kind]
     if not fits:
-        _fail(field, f"expected {kind}{' or null' if optional else ''}, got {values!r:.60}")
+        fail(field, f"expected {kind}{' or null' if optional else ''}, got {values!r:.60}")
     return values
 
 
-def _choose(values: Any, field: str, known: tuple[str, ...]) -> str:
-    value = _get(values, field, "str")
+def choose(values: Any, field: str, known: tuple[str, ...]) -> str:
+    """Returns the string at a dotted field, checked to be one of those known."""
+    value = get_field(values, field, "str")
     if value not in known:
-        _fail(field, f"'{value}' is not one of {', '.join(known)}")
+        fail(field, f"'{value}' is not one of {', '.join(known)}")
     return value
 
 
@@ -91,32 +93,94 @@ def validate_comparison(record: Any, field: str) -> int:
     """
     lengths = set()
     for name in COMPARISON_FLAGS + COMPARISON_NUMBERS:
-        column = _get(record, f"{field}.{name}", "list")
+        column = get_field(record, f"{field}.{name}", "list")
         lengths.add(len(column))
         for index, value in enumerate(column):
             if name in COMPARISON_FLAGS:
                 if not isinstance(value, bool):
-                    _fail(f"{field}.{name}[{index}]", f"expected bool, got {value!r:.60}")
+                    fail(f"{field}.{name}[{index}]", f"expected bool, got {value!r:.60}")
             elif isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                _fail(f"{field}.{name}[{index}]", f"expected a finite number, got {value!r:.60}")
+                fail(f"{field}.{name}[{index}]", f"expected a finite number, got {value!r:.60}")
     if len(lengths) != 1:
-        _fail(field, f"lists of unequal length: {sorted(lengths)}")
-    comparison = _get(record, field, "dict")
+        fail(field, f"lists of unequal length: {sorted(lengths)}")
+    comparison = get_field(record, field, "dict")
     for index, equal in enumerate(comparison["bit_equal"]):
         if equal and (comparison["flip"][index] or comparison["max_abs"][index]):
-            _fail(f"{field}.bit_equal[{index}]", "true beside a flip or a difference")
+            fail(f"{field}.bit_equal[{index}]", "true beside a flip or a difference")
     return lengths.pop()
 
 
-def _validate_arm(record: Any, arm: str) -> None:
-    for index, token in enumerate(_get(record, f"arms.{arm}.tokens", "list")):
+def validate_tokens(record: Any, field: str) -> int:
+    """Checks a list of token ids and returns its length."""
+    tokens = get_field(record, field, "list")
+    for index, token in enumerate(tokens):
         if isinstance(token, bool) or not isinstance(token, int):
-            _fail(f"arms.{arm}.tokens[{index}]", f"expected int, got {token!r:.60}")
-    _get(record, f"arms.{arm}.text", "str")
-    _choose(record, f"arms.{arm}.stop", ("eos", "length", "stop_string", "invalid"))
+            fail(f"{field}[{index}]", f"expected int, got {token!r:.60}")
+    return len(tokens)
+
+
+def _validate_arm(record: Any, arm: str) -> None:
+    validate_tokens(record, f"arms.{arm}.tokens")
+    get_field(record, f"arms.{arm}.text", "str")
+    choose(record, f"arms.{arm}.stop", ("eos", "length", "stop_string", "invalid"))
     for scorer in SCORERS:
-        _get(record, f"arms.{arm}.scores.{scorer}.answer", "str", optional=True)
-        _get(record, f"arms.{arm}.scores.{scorer}.correct", "bool")
+        get_field(record, f"arms.{arm}.scores.{scorer}.answer", "str", optional=True)
+        get_field(record, f"arms.{arm}.scores.{scorer}.correct", "bool")
+
+
+def validate_setting(record: Any) -> str:
+    """Checks what every sample of a problem has: prompt, shapes, sampling, headroom, status and what is invalid.
+
+    Returns:
+      The status.
+    """
+    get_field(record, "prompt_tokens", "count")
+    get_field(record, "prompt_sha256", "str")
+    for name in ("batch", "prefill", "slots", "left_pad"):
+        get_field(record, f"shapes.{name}", "count")
+    get_field(record, "shapes.uncached", "str")
+    get_field(record, "shapes.tile", "count", optional=True)
+    choose(record, "sampling.sampler", SAMPLERS)
+    get_field(record, "sampling.temperature", "float")
+    get_field(record, "sampling.top_k", "count", optional=True)
+    get_field(record, "sampling.top_p", "float", optional=True)
+    get_field(record, "sampling.seed", "int")
+    for name in ("max_abs", "limit"):
+        get_field(record, f"headroom.{name}", "float")
+    if record["headroom"]["limit"] <= 0:
+        fail("headroom.limit", "expected a positive number")
+    get_field(record, "headroom.layer", "count", optional=True)
+    get_field(record, "headroom.op", "str")
+    status = choose(record, "status", ("ok", "invalid"))
+    if status == "invalid":
+        get_field(record, "invalid.arm", "str")
+        get_field(record, "invalid.layer", "count", optional=True)
+        get_field(record, "invalid.op", "str")
+        get_field(record, "invalid.position", "int")
+        get_field(record, "invalid.step", "int", optional=True)
+        choose(record, "invalid.value", ("inf", "nan"))
+    elif record.get("invalid") is not None:
+        fail("invalid", "expected null in a sample with status ok")
+    return status
+
+
+def require_null(record: Any, fields: Sequence[str]) -> None:
+    """Checks that an invalid sample states no agreement."""
+    for name in fields:
+        if get_field(record, name, "dict", optional=True) is not None:
+            fail(name, "an invalid sample has no agreement to state; expected null")
+
+
+def validate_free_running(record: Any) -> None:
+    """Checks the free runs of a sample, where it has them."""
+    if get_field(record, "free_running", "dict", optional=True) is not None:
+        diverged = get_field(record, "free_running.diverged", "bool")
+        first = get_field(record, "free_running.first_diverged", "count", optional=True)
+        if diverged == (first is None):
+            fail("free_running.first_diverged", f"{first} beside diverged {diverged}")
+        differing = get_field(record, "free_running.differing_after", "count")
+        if differing > get_field(record, "free_running.compared_after", "count"):
+            fail("free_running.differing_after", "more than compared_after")
 
 
 def validate_sample(record: Mapping[str, Any]) -> None:
@@ -125,60 +189,23 @@ def validate_sample(record: Mapping[str, Any]) -> None:
     Raises:
       ValueError: starts with the dotted name of the first field at fault.
     """
-    _choose(record, "experiment", ("divergence",))
-    problem = _get(record, "problem", "int")
-    if list(_get(record, "key", "list")) != ["divergence", problem]:
-        _fail("key", f"expected ['divergence', {problem}], got {record['key']!r:.60}")
-    _get(record, "prompt_tokens", "count")
-    _get(record, "prompt_sha256", "str")
-    for name in ("batch", "prefill", "slots", "left_pad"):
-        _get(record, f"shapes.{name}", "count")
-    _get(record, "shapes.uncached", "str")
-    _get(record, "shapes.tile", "count", optional=True)
-    _choose(record, "sampling.sampler", SAMPLERS)
-    _get(record, "sampling.temperature", "float")
-    _get(record, "sampling.top_k", "count", optional=True)
-    _get(record, "sampling.top_p", "float", optional=True)
-    _get(record, "sampling.seed", "int")
-    status = _choose(record, "status", ("ok", "invalid"))
-    for name in ("max_abs", "limit"):
-        _get(record, f"headroom.{name}", "float")
-    if record["headroom"]["limit"] <= 0:
-        _fail("headroom.limit", "expected a positive number")
-    _get(record, "headroom.layer", "count", optional=True)
-    _get(record, "headroom.op", "str")
+    choose(record, "experiment", ("divergence",))
+    problem = get_field(record, "problem", "int")
+    if list(get_field(record, "key", "list")) != ["divergence", problem]:
+        fail("key", f"expected ['divergence', {problem}], got {record['key']!r:.60}")
+    status = validate_setting(record)
     for arm in ("cached", "uncached"):
         _validate_arm(record, arm)
     comparisons = ["teacher_forced", *(f"controls.{name}" for name in CONTROLS)]
     if status == "invalid":
-        _get(record, "invalid.arm", "str")
-        _get(record, "invalid.layer", "count", optional=True)
-        _get(record, "invalid.op", "str")
-        _get(record, "invalid.position", "int")
-        _get(record, "invalid.step", "int", optional=True)
-        _choose(record, "invalid.value", ("inf", "nan"))
-        for name in [*comparisons, "free_running"]:
-            if _get(record, name, "dict", optional=True) is not None:
-                _fail(name, "an invalid sample has no agreement to state; expected null")
+        require_null(record, [*comparisons, "free_running"])
         return
-    if record.get("invalid") is not None:
-        _fail("invalid", "expected null in a sample with status ok")
     for arm in ("cached", "uncached"):
         if record["arms"][arm]["stop"] == "invalid":
-            _fail(f"arms.{arm}.stop", "'invalid' in a sample with status ok")
+            fail(f"arms.{arm}.stop", "'invalid' in a sample with status ok")
     for name in comparisons:
-        if _get(record, name, "dict", optional=True) is not None:
+        if get_field(record, name, "dict", optional=True) is not None:
             validate_comparison(record, name)
-    if _get(record, "free_running", "dict", optional=True) is not None:
-        diverged = _get(record, "free_running.diverged", "bool")
-        first = _get(record, "free_running.first_diverged", "count", optional=True)
-        if diverged == (first is None):
-            _fail("free_running.first_diverged", f"{first} beside diverged {diverged}")
-        differing = _get(record, "free_running.differing_after", "count")
-        if differing > _get(record, "free_running.compared_after", "count"):
-            _fail("free_running.differing_after", "more than compared_after")
+    validate_free_running(record)
     for scorer in SCORERS:
-        _choose(record, f"label_change.{scorer}", LABEL_CHANGES)
-
-
-VALIDATORS: dict[str | None, Callable[[Mapping[str, Any]], None]] = {"divergence": validate_sample}
+        choose(record, f"label_change.{scorer}", LABEL_CHANGES)

@@ -64,6 +64,18 @@ def test_paired_bootstrap_matches_scipy_and_its_seed():
     assert ours == statistics.paired_bootstrap(first, second) != statistics.paired_bootstrap(first, second, seed=1)
 
 
+def test_paired_interval_is_that_of_t_where_problems_are_few():
+    """Textbook differences 1, 2, 3: mean 2, t with 2 degrees of freedom 4.303, standard error 3^-0.5."""
+    low, high = statistics.paired_interval([2, 4, 6], [1, 2, 3])
+    np.testing.assert_allclose([low, high], [2 - 4.3027 / 3**0.5, 2 + 4.3027 / 3**0.5], atol=1e-3)
+    assert statistics.paired_interval([1], [0]) is None
+    many = np.random.default_rng(0).exponential(size=400)
+    low, high = statistics.paired_interval(many, np.zeros(400))
+    inner = statistics.paired_bootstrap(many, np.zeros(400))
+    assert low <= inner[0] < inner[1] <= high
+    assert high - low < 1.1 * (inner[1] - inner[0])
+
+
 def test_cluster_bootstrap_is_wider_than_independent_tokens_and_covers():
     generator = np.random.default_rng(0)
     covered = naive = 0

@@ -52,7 +52,7 @@ def summarize(records: Sequence[Record], run: Mapping[str, Any]) -> dict[str, An
             "ok": len(valid),
             "invalid": len(samples) - len(valid),
         },
-        "invalid": _group_invalid([s for s in samples if s["status"] == "invalid"]),
+        "invalid": group_invalid([s for s in samples if s["status"] == "invalid"]),
         "headroom": _find_headroom(samples),
         "gate": _find_gate(run),
         "sampling": _count_distinct([s["sampling"] for s in samples]),
@@ -60,8 +60,8 @@ def summarize(records: Sequence[Record], run: Mapping[str, Any]) -> dict[str, An
     }
     if not valid:
         return summary
-    summary["teacher_forced"] = _summarize_comparisons([(s, s["teacher_forced"]) for s in valid])
-    summary["controls"] = {name: _summarize_comparisons([(s, s["controls"][name]) for s in valid]) for name in CONTROLS}
+    summary["teacher_forced"] = summarize_comparisons([(s, s["teacher_forced"]) for s in valid])
+    summary["controls"] = {name: summarize_comparisons([(s, s["controls"][name]) for s in valid]) for name in CONTROLS}
     summary["free_running"] = _summarize_free_running(valid, summary["teacher_forced"])
     summary["accuracy"] = {scorer: _summarize_accuracy(valid, scorer) for scorer in SCORERS}
     return summary
@@ -108,7 +108,7 @@ def _bounded(entry: dict[str, Any]) -> dict[str, Any]:
     return entry
 
 
-def _summarize_comparisons(pairs: Sequence[tuple[Record, Mapping[str, Any] | None]]) -> dict[str, Any] | None:
+def summarize_comparisons(pairs: Sequence[tuple[Record, Mapping[str, Any] | None]]) -> dict[str, Any] | None:
     """Figures of one comparison over all samples that have it; None if none has a token of it."""
     kept = [(sample["problem"], comparison) for sample, comparison in pairs if comparison and comparison["flip"]]
     if not kept:
@@ -142,11 +142,12 @@ def _summarize_comparisons(pairs: Sequence[tuple[Record, Mapping[str, Any] | Non
         },
     }
     for name in ("kl", "kl_reverse", "js", "max_abs", "mean_abs"):
-        summary[name] = _describe_column(column(name), sizes)
+        summary[name] = describe_column(column(name), sizes)
     return summary
 
 
-def _describe_column(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> dict[str, Any]:
+def describe_column(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> dict[str, Any]:
+    """Mean over all tokens with its interval over sequences (None for one sequence), and the largest value."""
     sums = [float(c.sum()) for c in columns]
     return {
         "mean": sum(sums) / sum(sizes),
@@ -224,7 +225,8 @@ def _summarize_accuracy(valid: Sequence[Record], scorer: str) -> dict[str, Any]:
     }
 
 
-def _group_invalid(invalid: Sequence[Record]) -> list[dict[str, Any]]:
+def group_invalid(invalid: Sequence[Record]) -> list[dict[str, Any]]:
+    """Invalid samples by where their numbers broke, with how many there are and which."""
     groups: dict[tuple[str, int, str, str], list[Record]] = {}
     for sample in invalid:
         why = sample["invalid"]

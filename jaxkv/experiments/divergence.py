@@ -22,6 +22,7 @@ from flax import nnx
 from jaxkv.analysis.metrics import free_running
 from jaxkv.audit import Finding, audit_rows
 from jaxkv.compare import compare_logits
+from jaxkv.config import ModelConfig
 from jaxkv.decode import Arms, Layout, Rollout, Rows, make_layout, make_rows, round_up, start_rollout
 from jaxkv.generate import (
     first_disagreement,
@@ -204,8 +205,53 @@ def _arm_record(tokens: list[int], broke: bool, stop_ids, tokenizer, scoring: Sc
     }
 
 
-def _fault(finding: Finding, free: Finding, runs: Runs, row: int, first: int, prompt: int) -> dict[str, Any] | None:
+@dataclasses.dataclass(frozen=True)
+class BatchRun:
+    """A batch after both arms have run.
+
+    Attributes:
+      layout: its shapes.
+      rows: its rows, free-running.
+      runs: the rollouts.
+      findings: a row's audit along the cached arm's tokens.
+      free_findings: along the uncached arm's own tokens; the same objects where no row parted.
+    """
+
+    layout: Layout
+    rows: Rows
+    runs: Runs
+    findings: list[Finding]
+    free_findings: list[Finding]
+
+
+def lay_out(
+    batch: Batch, spec: DivergenceSpec, config: ModelConfig, tile: int | None = None
+) -> tuple[Layout, np.ndarray, Rows]:
+    """Layout, token buffer [B, S] and rows of a batch, filled to the batch size."""
+    filled = [*batch.items, *[batch.items[-1]] * (spec.batch_size - len(batch.items))]
+    prompts = [list(item.prompt) for item in filled]
+    layout = make_layout(prompts, spec.new_tokens, spec.bucket, config, tile)
+    return layout, *make_rows(prompts, [item.problem for item in filled], spec.seed, layout)
+
+
+def run_batch(arms: Arms, state: nnx.State, batch: Batch, spec: DivergenceSpec) -> BatchRun:
+    """Runs and audits both arms on a batch."""
+    layout, tokens, rows = lay_out(batch, spec, arms.config, arms.tile)
+    runs = run_arms(arms, state, tokens, rows, layout, spec, batch)
+    findings = free_findings = audit_rows(arms, state, runs.cached, rows)
+    if np.any(first_disagreement(runs.forced, layout.prompt) < np.asarray(runs.forced.lengths)):
+        free_findings = audit_rows(arms, state, runs.free, rows)  # tokens that the other arm never took
+    return BatchRun(layout, rows, runs, findings, free_findings)
+
+
+def logits_fault(arm: str, step: int, position: int) -> dict[str, Any]:
+    """A fault that shows in an arm's logits at a step; `position` is that of the token they were computed from."""
+    return {"arm": arm, "step": step, "layer": None, "op": "logits", "position": position, "value": "nan"}
+
+
+def _fault(ran: BatchRun, row: int) -> dict[str, Any] | None:
     """Where a row's numbers stopped being finite, None if they never did."""
+    runs, finding, free = ran.runs, ran.findings[row], ran.free_findings[row]
     along_cached: list[tuple[str, Rollout | None]] = [
         ("cached", runs.cached),
         ("uncached", runs.forced),
@@ -214,28 +260,26 @@ def _fault(finding: Finding, free: Finding, runs: Runs, row: int, first: int, pr
         ("uncached (again)", runs.forced_again),
         ("uncached (stepwise)", runs.stepwise),
     ]
+    newest = ran.layout.prompt - int(ran.rows.first[row]) - 1
     for arm, run, audit in [(arm, run, finding) for arm, run in along_cached] + [("uncached (free)", runs.free, free)]:
         step = -1 if run is None else int(run.nonfinite_step[row])
         if step >= 0:
-            logits = {"layer": None, "op": "logits", "position": prompt - first + step - 1, "value": "nan"}
-            return {"arm": arm, "step": step} | (audit.invalid or logits)
+            return logits_fault(arm, step, newest + step) | (audit.invalid or {})
     for arm, audit in (("uncached", finding), ("uncached (free)", free)):
         if audit.invalid is not None:
             return {"arm": arm, "step": None} | audit.invalid
     return None
 
 
-def make_record(
-    arms: Arms, item: Item, row: int, runs: Runs, finding: Finding, free: Finding, rows: Rows, layout: Layout,
-    spec: DivergenceSpec, tokenizer: Any, scoring: Scoring,
-) -> dict[str, Any]:  # fmt: skip
-    """The sample of one row (schema: jaxkv.schemas)."""
-    prompt, first = layout.prompt, int(rows.first[row])
+def compare_row(arms: Arms, item: Item, row: int, ran: BatchRun, spec: DivergenceSpec) -> dict[str, Any]:
+    """What a row's run says without asking a task: fields of a sample, `arms` being the tokens alone."""
+    layout, runs = ran.layout, ran.runs
+    prompt, first = layout.prompt, int(ran.rows.first[row])
 
     def taken(run: Rollout) -> list[int]:
         return np.asarray(run.tokens[row, prompt : prompt + int(run.lengths[row])]).tolist()
 
-    fault = _fault(finding, free, runs, row, first, prompt)
+    fault = _fault(ran, row)
     steps = int(runs.cached.lengths[row])
     brute_steps = 0 if runs.stepwise is None else int(min(runs.stepwise.lengths[row], runs.free.lengths[row]))
 
@@ -245,13 +289,7 @@ def make_record(
         return compare_logits(reference.logits[row], other.logits[row], steps)
 
     tokens = {"cached": taken(runs.cached), "uncached": taken(runs.free)}
-    arm_records = {
-        arm: _arm_record(tokens[arm], fault is not None, arms.stop_ids, tokenizer, scoring, item.gold) for arm in tokens
-    }
     return {
-        "experiment": "divergence",
-        "problem": item.problem,
-        "key": ["divergence", item.problem],
         "prompt_tokens": len(item.prompt),
         "prompt_sha256": hashlib.sha256(np.asarray(item.prompt, "<i4").tobytes()).hexdigest(),
         "shapes": {
@@ -265,8 +303,8 @@ def make_record(
         "sampling": arms.sampler.to_json() | {"seed": spec.seed},
         "status": "invalid" if fault else "ok",
         "invalid": fault,
-        "headroom": finding.headroom,
-        "arms": arm_records,
+        "headroom": ran.findings[row].headroom,
+        "arms": tokens,
         "teacher_forced": compare(runs.forced, runs.cached),
         "free_running": None if fault else free_running(tokens["uncached"], tokens["cached"]),
         "controls": {
@@ -276,7 +314,26 @@ def make_record(
             # Equal bits at every step are equal tokens, up to the stop token.
             "uncached_stepwise": compare(runs.stepwise, runs.free, brute_steps),
         },
-        "label_change": scoring.label_change(arm_records["uncached"]["text"], arm_records["cached"]["text"], item.gold),
+    }
+
+
+def make_record(
+    arms: Arms, item: Item, row: int, ran: BatchRun, spec: DivergenceSpec, tokenizer: Any, scoring: Scoring
+) -> dict[str, Any]:
+    """The sample of one row (schema: jaxkv.schemas)."""
+    found = compare_row(arms, item, row, ran, spec)
+    broke = found["status"] == "invalid"
+    scored = {
+        arm: _arm_record(tokens, broke, arms.stop_ids, tokenizer, scoring, item.gold)
+        for arm, tokens in found["arms"].items()
+    }
+    return {
+        "experiment": "divergence",
+        "problem": item.problem,
+        "key": ["divergence", item.problem],
+        **found,
+        "arms": scored,
+        "label_change": scoring.label_change(scored["uncached"]["text"], scored["cached"]["text"], item.gold),
     }
 
 
@@ -304,25 +361,16 @@ def run_divergence(
     Raises:
       UserError: a prompt that does not fit the context.
     """
-    width = spec.batch_size
     for batch in plan_batches(items, spec):
         if all(item.problem in done for item in batch.items):
             continue
-        filled = [*batch.items, *[batch.items[-1]] * (width - len(batch.items))]
-        prompts = [list(item.prompt) for item in filled]
-        layout = make_layout(prompts, spec.new_tokens, spec.bucket, arms.config, arms.tile)
-        tokens, rows = make_rows(prompts, [item.problem for item in filled], spec.seed, layout)
-        runs = run_arms(arms, state, tokens, rows, layout, spec, batch)
-        findings = free_findings = audit_rows(arms, state, runs.cached, rows)
-        if np.any(first_disagreement(runs.forced, layout.prompt) < np.asarray(runs.forced.lengths)):
-            free_findings = audit_rows(arms, state, runs.free, rows)  # tokens that the other arm never took
+        ran = run_batch(arms, state, batch, spec)
         records = [
-            make_record(
-                arms, item, row, runs, findings[row], free_findings[row], rows, layout, spec, tokenizer, scoring
-            )
+            make_record(arms, item, row, ran, spec, tokenizer, scoring)
             for row, item in enumerate(batch.items)
             if item.problem not in done
         ]
+        runs = ran.runs
         steps = {"cached": int(jnp.sum(runs.cached.lengths)), "uncached_forced": int(jnp.sum(runs.forced.lengths))}
         problems = [item.problem for item in batch.items]
         timing = {"problems": problems, "seconds": runs.seconds, "tokens": steps, "drafts": runs.drafts}

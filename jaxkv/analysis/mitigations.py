@@ -1,0 +1,321 @@
+"""The mitigations table: what each variant changes, how far from the truth it stays, and what it costs.
+
+Reads records and timings alone, imports neither jax nor flax.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from jaxkv.analysis import statistics
+from jaxkv.analysis.format import (
+    format_count,
+    format_counted_share,
+    format_mean,
+    format_number,
+    format_percent,
+)
+from jaxkv.analysis.summary import clustered_share, describe_column, group_invalid, share, summarize_comparisons
+from jaxkv.schema_mitigations import ARMS, NUMBERS, REFERENCES, validate_mitigation
+
+Record = Mapping[str, Any]
+Summary = Mapping[str, Any]
+TableData = tuple[str, list[str], list[list[str]]]  # title, header, rows
+JUDGED = ("rms", "kl")
+NOTES = (
+    "KL in nats, RMS and largest difference in logits; fp64: the cached arm in float64, along whose own tokens all "
+    "distances are measured.",
+    "Intervals are 95 %, over whole problems; with few of them they are rough. ≤: one-sided 95 % bound of a zero.",
+    "nearer: the arm whose distance is smaller, where the paired interval over problems (bootstrap, widened to "
+    "Student's t) leaves out 0. Each is judged alone: of twenty such intervals one may miss by chance.",
+    "MB: 10^6 bytes of weights and cache as this device holds them (on a CPU most 16-bit weights lie in fp32); stored: "
+    "in the policy's own dtypes; program: the most the decode program holds at once.",
+    "ms: median of the repeats, of the cached arm, as busy as the machine was.",
+)
+
+
+def summarize_mitigations(
+    records: Sequence[Record], timings: Sequence[Record], run: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Summarizes the 'mitigations' records of a run.
+
+    Args:
+      records: samples; those of other experiments are left out. Variants keep the order in which they first appear.
+      timings: lines of timing.jsonl; the last cost of a variant counts.
+      run: content of run.json; its fingerprint ties the summary to the run.
+
+    Returns:
+      Plain values. An invalid sample enters no figure but the count of invalid ones.
+
+    Raises:
+      ValueError: a record breaks its schema; starts with its key and the field.
+    """
+    samples = [r for r in records if r.get("experiment") == "mitigations"]
+    for sample in samples:
+        try:
+            validate_mitigation(sample)
+        except ValueError as error:
+            raise ValueError(f"sample {sample.get('key')}: {error}") from error
+    names = list(dict.fromkeys(sample["variant"] for sample in samples))
+    costs = {
+        t["variant"]: t["cost"] for t in timings if t.get("experiment") == "mitigations" and t.get("cost") is not None
+    }
+    return {
+        "experiment": "mitigations",
+        "fingerprint": (run or {}).get("fingerprint"),
+        "problems": sorted({sample["problem"] for sample in samples}),
+        "variants": [
+            _summarize_variant(
+                name, sorted((s for s in samples if s["variant"] == name), key=lambda s: s["problem"]), costs.get(name)
+            )
+            for name in names
+        ],
+    }
+
+
+def _summarize_variant(name: str, samples: Sequence[Record], cost: Record | None) -> dict[str, Any]:
+    valid = [s for s in samples if s["status"] == "ok"]
+    first = samples[0]
+    summary: dict[str, Any] = {
+        "variant": name,
+        "precision": dict(first["precision"]),
+        "held": dict(first["held"]),
+        "tile": first["shapes"]["tile"],
+        "problems": {"total": len(samples), "ok": len(valid), "invalid": len(samples) - len(valid)},
+        "invalid": group_invalid([s for s in samples if s["status"] == "invalid"]),
+        "teacher_forced": summarize_comparisons([(s, s["teacher_forced"]) for s in valid]),
+        "diverged": share(sum(s["free_running"]["diverged"] for s in valid), len(valid)),
+        "first_diverged": [s["free_running"]["first_diverged"] for s in valid if s["free_running"]["diverged"]],
+        "distance": None,
+        "cost": dict(cost) if cost else None,
+    }
+    counted = [s for s in valid if s["distance"]["weights"]["kl"]]
+    if counted:
+        summary["distance"] = {
+            reference: {arm: _describe([s["distance"][arm][reference] for s in counted]) for arm in ARMS}
+            | {"nearer": {metric: _judge(counted, reference, metric) for metric in JUDGED}}
+            for reference in REFERENCES
+        } | {"weights": _describe([s["distance"]["weights"] for s in counted])}
+    return summary
+
+
+def _describe(distances: Sequence[Record]) -> dict[str, Any]:
+    sizes = [len(d["kl"]) for d in distances]
+    flips = clustered_share([sum(d["flip"]) for d in distances], sizes)
+    columns = {name: [np.asarray(d[name], np.float64) for d in distances] for name in NUMBERS}
+    return {"flips": flips} | {name: describe_column(column, sizes) for name, column in columns.items()}
+
+
+def _judge(samples: Sequence[Record], reference: str, metric: str) -> dict[str, Any]:
+    """Which arm is nearer, problems being the unit.
+
+    Returns:
+      differ: share of problems at any of whose steps the two distances differ. mean and interval of cached minus
+      uncached (None for one problem). nearer: 'cached', 'uncached', 'same' (no step of no problem differs) or None,
+      where the interval does not say.
+    """
+    columns = [[s["distance"][arm][reference][metric] for s in samples] for arm in ARMS]
+    cached, uncached = ([float(np.mean(column)) for column in arm] for arm in columns)
+    differ = sum(a != b for a, b in zip(*columns, strict=True))
+    interval = statistics.paired_interval(cached, uncached)
+    nearer = "same" if not differ else None
+    if differ and interval is not None:
+        nearer = "uncached" if interval[0] > 0 else "cached" if interval[1] < 0 else None
+    return {
+        "differ": share(differ, len(samples)),
+        "mean": float(np.mean(cached) - np.mean(uncached)),
+        "interval": None if interval is None else list(interval),
+        "nearer": nearer,
+    }
+
+
+def _short_share(entry: Record | None) -> str:
+    """``3 of 128 [0.8, 6.7] %``; a zero with its bound."""
+    if entry is None:
+        return "-"
+    if "upper_bound" in entry:
+        return f"0 of {entry['total']} ≤ {format_percent(entry['upper_bound'])} %"
+    low, high = entry["interval"]
+    return f"{format_count(entry)} [{format_percent(low)}, {format_percent(high)}] %"
+
+
+def _verdict(judged: Record) -> str:
+    return {None: "cannot tell", "same": "no difference"}.get(judged["nearer"]) or str(judged["nearer"])
+
+
+def _reason(judged: Record) -> str:
+    """The verdict with what it rests on."""
+    if judged["nearer"] == "same":
+        return f"no difference: {format_counted_share(judged['differ'])} problems differ"
+    if judged["interval"] is None:
+        return "cannot tell from one problem"
+    low, high = (f"{'+' if end > 0 else ''}{format_number(end)}" for end in judged["interval"])
+    mean = f"{'+' if judged['mean'] > 0 else ''}{format_number(judged['mean'])}"
+    return f"{_verdict(judged)}: cached - uncached {mean} [{low}, {high}]"
+
+
+def _median(values: Sequence[float] | None) -> str:
+    return "-" if not values else format_number(float(np.median(values)), 3)
+
+
+def _cost(entry: Summary) -> list[str]:
+    """ms a token, ms of prefill, MB held, MB stored, MB of the program."""
+    cost = entry["cost"]
+    if cost is None:
+        return ["-"] * 5
+    size = cost["bytes"]
+    held, stored = size["weights"] + size["cache"], size["weights_as_stored"] + size["cache"]
+    peak = "-" if size["program_peak"] is None else format_number(size["program_peak"] / 1e6, 3)
+    return [
+        _median(cost["ms_a_token"]),
+        _median(cost["prefill_ms"]),
+        format_number(held / 1e6, 3),
+        format_number(stored / 1e6, 3),
+        peak,
+    ]
+
+
+def _invalid(entry: Summary) -> str:
+    return "; ".join(f"{g['samples']} at {g['reason']} ({g['arm']}, {g['value']})" for g in entry["invalid"])
+
+
+def _with_values(summary: Summary) -> list[Summary]:
+    return [entry for entry in summary["variants"] if entry["distance"] is not None]
+
+
+def make_tables(summary: Summary) -> list[TableData]:
+    """The tables for a terminal of 100 columns: title, header, rows of text."""
+    agreement = []
+    for entry in summary["variants"]:
+        forced = entry["teacher_forced"]
+        cells = ["none valid", "-", "-", "-"]
+        if forced is not None:
+            cells = [
+                _short_share(forced["flips"]),
+                _short_share(entry["diverged"]),
+                format_number(forced["kl"]["mean"]),
+                f"{format_percent(forced['bit_equal']['rate'])} %",
+            ]
+        agreement.append([entry["variant"], *cells])
+    head = ["", "argmax flips", "sequences that diverge", "mean KL", "bit-equal steps"]
+    tables = [("cached against uncached", head, agreement)]
+    valid = _with_values(summary)
+
+    def mean(entry: Summary, reference: str, arm: str, metric: str) -> str:
+        return format_number(entry["distance"][reference][arm][metric]["mean"])
+
+    rows = [
+        [entry["variant"]]
+        + [
+            cell
+            for metric in JUDGED
+            for cell in (
+                *(mean(entry, "given", arm, metric) for arm in ARMS),
+                _verdict(entry["distance"]["given"]["nearer"][metric]),
+            )
+        ]
+        for entry in valid
+    ]
+    tables.append(
+        (
+            "distance to fp64 of the weights as given",
+            ["", "RMS cached", "uncached", "nearer", "KL cached", "uncached", "nearer"],
+            rows,
+        )
+    )
+    rows = [
+        [
+            entry["variant"],
+            format_number(entry["distance"]["weights"]["rms"]["mean"]),
+            *(mean(entry, "rounded", arm, "rms") for arm in ARMS),
+            _verdict(entry["distance"]["rounded"]["nearer"]["rms"]),
+            *(_short_share(entry["distance"]["given"][arm]["flips"]) for arm in ARMS),
+        ]
+        for entry in valid
+    ]
+    head = ["", "RMS: weights", "arithmetic cached", "uncached", "nearer", "argmax differs: cached", "uncached"]
+    tables.append(("rounding of the weights apart from that of the arithmetic", head, rows))
+    head = ["", "ms a token", "ms of prefill", "MB held", "stored", "program"]
+    tables.append(
+        ("cost of the cached arm", head, [[e["variant"], *_cost(e)] for e in summary["variants"] if e["cost"]])
+    )
+    return [table for table in tables if table[2]]
+
+
+def _unequal(summary: Summary) -> list[str]:
+    """What keeps the rows from being of the same problems."""
+    asked, lines = len(summary["problems"]), []
+    for entry in summary["variants"]:
+        problems = entry["problems"]
+        if problems["invalid"]:
+            counted = f"{problems['invalid']} of {problems['total']} problems are invalid and counted nowhere"
+            lines.append(f"{entry['variant']}: {counted}: {_invalid(entry)}")
+        if problems["total"] < asked:
+            lines.append(f"{entry['variant']}: UNFINISHED, {problems['total']} of {asked} problems")
+    return lines
+
+
+def render(summary: Summary) -> Group:
+    """The summary for a terminal of 100 columns."""
+    parts: list[Any] = [Text(f"{len(summary['problems'])} problems, {len(summary['variants'])} variants")]
+    parts += [Text(line) for line in _unequal(summary)]
+    for title, header, rows in make_tables(summary):
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+        for index, name in enumerate(header):
+            table.add_column(Text(name), justify="right" if index else "left", no_wrap=not index)
+        for cells in rows:
+            table.add_row(*(Text(cell) for cell in cells))
+        parts += [Text(f"\n{title}", style="bold"), table]
+    return Group(*parts, Text(""), *(Text(note) for note in NOTES))
+
+
+def to_markdown(summary: Summary) -> str:
+    """The summary as a section of a report, with all intervals."""
+    head = ["variant", "valid", "argmax flips per token", "sequences that diverge", "mean KL, nats", "bit-equal steps"]
+    head += ["ms a token", "prefill, ms", "weights and cache, MB", "as stored, MB", "decode program, MB"]
+    rows = []
+    for entry in summary["variants"]:
+        forced, valid = (
+            entry["teacher_forced"],
+            format_count({"count": entry["problems"]["ok"], "total": entry["problems"]["total"]}),
+        )
+        cells = ["none valid", "-", "-", "-"]
+        if forced is not None:
+            cells = [format_counted_share(e) for e in (forced["flips"], entry["diverged"])]
+            cells += [format_mean(forced["kl"]), format_counted_share(forced["bit_equal"])]
+        rows.append([entry["variant"], valid, *cells, *_cost(entry)])
+    lines = ["## Mitigations", "", *(f"- {line}" for line in _unequal(summary)), ""]
+    lines += ["Cached against uncached, and cost of the cached arm:", "", *_rows(head, rows)]
+    titles = {
+        "given": "Distance to fp64 of the weights as given:",
+        "rounded": "Distance to fp64 of the weights as each variant rounds them (arithmetic alone):",
+    }
+    for reference in REFERENCES:
+        head = ["variant", *(f"{name}, {arm}" for name in ("RMS", "largest difference", "KL, nats") for arm in ARMS)]
+        head += [f"argmax differs, {arm}" for arm in ARMS] + ["nearer by RMS", "nearer by KL"]
+        rows = []
+        for entry in _with_values(summary):
+            found = entry["distance"][reference]
+            cells = [format_mean(found[arm]["rms"]) for arm in ARMS]
+            cells += [format_number(found[arm]["max_abs"]["max"]) for arm in ARMS]
+            cells += [format_mean(found[arm]["kl"]) for arm in ARMS]
+            cells += [format_counted_share(found[arm]["flips"]) for arm in ARMS]
+            rows.append([entry["variant"], *cells, *(_reason(found["nearer"][metric]) for metric in JUDGED)])
+        lines += [titles[reference], "", *_rows(head, rows)]
+    head = ["variant", "RMS", "largest difference", "KL, nats", "argmax differs"]
+    rows = []
+    for entry in _with_values(summary):
+        found = entry["distance"]["weights"]
+        cells = [format_mean(found["rms"]), format_number(found["max_abs"]["max"]), format_mean(found["kl"])]
+        rows.append([entry["variant"], *cells, format_counted_share(found["flips"])])
+    lines += ["Rounding of the weights alone, fp64 against fp64:", "", *_rows(head, rows)]
+    return "\n".join([*lines, *(f"- {note}" for note in NOTES), ""])
+
+
+def _rows(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return ["| " + " | ".join(line) + " |" for line in (header, ["---"] * len(header), *rows)] + [""]

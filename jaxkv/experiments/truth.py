@@ -1,0 +1,77 @@
+"""The float64 run of a model, against which every other precision is measured.
+
+float64 does not exist in JAX unless x64 is on, and with x64 on some programs of narrower policies would be traced
+otherwise. It is therefore on inside these functions alone, never across a `yield`; what comes out are arrays.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxkv.config import DType, ModelConfig, make_precision
+from jaxkv.decode import Arms, Layout, Rollout, Rows
+from jaxkv.generate import force, run_cached
+from jaxkv.sampling import Sampler
+
+
+def round_weights(state: nnx.State, dtype: DType) -> nnx.State:
+    """The weights rounded once to a dtype."""
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), state)
+
+
+@dataclasses.dataclass(frozen=True)
+class Truth:
+    """What the float64 model says of a batch.
+
+    Attributes:
+      tokens: [B, prompt + n] its own tokens from the given weights, along which every arm is measured.
+      lengths: [B] tokens taken.
+      given: [B, n, V] float64 logits of the given weights.
+      rounded: param dtype name -> [B, n, V] float64 logits, along the same tokens, of the weights rounded to it.
+      broke: param dtype name -> [B] the step at which that run, or the given weights' own, was not finite, -1 if none.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    given: jax.Array
+    rounded: dict[str, jax.Array]
+    broke: dict[str, np.ndarray]
+
+
+class Float64Model:
+    """A model's programs in float64. The cached arm runs: in float64 the arms differ by 1e-13 or so."""
+
+    def __init__(self, config: ModelConfig, sampler: Sampler | None, stop_ids: tuple[int, ...]):
+        with jax.enable_x64(True):
+            self._arms = Arms(config, make_precision("fp64"), sampler, stop_ids)
+
+    def _run(self, state: nnx.State, tokens: np.ndarray, rows: Rows, layout: Layout) -> Rollout:
+        with jax.enable_x64(True):
+            wide = round_weights(state, jnp.float64)
+            return jax.block_until_ready(run_cached(self._arms, wide, tokens, rows, layout))
+
+    def run(self, state: nnx.State, tokens: np.ndarray, rows: Rows, layout: Layout, params: frozenset[str]) -> Truth:
+        """Runs the given weights freely, and the rounded ones along the tokens that gives.
+
+        Args:
+          state: the weights as the checkpoint gives them.
+          tokens: [B, S] token buffer with the prompts.
+          rows: of the batch, free-running.
+          layout: of the batch.
+          params: names of the dtypes that weights are rounded to.
+        """
+        own = jnp.dtype(jax.tree.leaves(state)[0].dtype).name
+        given = self._run(state, tokens, rows, layout)
+        runs, path = {own: given}, np.asarray(given.tokens)
+        for name in sorted(params - {own}):
+            runs[name] = self._run(round_weights(state, jnp.dtype(name)), path, force(rows, given), layout)
+        return Truth(
+            tokens=path[:, : layout.prompt + layout.new_tokens],
+            lengths=np.asarray(given.lengths),
+            given=given.logits,
+            rounded={name: run.logits for name, run in runs.items()},
+            broke={name: np.maximum(given.nonfinite_step, run.nonfinite_step) for name, run in runs.items()},
+        )

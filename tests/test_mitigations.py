@@ -1,0 +1,450 @@
+"""The mitigations experiment: float64 stays where it belongs, and the table says what the records say."""
+
+import copy
+import dataclasses
+import functools
+import io
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.experimental.compilation_cache import compilation_cache
+from rich.console import Console
+from small_models import make_prompts, small_config
+
+from jaxkv.analysis.mitigations import render, summarize_mitigations, to_markdown
+from jaxkv.compare import DISTANCE_FIELDS, measure_distance
+from jaxkv.config import make_precision
+from jaxkv.decode import Arms
+from jaxkv.errors import UserError
+from jaxkv.experiments import mitigations, truth
+from jaxkv.experiments.divergence import DivergenceSpec, Item, compare_row, plan_batches, run_batch
+from jaxkv.experiments.mitigations import hold, make_variants, run_mitigations
+from jaxkv.models.decoder import Decoder
+from jaxkv.records import RunDirectory, to_line, to_plain
+from jaxkv.schema_mitigations import validate_mitigation
+
+SPEC = DivergenceSpec(new_tokens=7, seed=3, bucket=8)  # 15 slots, and 16 in tiles
+NAMES = ("fp16", "fp32", "fp32+param=fp16", "fp16 aligned")
+PAIR = ("fp32", "fp16 aligned")
+PROBLEMS = (10, 11, 12)
+
+
+CONFIG = dataclasses.replace(small_config(), num_layers=1, window_pattern=(False,))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs(tmp_path_factory):
+    """Every run compiles the same programs anew: they are kept on disk for this file."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("xla")))
+    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+    yield
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+
+
+@functools.cache
+def make_state():
+    """Weights so large that the next token depends on the whole text."""
+    rng = np.random.default_rng(2)
+    state = nnx.split(Decoder(CONFIG, make_precision("fp32"), nnx.Rngs(1)))[1]
+    return jax.tree.map(
+        lambda leaf: jnp.asarray((leaf if leaf.ndim == 1 else 0) + rng.normal(size=leaf.shape) * 0.3, jnp.float32),
+        state,
+    )
+
+
+def make_items(count=3):
+    return [Item(10 + i, tuple(prompt), "a") for i, prompt in enumerate(make_prompts((6, 8, 7, 8, 6)[:count]))]
+
+
+def run(names=NAMES, items=None, done=(), state=None, repeats=0, spec=SPEC):
+    """Records and timings; 16-bit weights stay narrow, as on an accelerator."""
+    records, timings = [], []
+    for new, timing in run_mitigations(
+        CONFIG, state or make_state(), items or make_items(), spec, make_variants(4, names), frozenset(done),
+        repeats=repeats, backend="cuda",
+    ):  # fmt: skip
+        assert not jax.config.read("jax_enable_x64")
+        records += new
+        timings.append(timing)
+    return to_plain(records), timings
+
+
+@functools.cache
+def undisturbed():
+    """All records, and timings with the cost of each variant. Other tests copy before they change."""
+    return run(repeats=1)
+
+
+def records_of(name):
+    found = [record for record in undisturbed()[0] if record["variant"] == name]
+    assert [record["problem"] for record in found] == list(PROBLEMS)
+    return found
+
+
+def mean_rms(record, arm="cached", reference="given"):
+    return np.mean(record["distance"][arm][reference]["rms"])
+
+
+# The variants.
+
+
+def test_variants_are_what_their_names_say():
+    variants = {variant.name: variant for variant in make_variants(16)}
+    assert list(variants) == [
+        "fp16", "fp16+accumulation=fp16", "fp16+residual=fp32", "fp16 outputs fp32", "bf16", "bf16+residual=fp32",
+        "fp32", "fp32+param=fp16", "fp16 aligned",
+    ]  # fmt: skip
+    assert {name: variant.tile for name, variant in variants.items() if variant.tile} == {"fp16 aligned": 16}
+    wide = variants["fp16 outputs fp32"].precision
+    narrow = [part for part, dtype in wide.to_json().items() if dtype == "float16"]
+    assert narrow == ["param", "operand", "cache"]
+    assert wide.widened() == wide
+    mixed = variants["fp32+param=fp16"].precision.to_json()
+    assert [part for part, dtype in mixed.items() if dtype == "float16"] == ["param"]
+    with pytest.raises(UserError, match="did you mean 'fp16 aligned'"):
+        make_variants(16, ["fp16 alinged"])
+    with pytest.raises(UserError, match="one twice"):
+        next(run_mitigations(CONFIG, make_state(), make_items(), SPEC, make_variants(4, ["fp16", "fp16"])))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+def test_weights_are_rounded_however_they_are_held(backend):
+    state = make_state()
+    for variant in make_variants(4, ["fp16", "fp32+param=fp16", "fp32"]):
+        arms = Arms(CONFIG, variant.precision, backend=backend)
+        for given, held in zip(*map(jax.tree.leaves, (state, hold(arms, state))), strict=True):
+            assert held.dtype == jnp.dtype(arms.held.param)
+            np.testing.assert_array_equal(held, given.astype(variant.param).astype(jnp.float32))
+
+
+def test_outputs_in_fp32_round_at_the_next_product():
+    """Its products are of 16-bit numbers and its results of 32 bits: more than fp16 has."""
+    arms = Arms(CONFIG, make_variants(4, ["fp16 outputs fp32"])[0].precision)
+    (batch,) = plan_batches(make_items(1), SPEC)
+    state = hold(arms, make_state())
+    logits = np.asarray(run_batch(arms, state, batch, SPEC).runs.cached.logits)
+    assert logits.dtype == np.float32
+    assert np.mean(logits != logits.astype(np.float16)) > 0.9
+
+
+# float64.
+
+
+def test_float64_does_not_leak(monkeypatch):
+    """x64 is on for the float64 arms alone, and the others give what they give without them."""
+    seen = []
+
+    def watch(module, name):
+        inner = getattr(module, name)
+
+        def watched(arms, *arguments):
+            result = inner(arms, *arguments)
+            logits = result.logits if hasattr(result, "logits") else result.runs.cached.logits
+            seen.append((arms.precision.name, jax.config.read("jax_enable_x64"), logits.dtype.name))
+            return result
+
+        monkeypatch.setattr(module, name, watched)
+
+    for module, name in ((mitigations, "run_cached"), (mitigations, "run_forced"), (mitigations, "run_batch")):
+        watch(module, name)
+    watch(truth, "run_cached")
+    records, _ = run(PAIR, make_items(1))
+    assert {entry for entry in seen if entry[0] == "fp64"} == {("fp64", True, "float64")}
+    assert {entry for entry in seen if entry[0] != "fp64"} == {("fp32", False, "float32"), ("fp16", False, "float16")}
+    assert not jax.config.read("jax_enable_x64")
+    (batch,) = plan_batches(make_items(1), dataclasses.replace(SPEC, control_problems=0, stepwise_problems=0))
+    arms = Arms(CONFIG, make_precision("fp32"), backend="cuda")
+    alone = compare_row(arms, batch.items[0], 0, run_batch(arms, arms.prepare(make_state()), batch, SPEC), SPEC)
+    for name in ("teacher_forced", "free_running", "headroom", "shapes"):
+        assert to_plain(alone)[name] == records[0][name]
+
+
+def test_x64_goes_off_after_a_fault(monkeypatch):
+    monkeypatch.setattr(truth, "run_cached", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(PAIR, make_items(1))
+    assert not jax.config.read("jax_enable_x64")
+
+
+def test_distances_are_first_principles():
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(3, 6)) * 2, rng.normal(size=(3, 6)).astype(np.float32)
+    a[2] = b[2]
+    with jax.enable_x64(True):
+        found = measure_distance(jnp.asarray(a), jnp.asarray(b), 3)
+    softmax = [np.exp(x) / np.exp(x).sum(1, keepdims=True) for x in (a, b.astype(np.float64))]
+    assert tuple(found) == DISTANCE_FIELDS
+    np.testing.assert_allclose(found["kl"], (softmax[0] * np.log(softmax[0] / softmax[1])).sum(1), atol=1e-12)
+    np.testing.assert_allclose(found["rms"], np.sqrt(np.mean((a - b) ** 2, 1)))
+    np.testing.assert_allclose(found["max_abs"], np.abs(a - b).max(1))
+    assert found["flip"] == (a.argmax(1) != b.argmax(1)).tolist()
+    assert found["kl"][2] == found["rms"][2] == 0
+    with pytest.raises(ValueError, match="no truth"):
+        measure_distance(jnp.asarray(b), jnp.asarray(b), 3)
+    a[1, 0] = np.nan
+    with jax.enable_x64(True), pytest.raises(ValueError, match="not finite"):
+        measure_distance(jnp.asarray(a), jnp.asarray(b), 3)
+
+
+# What the records say.
+
+
+def test_every_record_keeps_the_schema():
+    records, timings = undisturbed()
+    assert [tuple(r["key"]) for r in records] == [("mitigations", p, name) for p in PROBLEMS for name in NAMES]
+    for record in records:
+        validate_mitigation(record)
+        assert record["status"] == "ok"
+        assert record["tokens"]["fp64"] == records[4 * (record["problem"] - 10)]["tokens"]["fp64"]
+    assert [t["variant"] for t in timings if t["cost"]] == list(NAMES)
+    assert [t["variant"] for t in timings] == list(NAMES) * len(PROBLEMS)
+
+
+def test_the_aligned_arms_have_no_differing_bit():
+    for record in records_of("fp16 aligned"):
+        assert all(record["teacher_forced"]["bit_equal"])
+        assert not record["free_running"]["diverged"]
+        assert record["distance"]["cached"] == record["distance"]["uncached"]
+        assert mean_rms(record) > 1e-4  # equal is not exact
+    assert not all(bit for record in records_of("fp32") for bit in record["teacher_forced"]["bit_equal"])
+
+
+def test_fp32_is_nearer_to_fp64_than_fp16_and_weights_are_told_apart():
+    for fp16, fp32, mixed in zip(*map(records_of, ("fp16", "fp32", "fp32+param=fp16")), strict=True):
+        for arm in ("cached", "uncached"):
+            assert mean_rms(fp32, arm) * 100 < mean_rms(fp16, arm)
+            assert mean_rms(mixed, arm, "rounded") * 100 < mean_rms(mixed, arm)
+            np.testing.assert_allclose(mean_rms(mixed, arm), np.mean(mixed["distance"]["weights"]["rms"]), rtol=0.01)
+            assert mean_rms(fp16, arm, "rounded") > 1e-4
+            assert fp32["distance"][arm]["given"] == fp32["distance"][arm]["rounded"]
+        assert not any(fp32["distance"]["weights"]["rms"])
+        assert mixed["distance"]["weights"] == fp16["distance"]["weights"]
+
+
+@pytest.mark.parametrize(("method", "nearer"), [("_cached_loop", "uncached"), ("_tile_loop", "cached")])
+def test_a_perturbed_arm_is_the_farther_one(monkeypatch, method, nearer):
+    class Worse(Arms):
+        pass
+
+    def perturbed(self, state, *arguments, **options):
+        return getattr(Arms, method)(self, jax.tree.map(lambda leaf: leaf * 1.003, state), *arguments, **options)
+
+    functools.update_wrapper(perturbed, getattr(Arms, method))  # jit reads the names of donated arguments
+    setattr(Worse, method, perturbed)
+    monkeypatch.setattr(mitigations, "Arms", Worse)
+    records, _ = run(["fp32"], make_items(5))
+    (variant,) = summarize_mitigations(records, [])["variants"]
+    for reference in ("given", "rounded"):
+        judged = variant["distance"][reference]["nearer"]
+        assert judged["rms"]["nearer"] == nearer
+        assert (judged["kl"]["mean"] > 0) == (nearer == "uncached")
+
+
+def test_numbers_that_break_are_no_agreement():
+    """A weight that fp16 cannot hold breaks fp16 and leaves fp32 alone."""
+    leaves = jax.tree.map(lambda leaf: leaf, make_state())
+    leaves["embed"].set_value(leaves["embed"][...].at[:, 0].set(1e5))
+    records, _ = run(["fp16", "fp32"], make_items(2), state=leaves)
+    for record in records:
+        validate_mitigation(record)
+        assert record["status"] == ("invalid" if record["variant"] == "fp16" else "ok")
+    assert records[0]["invalid"]["op"] == "resid_pre"
+    broken, whole = summarize_mitigations(records, [])["variants"]
+    assert broken["problems"] == {"total": 2, "ok": 0, "invalid": 2}
+    assert broken["teacher_forced"] is broken["distance"] is broken["diverged"] is None
+    assert whole["distance"]["given"]["cached"]["rms"]["mean"] > 0
+    text = shown({"variants": [broken, whole], "problems": [10, 11]})
+    assert "none valid" in text
+    assert "fp16: 2 of 2 problems are invalid and counted nowhere: 2 at resid_pre, layer 0" in text
+
+
+# Resumption.
+
+
+@pytest.mark.parametrize(
+    ("done", "batches"),
+    [
+        (
+            [(10, "fp32"), (10, "fp16 aligned"), (11, "fp32")],
+            [(11, "fp16 aligned"), (12, "fp32"), (12, "fp16 aligned")],
+        ),
+        ([(p, name) for p in PROBLEMS for name in PAIR if (p, name) != (11, "fp32")], [(11, "fp32")]),
+    ],
+)
+def test_a_resumed_run_does_what_is_missing_and_yields_the_same_bytes(tmp_path, done, batches):
+    whole = [record for record in undisturbed()[0] if record["variant"] in PAIR]
+    with RunDirectory.open(tmp_path, {}) as directory:
+        for record in whole:
+            if (record["problem"], record["variant"]) in done:
+                directory.append(record)
+    with RunDirectory.open(tmp_path, {}) as directory:
+        kept = [key[1:] for key in directory.done_keys()]
+        rest, timings = run(PAIR, done=kept)
+        for record in rest:
+            directory.append(record)
+        assert [(t["problems"][0], t["variant"]) for t in timings] == batches
+        order = {tuple(record["key"]): to_line(record) for record in whole}
+        assert sorted(map(to_line, directory.read())) == sorted(order.values())
+    assert run(PAIR, done=[(p, name) for p in PROBLEMS for name in PAIR]) == ([], [])
+
+
+def test_a_batch_of_two_gives_a_record_each():
+    spec = dataclasses.replace(SPEC, batch_size=2, padding="left")
+    records, timings = run(["fp32"], make_items(3), spec=spec)
+    assert [record["problem"] for record in records] == [10, 11, 12]
+    assert [timing["problems"] for timing in timings] == [[10, 11], [12]]
+    for record, alone in zip(records, records_of("fp32"), strict=True):
+        assert record["tokens"] == alone["tokens"]
+        assert mean_rms(record) < 1e-4
+
+
+# Cost.
+
+
+def test_costs_count_what_is_held():
+    costs = {timing["variant"]: timing["cost"] for timing in undisturbed()[1] if timing["cost"]}
+    numbers = sum(leaf.size for leaf in jax.tree.leaves(make_state()))
+    for name, cost in costs.items():
+        size = 4 if name == "fp32" else 2
+        assert cost["bytes"]["weights"] == cost["bytes"]["weights_as_stored"] == size * numbers
+        slots, cached = cost["shapes"]["slots"], 4 if "fp32" in name else 2
+        entries = 2 * CONFIG.num_layers * CONFIG.num_kv_heads * CONFIG.head_dim
+        assert cost["bytes"]["cache"] == slots * (entries * cached + 4)
+        peak = cost["bytes"]["program_peak"]
+        assert peak is None or peak > cost["bytes"]["weights"]
+        assert len(cost["ms_a_token"]) == len(cost["prefill_ms"]) == 1
+        assert cost["ms_a_token"][0] > 0
+
+
+# The table.
+
+
+def shown(summary, width=100):
+    console = Console(file=io.StringIO(), width=width)
+    console.print(render(summary))
+    return console.file.getvalue()
+
+
+def summary_of(records):
+    return summarize_mitigations(records, undisturbed()[1])
+
+
+def test_the_table_renders_in_100_columns():
+    summary = summary_of(undisturbed()[0])
+    json.dumps(summary, allow_nan=False)
+    text = shown(summary)
+    assert max(map(len, text.splitlines())) <= 100
+    assert "…" not in text
+    markdown = to_markdown(summary)
+    for name in NAMES:
+        assert name in text
+        assert markdown.count(f"| {name} |") == 4
+    steps = sum(len(record["teacher_forced"]["flip"]) for record in records_of("fp16 aligned"))
+    assert f"100.00 of {steps}" not in markdown
+    assert f"{steps} of {steps} (95 % lower bound" in markdown
+    assert "no difference: 0 of 3 (95 % upper bound 63 %) problems differ" in markdown
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (lambda r: r["teacher_forced"]["flip"].__setitem__(0, True), "1 of "),
+        (lambda r: r["teacher_forced"]["kl"].__setitem__(0, 7.0), None),
+        (lambda r: r["free_running"].update(diverged=True, first_diverged=3), "1 of 3"),
+        (lambda r: r["distance"]["cached"]["given"]["rms"].__setitem__(0, 9.0), None),
+        (lambda r: r["distance"]["uncached"]["given"]["kl"].__setitem__(0, 9.0), None),
+        (lambda r: r["distance"]["uncached"]["rounded"]["rms"].__setitem__(0, 9.0), None),
+        (lambda r: r["distance"]["weights"]["rms"].__setitem__(0, 9.0), None),
+        (lambda r: r["distance"]["uncached"]["given"]["flip"].__setitem__(0, True), None),
+    ],
+)
+def test_a_changed_record_changes_the_table(change, where):
+    records = copy.deepcopy(undisturbed()[0])
+    record = next(r for r in records if r["variant"] == "fp32" and not all(r["teacher_forced"]["bit_equal"]))
+    record["teacher_forced"]["bit_equal"][0] = False
+    before = summary_of(records)
+    change(record)
+    after = summary_of(records)
+    for show in (shown, to_markdown):
+        assert show(before) != show(after)
+        assert where is None or where in show(after)
+
+
+def planted(differences, metric="rms"):
+    """Records of one variant whose cached arm is farther by so much, problem by problem."""
+    records = []
+    for problem, difference in enumerate(differences):
+        record = copy.deepcopy(records_of("fp32")[0])
+        record |= {"problem": problem, "key": ["mitigations", problem, "fp32"]}
+        for arm, value in (("cached", 1.0 + difference), ("uncached", 1.0)):
+            column = record["distance"][arm]["given"][metric]
+            column[:] = [value] * len(column)
+        records.append(record)
+    return records
+
+
+@pytest.mark.parametrize(
+    ("differences", "verdict"),
+    [
+        ([0.1, 0.2, 0.3, 0.2, 0.1, 0.2], "uncached"),
+        ([-0.1, -0.2, -0.3, -0.2, -0.1, -0.2], "cached"),
+        ([0.1, 0.2, 0.7, 0.1], "cannot tell"),  # all lean one way, but four do so by chance one time in eight
+        ([0.3, -0.2, 0.1, -0.1, 0.2, -0.3], "cannot tell"),
+        ([0.5], "cannot tell"),
+        ([0.0, 0.0, 0.0], "no difference"),
+    ],
+)
+def test_no_verdict_is_stronger_than_its_interval(differences, verdict):
+    summary = summarize_mitigations(planted(differences), [])
+    judged = summary["variants"][0]["distance"]["given"]["nearer"]["rms"]
+    np.testing.assert_allclose(judged["mean"], np.mean(differences), atol=1e-12)
+    assert judged["differ"]["count"] == sum(d != 0 for d in differences)
+    if len(differences) == 1:
+        assert judged["interval"] is None
+    else:
+        low, high = judged["interval"]
+        assert low <= judged["mean"] <= high
+    assert f"| {verdict}" in to_markdown(summary)
+    row = next(line for line in shown(summary).split("distance to fp64")[1].splitlines()[1:] if line.startswith("fp32"))
+    assert verdict in row
+
+
+def test_what_is_missing_is_said():
+    records = [r for r in undisturbed()[0] if (r["problem"], r["variant"]) != (11, "fp32")]
+    summary = summarize_mitigations(records, [])
+    assert "fp32: UNFINISHED, 2 of 3 problems" in shown(summary)
+    assert "UNFINISHED, 2 of 3" in to_markdown(summary)
+    assert all(variant["cost"] is None for variant in summary["variants"])
+    with pytest.raises(ValueError, match="sample"):
+        summarize_mitigations([records[0] | {"status": "fine"}], [])
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (lambda r: r.update(key=["mitigations", 1, "x"]), "key"),
+        (lambda r: r.update(variant=3), "variant"),
+        (lambda r: r["tokens"]["fp64"].append(True), "tokens.fp64"),
+        (lambda r: r["tokens"]["cached"].append(1), "teacher_forced"),
+        (lambda r: r["distance"]["cached"]["given"]["rms"].append(0.0), "distance.cached.given.rms"),
+        (lambda r: r["distance"]["uncached"]["rounded"]["kl"].__setitem__(0, -1.0), "distance.uncached.rounded.kl"),
+        (lambda r: r["distance"]["weights"]["flip"].__setitem__(1, 0), "distance.weights.flip"),
+        (lambda r: r["distance"].pop("weights"), "distance.weights"),
+        (lambda r: r.update(free_running=None), "free_running"),
+        (lambda r: r["held"].pop("operand"), "held.operand"),
+        (lambda r: r.update(status="invalid"), "invalid"),
+    ],
+)
+def test_a_broken_record_is_refused(change, field):
+    record = copy.deepcopy(records_of("fp32")[0])
+    validate_mitigation(record)
+    change(record)
+    with pytest.raises(ValueError, match=f"^{field}"):
+        validate_mitigation(record)

@@ -29,15 +29,18 @@ A sample of experiment 'divergence' is one problem decoded by both arms::
 The lists of a comparison have one entry a token and equal lengths. `kl` is KL(uncached || cached) in nats and
 `margin` the reference arm's top logit minus its second. `teacher_forced` compares uncached with cached logits at each
 position, along the cached arm's tokens. `tile` is the aligned regime's, null in the plain one. `uncached_stepwise`
-compares the uncached arm's own run by draft and check with brute force. `headroom` is the largest finite activation of
-the sample beside its dtype's maximum. In an invalid sample a non-finite number arose: it has no comparisons at all,
-since NaN is not agreement.
+compares the uncached arm's own run by draft and check with brute force. Samples of the PyTorch path also have
+`framework` "torch" (without the field it is "jax"), `attention` and `versions` (package -> str). `headroom` is the
+largest finite activation of the sample beside its dtype's maximum. In an invalid sample a non-finite number arose: it
+has no comparisons at all, since NaN is not agreement.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+FRAMEWORKS = ("jax", "torch")
+DEFAULT_FRAMEWORK = "jax"
 SAMPLERS = ("greedy", "temperature", "top_k", "top_p")
 SCORERS = ("strict", "flexible", "numeric")
 CONTROLS = ("cached_rerun", "uncached_rerun", "uncached_other_length", "uncached_stepwise")
@@ -193,6 +196,10 @@ def validate_sample(record: Mapping[str, Any]) -> None:
     problem = get_field(record, "problem", "int")
     if list(get_field(record, "key", "list")) != ["divergence", problem]:
         fail("key", f"expected ['divergence', {problem}], got {record['key']!r:.60}")
+    if choose({"framework": DEFAULT_FRAMEWORK, **record}, "framework", FRAMEWORKS) != DEFAULT_FRAMEWORK:
+        get_field(record, "attention", "str")
+        for package in get_field(record, "versions", "dict"):
+            get_field(record, f"versions.{package}", "str")
     status = validate_setting(record)
     for arm in ("cached", "uncached"):
         _validate_arm(record, arm)

@@ -202,7 +202,7 @@ def run_mitigations(
     done: frozenset[tuple[int, str]] = frozenset(),
     sampler: Sampler | None = None,
     stop_ids: tuple[int, ...] = (),
-    repeats: int = 3,
+    repeats: int = 5,
     backend: str | None = None,
 ) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
     """Yields, batch by batch and variant by variant, the records not yet done and their timing.

@@ -1,0 +1,201 @@
+"""The mitigations table says what the records say, and no verdict is stronger than its interval."""
+
+import copy
+import io
+import json
+
+import numpy as np
+import pytest
+from rich.console import Console
+from sample_records import make_invalid, make_sample
+
+from jaxkv.analysis.mitigations import render, summarize_mitigations, to_markdown
+from jaxkv.schema_mitigations import validate_mitigation
+
+NAMES = ("fp16+accumulation=fp16", "fp32+param=fp16", "fp16 aligned")
+PROBLEMS = (10, 11, 12)
+TOKENS = 5
+COST = {
+    "prefill_ms": [30.0, 20.0],
+    "ms_a_token": [6.0, 5.0],
+    "bytes": {"weights": 2_000_000, "weights_as_stored": 1_000_000, "cache": 500_000, "program_peak": None},
+}
+
+
+def make_mitigation(problem=10, variant="fp32", sample=None):
+    """A record of the schema; the aligned variant has equal arms."""
+    sample = sample or make_sample(problem, TOKENS)
+    aligned, ok = variant.endswith("aligned"), sample["status"] == "ok"
+
+    def distance(size):
+        return {"flip": [False] * TOKENS} | {
+            name: [size * (1 + problem % 5)] * TOKENS for name in ("kl", "rms", "max_abs")
+        }
+
+    names = ("prompt_tokens", "prompt_sha256", "shapes", "sampling", "headroom", "status", "invalid")
+    record = {name: sample[name] for name in (*names, "teacher_forced", "free_running")} | {
+        "experiment": "mitigations",
+        "problem": problem,
+        "variant": variant,
+        "key": ["mitigations", problem, variant],
+        "precision": {"name": variant},
+        "held": {"param": "float32", "operand": "float32"},
+        "tokens": {arm: list(range(TOKENS)) for arm in ("cached", "uncached", "fp64")},
+        "distance": {
+            "cached": {"given": distance(0.5), "rounded": distance(0.25)},
+            "uncached": {"given": distance(0.5 if aligned else 0.75), "rounded": distance(0.25)},
+            "weights": distance(0.125),
+        }
+        if ok
+        else None,
+    }
+    if aligned and ok:
+        same = record["teacher_forced"]
+        same |= {"bit_equal": [True] * TOKENS, "max_abs": [0.0] * TOKENS, "kl": [0.0] * TOKENS}
+    return json.loads(json.dumps(record))
+
+
+def make_records():
+    return [make_mitigation(problem, name) for problem in PROBLEMS for name in NAMES]
+
+
+def summary_of(records):
+    return summarize_mitigations(
+        records, [{"experiment": "mitigations", "variant": name, "cost": COST} for name in NAMES] + [{"variant": "x"}]
+    )
+
+
+def shown(summary, width=100):
+    console = Console(file=io.StringIO(), width=width)
+    console.print(render(summary))
+    return console.file.getvalue()
+
+
+def test_the_table_renders_in_100_columns():
+    summary = summary_of(make_records())
+    json.dumps(summary, allow_nan=False)
+    text = shown(summary)
+    assert max(map(len, text.splitlines())) <= 100
+    assert "…" not in text
+    markdown = to_markdown(summary)
+    for name in NAMES:
+        assert name in text
+        assert markdown.count(f"| {name} |") == 4
+    assert "15 of 15 (95 % lower bound 82 %)" in markdown  # bit-equal steps of the aligned regime
+    assert "0 of 15 ≤ 18 %" in text
+    assert "no difference: 0 of 3 (95 % upper bound 63 %) problems differ" in markdown
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (lambda r: r["teacher_forced"]["flip"].__setitem__(0, True), "1 of "),
+        (lambda r: r["teacher_forced"]["kl"].__setitem__(0, 7.0), None),
+        (lambda r: r["free_running"].update(diverged=True, first_diverged=3), "1 of 3"),
+        (lambda r: r["distance"]["cached"]["given"]["rms"].__setitem__(0, 9.0), None),
+        (lambda r: r["distance"]["uncached"]["given"]["kl"].__setitem__(0, 9.0), None),
+        (lambda r: r["distance"]["uncached"]["rounded"]["rms"].__setitem__(0, 9.0), None),
+        (lambda r: r["distance"]["weights"]["rms"].__setitem__(0, 9.0), None),
+        (lambda r: r["distance"]["uncached"]["given"]["flip"].__setitem__(0, True), None),
+    ],
+)
+def test_a_changed_record_changes_the_table(change, where):
+    records = make_records()
+    before = summary_of(records)
+    change(records[4])
+    after = summary_of(records)
+    for show in (shown, to_markdown):
+        assert show(before) != show(after)
+        assert where is None or where in show(after)
+
+
+def planted(differences, metric="rms"):
+    """Records of one variant whose cached arm is farther by so much, problem by problem."""
+    records = []
+    for problem, difference in enumerate(differences):
+        record = make_mitigation(problem)
+        for arm, value in (("cached", 1.0 + difference), ("uncached", 1.0)):
+            column = record["distance"][arm]["given"][metric]
+            column[:] = [value] * len(column)
+        records.append(record)
+    return records
+
+
+@pytest.mark.parametrize(
+    ("differences", "verdict"),
+    [
+        ([0.1, 0.2, 0.3, 0.2, 0.1, 0.2], "uncached"),
+        ([-0.1, -0.2, -0.3, -0.2, -0.1, -0.2], "cached"),
+        ([0.1, 0.2, 0.7, 0.1], "cannot tell"),  # all lean one way, but four do so by chance one time in eight
+        ([0.3, -0.2, 0.1, -0.1, 0.2, -0.3], "cannot tell"),
+        ([0.5], "cannot tell"),
+        ([0.0, 0.0, 0.0], "no difference"),
+    ],
+)
+def test_no_verdict_is_stronger_than_its_interval(differences, verdict):
+    summary = summarize_mitigations(planted(differences), [])
+    judged = summary["variants"][0]["distance"]["given"]["nearer"]["rms"]
+    np.testing.assert_allclose(judged["mean"], np.mean(differences), atol=1e-12)
+    assert judged["differ"]["count"] == sum(d != 0 for d in differences)
+    if len(differences) == 1:
+        assert judged["interval"] is None
+    else:
+        low, high = judged["interval"]
+        assert low <= judged["mean"] <= high
+    assert f"| {verdict}" in to_markdown(summary)
+    row = next(line for line in shown(summary).split("distance to fp64")[1].splitlines()[1:] if line.startswith("fp32"))
+    assert verdict in row
+
+
+def test_what_is_missing_is_said():
+    records = [r for r in make_records() if (r["problem"], r["variant"]) != (11, "fp32+param=fp16")]
+    summary = summarize_mitigations(records, [])
+    assert "fp32+param=fp16: UNFINISHED, 2 of 3 problems" in shown(summary)
+    assert "UNFINISHED, 2 of 3" in to_markdown(summary)
+    assert all(variant["cost"] is None for variant in summary["variants"])
+    with pytest.raises(ValueError, match="sample"):
+        summarize_mitigations([records[0] | {"status": "fine"}], [])
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (lambda r: r.update(key=["mitigations", 1, "x"]), "key"),
+        (lambda r: r.update(variant=3), "variant"),
+        (lambda r: r["tokens"]["fp64"].append(True), "tokens.fp64"),
+        (lambda r: r["tokens"]["cached"].append(1), "teacher_forced"),
+        (lambda r: r["distance"]["cached"]["given"]["rms"].append(0.0), "distance.cached.given.rms"),
+        (lambda r: r["distance"]["uncached"]["rounded"]["kl"].__setitem__(0, -1.0), "distance.uncached.rounded.kl"),
+        (lambda r: r["distance"]["weights"]["flip"].__setitem__(1, 0), "distance.weights.flip"),
+        (lambda r: r["distance"].pop("weights"), "distance.weights"),
+        (lambda r: r.update(free_running=None), "free_running"),
+        (lambda r: r["held"].pop("operand"), "held.operand"),
+        (lambda r: r.update(status="invalid"), "invalid"),
+    ],
+)
+def test_a_broken_record_is_refused(change, field):
+    record = make_mitigation()
+    validate_mitigation(record)
+    change(record)
+    with pytest.raises(ValueError, match=f"^{field}"):
+        validate_mitigation(record)
+
+
+def test_invalid_samples_are_named_and_counted_nowhere():
+    records = [make_mitigation(p, "fp16", make_invalid(p)) for p in PROBLEMS] + [make_mitigation(10, "fp32")]
+    mixed = [*copy.deepcopy(records), make_mitigation(13, "fp16")]
+    for found, valid in ((records, 0), (mixed, 1)):
+        summary = summarize_mitigations(found, [])
+        assert summary["variants"][0]["problems"] == {"total": 3 + valid, "ok": valid, "invalid": 3}
+        for text in (shown(summary, 200), to_markdown(summary)):
+            assert f"fp16: 3 of {3 + valid} problems are invalid and counted nowhere: 3 at resid_pre, layer 8" in text
+            assert ("none valid" in text) == (not valid)
+    assert summary["variants"][0]["teacher_forced"]["tokens"] == TOKENS
+
+
+def test_costs_are_the_last_measured_and_the_fastest():
+    timings = [{"experiment": "mitigations", "variant": "fp32", "cost": cost} for cost in ({"old": 1}, COST, None)]
+    summary = summarize_mitigations([make_mitigation()], timings)
+    row = next(line for line in to_markdown(summary).splitlines() if line.startswith("| fp32 |"))
+    cells = row.split("|")[-6:-1]
+    assert [cell.strip() for cell in cells] == ["5", "20", "2.5", "1.5", "-"]

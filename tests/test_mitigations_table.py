@@ -86,6 +86,16 @@ def test_the_table_renders_in_100_columns():
     assert "no difference: 0 of 3 (95 % upper bound 63 %) problems differ" in markdown
 
 
+def test_each_figure_stands_in_its_place():
+    """Mean distances of problems 10, 11 and 12 are twice those of problem 10."""
+    given, rounded = [
+        next(line.split() for line in part.splitlines() if line.startswith("fp32+param=fp16"))
+        for part in shown(summary_of(make_records()), 160).split("\n\n")[2:4]
+    ]
+    assert given == ["fp32+param=fp16", "1", "1.5", "cannot", "tell", "1", "1.5", "cannot", "tell"]
+    assert rounded[:6] == ["fp32+param=fp16", "0.25", "0.5", "0.5", "no", "difference"]
+
+
 @pytest.mark.parametrize(
     ("change", "where"),
     [
@@ -171,6 +181,7 @@ def test_what_is_missing_is_said():
         (lambda r: r.update(free_running=None), "free_running"),
         (lambda r: r["held"].pop("operand"), "held.operand"),
         (lambda r: r.update(status="invalid"), "invalid"),
+        (lambda r: r.update(status="invalid", invalid=make_invalid()["invalid"]), "teacher_forced"),
     ],
 )
 def test_a_broken_record_is_refused(change, field):

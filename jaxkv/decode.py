@@ -15,7 +15,7 @@ The plain uncached arm is `tile_loop` too, with one tile over all rows. The prog
 a tile, each by the same one-row head. Rows do not see what follows them, so a whole draft is checked in one pass and
 yields, bit for bit, what stepping through it would (`uncached.py`).
 
-Arms choose tokens through `_emit`. A row may be forced: up to slot `forced_until[b]` the buffer's own tokens are kept,
+Arms choose tokens through `emit`. A row may be forced: up to slot `forced_until[b]` the buffer's own tokens are kept,
 and what the arm would have chosen is recorded beside them. Teacher forcing and free running are the same compiled
 program, so a free run may start from a forced run's first disagreement and still be that arm's own.
 """
@@ -95,7 +95,7 @@ def slot_positions(slots: jax.Array, first: jax.Array, end: jax.Array | int) -> 
     return jnp.where((positions >= 0) & (slots[None, :] < end), positions, EMPTY).astype(jnp.int32)
 
 
-def _emit(run: Rollout, logits: jax.Array, rows: Rows, sampler: Sampler, stop_ids: tuple[int, ...]) -> Rollout:
+def emit(run: Rollout, logits: jax.Array, rows: Rows, sampler: Sampler, stop_ids: tuple[int, ...]) -> Rollout:
     """Records a step's logits [B, V], chooses, and fills the slot of every row that has not ended."""
     step = run.slot - rows.prompt
     finite = jnp.all(jnp.isfinite(logits), axis=-1)
@@ -330,7 +330,7 @@ class Arms:
         return jax.lax.while_loop(more, step, (run, cache))
 
     def _emit(self, run, logits, rows):
-        return _emit(run, logits, rows, self.sampler, self.stop_ids)
+        return emit(run, logits, rows, self.sampler, self.stop_ids)
 
     def _audit_pass(self, state, tokens, first, end) -> dict[str, jax.Array]:
         """Largest magnitude of every named value in each row: name -> [B, P] float32, 0 in padding rows.

@@ -130,7 +130,7 @@ def first_disagreement(forced: Rollout, prompt: int) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Prefix:
+class Prefix:
     """What a forced uncached run has settled: each row's tokens up to its first disagreement and the choice at it.
 
     Attributes:
@@ -163,7 +163,8 @@ class _Prefix:
         return dataclasses.replace(run, tokens=jnp.where(self.ended[:, None], self.tokens, tokens))
 
 
-def _settle(arms: Arms, forced: Rollout, rows: Rows, layout: Layout) -> _Prefix:
+def settle(arms: Arms, forced: Rollout, rows: Rows, layout: Layout) -> Prefix:
+    """What a forced run leaves open; `rows` are as they were before forcing."""
     prompt = layout.prompt
     agreed = first_disagreement(forced, prompt)
     tokens, choices = np.array(forced.tokens)[:, : layout.slots], np.asarray(forced.choices)
@@ -176,7 +177,7 @@ def _settle(arms: Arms, forced: Rollout, rows: Rows, layout: Layout) -> _Prefix:
             tokens[row, prompt + step] = own[row]
     stopped = np.isin(tokens[np.arange(len(taken)), prompt + taken - 1], arms.stop_ids) & (taken > 0)
     ended = np.where(disagrees, stopped | (prompt + taken >= np.asarray(rows.limit)), True)
-    return _Prefix(tokens, taken, ended, np.where(disagrees, -1, np.asarray(forced.nonfinite_step)))
+    return Prefix(tokens, taken, ended, np.where(disagrees, -1, np.asarray(forced.nonfinite_step)))
 
 
 def free_stepwise(
@@ -199,7 +200,7 @@ def free_stepwise(
     Returns:
       A Rollout without logits before the take-over.
     """
-    prefix = _settle(arms, forced, rows, layout)
+    prefix = settle(arms, forced, rows, layout)
     begin = int(min(prefix.taken[~prefix.ended], default=layout.new_tokens))
     run, keep = prefix.start(arms, rows, layout, layout.prompt + begin)
     if prefix.ended.all():
@@ -232,7 +233,7 @@ def free_by_drafts(
     """
     run, drafts = forced, 0
     while True:
-        prefix = _settle(arms, run, rows, layout)
+        prefix = settle(arms, run, rows, layout)
         if np.all(first_disagreement(run, layout.prompt) == np.asarray(run.lengths)):
             return run, drafts
         if prefix.ended.all():  # the own choice ended every row that disagreed

@@ -32,11 +32,16 @@ from jaxkv.errors import UserError
 from jaxkv.provenance import environment as environment
 from jaxkv.provenance import git_revision as git_revision
 from jaxkv.provenance import sha256_file as sha256_file
+from jaxkv.schema_foreign import validate_foreign
 from jaxkv.schema_mitigations import validate_mitigation
 from jaxkv.schemas import validate_sample as validate_sample
 
 FORMAT = 1
-VALIDATORS = {"divergence": validate_sample, "mitigations": validate_mitigation}
+VALIDATORS = {
+    "divergence": validate_sample,
+    "foreign": validate_foreign,
+    "mitigations": validate_mitigation,
+}
 Key = tuple[str | int, ...]
 
 

@@ -1,0 +1,326 @@
+"""Results made elsewhere (vLLM, llama.cpp, another machine) as a run directory, to be set beside ours.
+
+    python -m jaxkv.foreign FILE                     checks the file
+    python -m jaxkv.foreign FILE OUT                 checks it and writes the run directory OUT
+    python -m jaxkv.foreign FILE OUT --against=RUN   also that both were asked the same: prompts equal token by token
+
+FILE is JSONL, one problem a line, of one engine and precision::
+
+    {"problem": 0,                                   index in the data: that of our record of the same problem
+     "prompt_ids": [1, 450, ...],                    the token ids fed, or their hash instead:
+     "prompt_sha256": "9e10...",                       SHA-256 of the ids as little-endian int32, as in our records
+     "framework": "vllm",                            the engine
+     "versions": {"vllm": "0.11.0", "torch": "2.9"}, of whatever decides numbers
+     "arms": {"cached":   {"tokens": [12, 7, ...]},  ids generated, the stop token included; one arm or both
+              "uncached": {"tokens": [12, 9, ...]}},
+     "precision": "fp16", "device": "H100",          optional, as are
+     "attention": "flash", "gold": "18",               `gold`: the right answer, for scores of `text`, and
+     "sampling": {"sampler": "greedy", "temperature": 1.0, "top_k": null, "top_p": null, "seed": 0}}
+
+An arm may also have `text` (what the tokens say), `stop` ("eos", "length" or "stop_string") and one of `top_logprobs`
+and `top_logits`: for each token a list of [token id, value], the largest first, as many as the engine gives. What is
+written is described in jaxkv.schema_foreign. Needs no jax.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import pathlib
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxkv.analysis.metrics import free_running
+from jaxkv.errors import UserError, nearest
+from jaxkv.records import RunDirectory, environment, git_revision, read_run, sha256_file
+from jaxkv.schema_foreign import (
+    ARMS,
+    KINDS,
+    STOPS,
+    validate_foreign,
+    validate_hash,
+    validate_sampling,
+    validate_top,
+    validate_versions,
+)
+from jaxkv.schemas import SCORERS, choose, fail, get_field, validate_tokens
+from jaxkv.tasks.scoring import label_change_kind, score
+
+OPTIONAL = ("precision", "device", "attention", "gold")
+ONE = ("framework", "versions", "precision", "device", "attention")  # a file has one of each
+FIELDS = ("problem", "prompt_ids", "prompt_sha256", "framework", "versions", "arms", "sampling", *OPTIONAL)
+ARM_FIELDS = ("tokens", "text", "stop", *(f"top_{kind}" for kind in KINDS))
+# What to do about a field at fault; the longest prefix counts.
+REMEDIES = {
+    "problem": "give the problem's index in the data, a whole number",
+    "prompt_ids": "give the token ids that were fed, as whole numbers",
+    "prompt_sha256": "give the SHA-256 of the prompt's ids as little-endian int32, or prompt_ids instead",
+    "framework": "name the engine, e.g. vllm",
+    "versions": 'give the versions of what decides numbers, e.g. {"vllm": "0.11.0"}',
+    "arms": f"give {' or '.join(ARMS)} or both, each an object with tokens",
+    "sampling": "give sampler, temperature, top_k, top_p and seed, or leave sampling out if it is not known",
+    **dict.fromkeys(OPTIONAL, "give a string, or leave it out"),
+    **{f"arms.{arm}.tokens": "give the generated ids as whole numbers" for arm in ARMS},
+    **{f"arms.{arm}.text": "give a string, or leave it out" for arm in ARMS},
+    **{f"arms.{arm}.stop": f"give {', '.join(STOPS)}, or leave it out" for arm in ARMS},
+    **{
+        f"arms.{arm}.top_{kind}": "list [token id, value] with the largest value first for each token, without ids of "
+        "no finite value, or leave it out"
+        for arm in ARMS
+        for kind in KINDS
+    },
+}
+
+
+class _Mendable(ValueError):
+    """A fault whose message tells the remedy already."""
+
+
+def hash_prompt(ids: Sequence[int]) -> str:
+    """SHA-256 of token ids as little-endian int32, in hex: the `prompt_sha256` of every record."""
+    return hashlib.sha256(np.asarray(ids, "<i4").tobytes()).hexdigest()
+
+
+def _require_known(values: Mapping[str, Any], known: Sequence[str], prefix: str = "") -> None:
+    for name in values:
+        if name not in known:
+            hint = nearest(str(name), list(known))
+            raise _Mendable(f"{prefix}{name}: unknown field{hint}; known: {', '.join(known)}")
+
+
+def make_record(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The record (jaxkv.schema_foreign) of one line of a file.
+
+    Raises:
+      ValueError: starts with the dotted name of the first field at fault.
+    """
+    _require_known(values, FIELDS)
+    problem, framework = get_field(values, "problem", "int"), get_field(values, "framework", "str")
+    validate_versions(values)
+    for name in OPTIONAL:
+        get_field({name: None, **values}, name, "str", optional=True)
+    validate_sampling({"sampling": None, **values})
+    if "prompt_ids" in values:
+        count = _read_ids(values, "prompt_ids")
+        digest = hash_prompt(values["prompt_ids"])
+        if values.get("prompt_sha256", digest) != digest:
+            fail("prompt_sha256", "is not that of prompt_ids")
+    else:
+        validate_hash(values)
+        count, digest = None, values["prompt_sha256"]
+    arms = get_field(values, "arms", "dict")
+    _require_known(arms, ARMS, "arms.")
+    if not arms:
+        fail("arms", "empty")
+    gold = values.get("gold")
+    read = {arm: _read_arm(values, arm, gold) for arm in ARMS if arm in arms}
+    both = len(read) == 2
+    changes = None
+    if both and all(read[arm]["scores"] for arm in ARMS):
+        texts = (read["uncached"]["text"], read["cached"]["text"])
+        changes = {scorer: label_change_kind(*texts, str(gold), scorer) for scorer in SCORERS}
+    record: dict[str, Any] = {
+        "experiment": "foreign",
+        "problem": problem,
+        "key": ["foreign", problem],
+        "framework": framework,
+        "versions": values["versions"],
+        **{name: values.get(name) for name in OPTIONAL if name != "gold"},
+        "prompt_tokens": count,
+        "prompt_sha256": digest,
+        "sampling": values.get("sampling"),
+        "arms": read,
+        "free_running": free_running(read["uncached"]["tokens"], read["cached"]["tokens"]) if both else None,
+        "label_change": changes,
+        "shared_prefix": compare_top(read["uncached"], read["cached"]) if both else None,
+    }
+    validate_foreign(record)
+    return record
+
+
+def _read_ids(values: Any, field: str) -> int:
+    """Number of ids of a list that may not be empty."""
+    count = validate_tokens(values, field)
+    for part in field.split("."):
+        values = values[part]
+    for index, token in enumerate(values):
+        if not 0 <= token < 2**31:
+            fail(f"{field}[{index}]", f"{token} is no token id")
+    if not count:
+        fail(field, "empty")
+    return count
+
+
+def _read_arm(values: Mapping[str, Any], arm: str, gold: str | None) -> dict[str, Any]:
+    found = get_field(values, f"arms.{arm}", "dict")
+    _require_known(found, ARM_FIELDS, f"arms.{arm}.")
+    count = _read_ids(values, f"arms.{arm}.tokens")
+    text, stop = found.get("text"), found.get("stop")
+    if text is not None:
+        get_field(values, f"arms.{arm}.text", "str")
+    if stop is not None:
+        choose(values, f"arms.{arm}.stop", STOPS)
+    kinds = [kind for kind in KINDS if found.get(f"top_{kind}") is not None]
+    if len(kinds) > 1:
+        fail(f"arms.{arm}.top_logits", "beside top_logprobs")
+    for kind in kinds:
+        validate_top(found[f"top_{kind}"], f"arms.{arm}.top_{kind}", count)
+    try:
+        scores = None if text is None or gold is None else score(text, gold)
+    except UserError as error:
+        raise _Mendable(f"gold: {error}") from error
+    return {
+        "tokens": found["tokens"],
+        "text": text,
+        "stop": stop,
+        "scores": scores,
+        "top": {"kind": kinds[0], "steps": found[f"top_{kinds[0]}"]} if kinds else None,
+    }
+
+
+def compare_top(uncached: Mapping[str, Any], cached: Mapping[str, Any]) -> dict[str, list] | None:
+    """`shared_prefix` of two arms; None unless both list values of one kind."""
+    if uncached["top"] is None or cached["top"] is None or uncached["top"]["kind"] != cached["top"]["kind"]:
+        return None
+    pairs = list(zip(uncached["tokens"], cached["tokens"], strict=False))
+    first = next((step for step, (a, b) in enumerate(pairs) if a != b), len(pairs) - 1)
+    columns: dict[str, list] = {"flip": [], "margin": [], "max_abs": []}
+    for step in range(first + 1):
+        a, b = uncached["top"]["steps"][step], cached["top"]["steps"][step]
+        other = dict(map(tuple, b))
+        apart = [abs(value - other[token]) for token, value in a if token in other]
+        columns["flip"].append(a[0][0] != b[0][0])
+        columns["margin"].append(a[0][1] - a[1][1] if len(a) > 1 else None)
+        columns["max_abs"].append(max(apart, default=None))
+    return columns
+
+
+def read_foreign(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Reads and checks a file.
+
+    Raises:
+      UserError: one line with file, line, field and remedy.
+    """
+    try:
+        lines = pathlib.Path(path).expanduser().read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; check the path") from error
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not UTF-8 text; write JSON lines") from None
+    records: list[dict[str, Any]] = []
+    seen: dict[int, int] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = make_record(_parse(line))
+            if record["problem"] in seen:
+                again = f"problem: {record['problem']} was in line {seen[record['problem']]} already; write it once"
+                raise _Mendable(again)
+            for name in ONE if records else ():
+                if record[name] != records[0][name]:
+                    before = f"{records[0][name]} in line {min(seen.values())}"
+                    mixed = f"{name}: {record[name]} beside {before}; write a file for each engine and precision"
+                    raise _Mendable(mixed)
+        except ValueError as error:
+            remedy = "" if isinstance(error, _Mendable) else _find_remedy(str(error))
+            raise UserError(f"{path}, line {number}, {error}{remedy}") from error
+        seen[record["problem"]] = number
+        records.append(record)
+    if not records:
+        raise UserError(f"{path} has no lines; write one JSON object a problem (python -m jaxkv.foreign --help)")
+    return records
+
+
+def _parse(line: str) -> dict[str, Any]:
+    def refuse(name: str) -> float:
+        raise _Mendable(f"{name}: is not JSON; leave out what has no finite value")
+
+    try:
+        values = json.loads(line, parse_constant=refuse)
+    except json.JSONDecodeError as error:
+        raise _Mendable(f"column {error.colno}: {error.msg}; write one JSON object a line") from None
+    if not isinstance(values, dict):
+        raise _Mendable("column 1: not an object; write one JSON object a line")
+    return values
+
+
+def _find_remedy(message: str) -> str:
+    field = message.partition(":")[0]
+    fitting = [name for name in REMEDIES if field == name or field.startswith((f"{name}.", f"{name}["))]
+    return f"; {REMEDIES[max(fitting, key=len)]}" if fitting else ""
+
+
+def check_against(records: Sequence[Mapping[str, Any]], run: str | os.PathLike[str]) -> int:
+    """Finds out whether records and a run of ours were asked the same.
+
+    Returns:
+      How many problems both have.
+
+    Raises:
+      UserError: a problem with another prompt, or none in common.
+    """
+    ours = {record["problem"]: record["prompt_sha256"] for record in read_run(run)[1] if "prompt_sha256" in record}
+    shared = [record for record in records if record["problem"] in ours]
+    if not shared:
+        raise UserError(f"{run} has none of these problems; check the indices, or run it on them")
+    odd = [str(record["problem"]) for record in shared if record["prompt_sha256"] != ours[record["problem"]]]
+    if odd:
+        raise UserError(
+            f"prompt_sha256: other prompts than in {run} at {len(odd)} of {len(shared)} problems (the first is "
+            f"{odd[0]}); feed the same token ids, BOS included"
+        )
+    return len(shared)
+
+
+def write_foreign(path: str | os.PathLike[str], out: str | os.PathLike[str], records: Sequence[dict[str, Any]]) -> int:
+    """Writes records of the file at `path` into the run directory `out`, or what is missing of them.
+
+    Returns:
+      How many were added.
+
+    Raises:
+      UserError: the directory belongs to another file or cannot be written.
+    """
+    config = {
+        "experiments": ["foreign"],
+        **{name: records[0][name] for name in ONE},
+        "file": sha256_file(path),
+        "num_problems": len(records),
+    }
+    with RunDirectory.open(out, config, provenance=environment() | {"git": git_revision()}) as run:
+        done = run.done_keys()
+        missing = [record for record in records if tuple(record["key"]) not in done]
+        for record in missing:
+            run.append(record)
+    return len(missing)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point. Returns the exit code: 0, or 2 after a user's mistake."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxkv.foreign", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", metavar="FILE", help="JSON lines, one problem a line")
+    parser.add_argument("out", nargs="?", metavar="OUT", help="run directory to write; without it FILE is only checked")
+    parser.add_argument("--against", metavar="RUN", help="a run of ours that was asked the same")
+    options = parser.parse_args(arguments)
+    try:
+        records = read_foreign(options.file)
+        arms = " and ".join(arm for arm in ARMS if any(arm in record["arms"] for record in records))
+        print(f"{options.file}: {len(records)} problems by {records[0]['framework']}, {arms}")
+        if options.against:
+            print(f"the prompts of {check_against(records, options.against)} problems are those of {options.against}")
+        if options.out:
+            print(f"{options.out}: {write_foreign(options.file, options.out, records)} records added")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

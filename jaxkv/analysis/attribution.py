@@ -203,12 +203,14 @@ def _judge(figures: Mapping[str, Any]) -> str:
 
 
 def _conclude_classes(variants: Mapping[str, Any], exact_end: bool) -> list[str]:
-    lines, clean, idle, lowering = [], [], [], []
+    lines, clean, idle, one_row, lowering = [], [], [], [], []
     for name in OP_CLASSES:
         alone, but = variants[ALONE[name]], variants[ALL_BUT[name]]
         if alone is not None and not any(alone["moved"].values()):
             idle.append(name)
-        elif alone is not None and (kept := alone["kl_kept"]) and kept["interval"] and kept["interval"][1] < 1:
+        if alone is not None and alone["moved"]["cached"] and not alone["moved"]["uncached"]:
+            one_row.append(name)
+        if alone is not None and (kept := alone["kl_kept"]) and kept["interval"] and kept["interval"][1] < 1:
             lowering.append(f"{name} ({_describe_kept(kept)} left)")
         if but is None or not exact_end:
             continue
@@ -219,11 +221,14 @@ def _conclude_classes(variants: Mapping[str, Any], exact_end: bool) -> list[str]
                          f"{_describe_kept(but['kl_kept'])} of the plain KL.")  # fmt: skip
     if clean:
         steps = min(variants[ALL_BUT[name]]["steps"] for name in clean)
-        lines.append(f"Left unaligned by themselves, {', '.join(clean)} make no difference at {_steps(0, steps)}.")
+        lines.append(f"Left unaligned by themselves, {', '.join(clean)} make logits differ at {_steps(0, steps)}.")
     if idle:
         lines.append(f"Aligning {', '.join(idle)} alone changes no bit of either arm: here nothing can be isolated, "
                      "either because rows do not depend on their number or because the compiler makes the same of "
                      "both forms.")  # fmt: skip
+    if one_row:
+        lines.append(f"Aligning {', '.join(one_row)} alone moves the cached arm and no bit of the uncached one: many "
+                     "rows give the bits of a tile anyway, and it is the form for one row that differs.")  # fmt: skip
     known = [variants[ALONE[name]] for name in OP_CLASSES if variants[ALONE[name]] is not None]
     if lowering:
         lines.append(

@@ -73,9 +73,11 @@ def _count_moved(run: Rollout, other: Rollout, row: int, steps: int) -> int:
     return int(jnp.sum(differs[:steps]))
 
 
-def _find_fault(pair: Pair, finding: Finding, row: int, prompt: int, first: int) -> dict[str, Any] | None:
-    """Where a row's numbers stopped being finite in one of the arms, or in the audit of its tokens."""
-    for arm, run in (("cached", pair.cached), ("uncached", pair.uncached)):
+def _find_fault(
+    pair: Pair, reference: Rollout, finding: Finding, row: int, prompt: int, first: int
+) -> dict[str, Any] | None:
+    """Where a row's numbers stopped being finite in one of the runs, or in the audit of its tokens."""
+    for arm, run in (("cached", reference), ("cached", pair.cached), ("uncached", pair.uncached)):
         step = int(run.nonfinite_step[row])
         if step >= 0:
             logits = {"layer": None, "op": "logits", "position": prompt - first + step - 1, "value": "nan"}
@@ -89,7 +91,7 @@ def make_record(
 ) -> dict[str, Any]:  # fmt: skip
     """The record of one row and variant (schema: jaxkv.schema_attribution)."""
     first, steps = int(rows.first[row]), int(reference.lengths[row])
-    fault = _find_fault(pair, finding, row, layout.prompt, first)
+    fault = _find_fault(pair, reference, finding, row, layout.prompt, first)
     tokens = np.asarray(reference.tokens[row, layout.prompt : layout.prompt + steps], "<i4")
     return {
         "experiment": "attribution",

@@ -18,7 +18,7 @@ from jaxkv.cli import run_command
 from jaxkv.errors import UserError, nearest
 from jaxkv.study import read_precision, run_study
 
-EXPERIMENTS = ("divergence", "doctor")
+EXPERIMENTS = ("divergence", "attribution", "mitigations", "doctor")
 PROMPTS = ("auto", "chat", "few_shot", "zero_shot")
 GRID = ("model", "precision", "sampler")  # flags whose lists make conditions
 FLAGS = flags.FLAGS

@@ -32,13 +32,17 @@ from jaxkv.errors import UserError
 from jaxkv.provenance import environment as environment
 from jaxkv.provenance import git_revision as git_revision
 from jaxkv.provenance import sha256_file as sha256_file
+from jaxkv.schema_attribution import validate_attribution
+from jaxkv.schema_doctor import validate_doctor
 from jaxkv.schema_foreign import validate_foreign
 from jaxkv.schema_mitigations import validate_mitigation
 from jaxkv.schemas import validate_sample as validate_sample
 
 FORMAT = 1
 VALIDATORS = {
+    "attribution": validate_attribution,
     "divergence": validate_sample,
+    "doctor": validate_doctor,
     "foreign": validate_foreign,
     "mitigations": validate_mitigation,
 }

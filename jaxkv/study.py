@@ -8,7 +8,7 @@ import dataclasses
 import pathlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxkv.config import Precision, make_precision
@@ -126,24 +126,94 @@ def _run_experiments(settings: Settings, path: pathlib.Path, console: Any) -> No
     study = _load(settings, console)
     with RunDirectory.open(path, _run_config(study), _flagfile(settings, path), _provenance(study)) as run:
         state = study.arms.prepare(study.checkpoint.state)
-        if settings["gate"] == "on" and len(run.done_keys()) < len(study.items):
-            _run_gate(study, state, run)
-        done = frozenset(int(key[1]) for key in run.done_keys() if key[0] == "divergence")
-        from jaxkv.experiments.divergence import run_divergence
-
-        batches = run_divergence(
-            study.arms, state, study.items, study.spec, study.checkpoint.tokenizer, study.task, done
-        )
-        _record(run, batches, len(study.items), len(done), console)
+        for name in settings["experiments"]:
+            make_batches, each = EXPERIMENTS[name]
+            total = len(study.items) * each()
+            done = {tuple(key[1:]) for key in run.done_keys() if key[0] == name}
+            if settings["gate"] == "on" and name == settings["experiments"][0] and len(done) < total:
+                _run_gate(study, state, run)
+            _record(run, name, make_batches(study, state, done), total, len(done), console)
         run.record_provenance({"seconds": round(time.monotonic() - begin, 1)})
+    for name in settings["experiments"]:
+        _show(path, name)
+
+
+def _divergence(study: Study, state: Any, done: set[tuple]) -> Batches:
+    from jaxkv.experiments.divergence import run_divergence
+
+    problems = frozenset(problem for (problem,) in done)
+    return run_divergence(study.arms, state, study.items, study.spec, study.checkpoint.tokenizer, study.task, problems)
+
+
+def _attribution(study: Study, state: Any, done: set[tuple]) -> Batches:
+    from jaxkv.experiments.attribution import run_attribution
+
+    return run_attribution(study.arms, state, study.items, study.spec, study.aligned.tile, frozenset(done))
+
+
+def _mitigations(study: Study, state: Any, done: set[tuple]) -> Batches:
+    """Its variants have precisions of their own, rounded from the checkpoint in fp32."""
+    del state
+    from jaxkv.checkpoints import load
+    from jaxkv.experiments.mitigations import make_variants, run_mitigations
+
+    settings = study.settings
+    wide = load(
+        settings["checkpoint"] or settings["model"],
+        precision=make_precision("fp32"),
+        config=study.checkpoint.config,
+        revision=settings["revision"],
+    )
+    return run_mitigations(
+        wide.config, wide.state, study.items, study.spec, make_variants(study.aligned.tile), frozenset(done),
+        study.arms.sampler, study.arms.stop_ids,
+    )  # fmt: skip
+
+
+def _count_variants() -> int:
+    from jaxkv.experiments.attribution import VARIANTS
+
+    return len(VARIANTS)
+
+
+def _count_mitigations() -> int:
+    from jaxkv.experiments.mitigations import make_variants
+
+    return len(make_variants(1))
+
+
+# Experiment -> its batches of records, and how many records a problem has.
+EXPERIMENTS: dict[str, tuple[Callable[[Study, Any, set[tuple]], Batches], Callable[[], int]]] = {
+    "divergence": (_divergence, lambda: 1),
+    "attribution": (_attribution, _count_variants),
+    "mitigations": (_mitigations, _count_mitigations),
+}
+
+
+def _show(path: pathlib.Path, experiment: str) -> None:
+    """Prints an experiment's table and writes its report, from the records alone."""
     from rich.console import Console
 
-    from jaxkv.analysis.report import render_table, write_report
+    from jaxkv.analysis import attribution, mitigations, report
+    from jaxkv.records import read_lines, read_run, write_atomically
 
     shown = Console(file=sys.stdout)
     shown.print(path.name, style="bold", highlight=False)
-    shown.print(render_table(write_report(path)))
-    shown.print(f"report: {path / 'report.md'}", highlight=False, soft_wrap=True)
+    name = "report.md" if experiment == "divergence" else f"{experiment}.md"
+    if experiment == "divergence":
+        shown.print(report.render_table(report.write_report(path)))
+    else:
+        run, records = read_run(path)
+        if experiment == "attribution":
+            summary = attribution.summarize_attribution(records, run)
+            shown.print(attribution.render_attribution(summary))
+            text = attribution.to_markdown(summary)
+        else:
+            summary = mitigations.summarize_mitigations(records, read_lines(path / "timing.jsonl")[0], run)
+            shown.print(mitigations.render(summary))
+            text = mitigations.to_markdown(summary)
+        write_atomically(path / name, text)
+    shown.print(f"report: {path / name}", highlight=False, soft_wrap=True)
 
 
 def _load(settings: Settings, console: Any) -> Study:
@@ -212,7 +282,7 @@ def _run_gate(study: Study, state: Any, run: RunDirectory) -> None:
     run.record_provenance({"gate": found})
 
 
-def _record(run: RunDirectory, batches: Batches, total: int, done: int, console: Any) -> None:
+def _record(run: RunDirectory, name: str, batches: Batches, total: int, done: int, console: Any) -> None:
     """Records what is missing, with a progress bar that tells rates and the time left."""
     from rich.progress import (
         BarColumn,
@@ -228,16 +298,17 @@ def _record(run: RunDirectory, batches: Batches, total: int, done: int, console:
         TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=False),
     )  # fmt: skip
     if done:
-        console.print(f"{done} of {total} problems are done already", highlight=False)
+        unit = "problems" if name == "divergence" else f"records of {name}"
+        console.print(f"{done} of {total} {unit} are done already", highlight=False)
     with Progress(*columns, console=console, transient=True) as bars:
-        bar = bars.add_task("problems", total=total, completed=done, rate="compiling")
+        bar = bars.add_task(name, total=total, completed=done, rate="compiling")
         for records, timing in batches:
             for record in records:
                 run.append(record)
             run.append_timing(timing)
-            seconds, tokens = timing["seconds"], timing["tokens"]
-            rates = [f"{arm.split('_')[0]} {tokens[arm] / seconds[arm]:.0f}" for arm in ("cached", "uncached_forced")]
-            bars.update(bar, advance=len(records), rate=f"{', '.join(rates)} tokens/s")
+            seconds, tokens = timing["seconds"], timing.get("tokens", {})
+            rates = [f"{arm.split('_')[0]} {tokens[arm] / seconds[arm]:.0f}" for arm in tokens if arm in seconds]
+            bars.update(bar, advance=len(records), rate=f"{', '.join(rates)} tokens/s" if rates else "")
 
 
 def _run_doctor(settings: Settings, path: pathlib.Path, console: Any) -> None:

@@ -236,3 +236,18 @@ def test_doctor_needs_no_model(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("jaxkv.experiments.doctor.run_doctor", lambda: pytest.fail("examined twice"))
     run_in_process(*arguments)
     assert capsys.readouterr().out == shown
+
+
+def test_attribution_and_mitigations_share_a_run(tmp_path, cache, capsys):
+    small = ["--num_problems=1", "--max_new_tokens=2", "--gate=off", "--experiments=attribution,mitigations"]
+    run_in_process(*SMALL, cache, f"--out={tmp_path / 'run'}", *small)
+    shown = capsys.readouterr().out
+    records = read_run(tmp_path / "run")[1]
+    assert {record["experiment"] for record in records} == {"attribution", "mitigations"}
+    for name in ("attribution", "mitigations"):
+        assert f"report: {tmp_path / 'run' / name}.md" in shown
+        assert len((tmp_path / "run" / f"{name}.md").read_text()) > 500
+    run_in_process(*SMALL, cache, f"--out={tmp_path / 'run'}", *small)
+    again = capsys.readouterr()
+    assert "records of attribution are done already" in again.err
+    assert read_run(tmp_path / "run")[1] == records

@@ -269,12 +269,14 @@ def test_numbers_that_break_are_no_agreement():
         ([(p, name) for p in PROBLEMS for name in PAIR if (p, name) != (11, "fp32")], [(11, "fp32")]),
     ],
 )
-def test_a_resumed_run_does_what_is_missing_and_yields_the_same_bytes(tmp_path, done, batches):
+def test_a_resumed_run_does_what_is_missing_and_yields_the_same_bytes(tmp_path, monkeypatch, done, batches):
     whole = [record for record in undisturbed()[0] if record["variant"] in PAIR]
     with RunDirectory.open(tmp_path, {}) as directory:
         for record in whole:
             if (record["problem"], record["variant"]) in done:
                 directory.append(record)
+    slots, inner = set(), truth.run_cached
+    monkeypatch.setattr(truth, "run_cached", lambda *given: slots.add(given[-1].slots) or inner(*given))
     with RunDirectory.open(tmp_path, {}) as directory:
         kept = [key[1:] for key in directory.done_keys()]
         rest, timings = run(PAIR, done=kept)
@@ -283,6 +285,7 @@ def test_a_resumed_run_does_what_is_missing_and_yields_the_same_bytes(tmp_path, 
         assert [(t["problems"][0], t["variant"]) for t in timings] == batches
         order = {tuple(record["key"]): to_line(record) for record in whole}
         assert sorted(map(to_line, directory.read())) == sorted(order.values())
+    assert slots == {15}  # whatever is missing, the truth has one shape
     assert run(PAIR, done=[(p, name) for p in PROBLEMS for name in PAIR]) == ([], [])
 
 
@@ -291,6 +294,9 @@ def test_a_batch_of_two_gives_a_record_each():
     records, timings = run(["fp32"], make_items(3), spec=spec)
     assert [record["problem"] for record in records] == [10, 11, 12]
     assert [timing["problems"] for timing in timings] == [[10, 11], [12]]
+    rest, timings = run(["fp32"], make_items(3), [(10, "fp32"), (12, "fp32")], spec=spec)
+    assert rest == records[1:2]
+    assert [timing["problems"] for timing in timings] == [[10, 11]]
     for record, alone in zip(records, records_of("fp32"), strict=True):
         assert record["tokens"] == alone["tokens"]
         assert mean_rms(record) < 1e-4

@@ -234,12 +234,15 @@ def make_tables(summary: Summary) -> list[TableData]:
             format_number(entry["distance"]["weights"]["rms"]["mean"]),
             *(mean(entry, "rounded", arm, "rms") for arm in ARMS),
             _verdict(entry["distance"]["rounded"]["nearer"]["rms"]),
-            *(_short_share(entry["distance"]["given"][arm]["flips"]) for arm in ARMS),
         ]
         for entry in valid
     ]
-    head = ["", "RMS: weights", "arithmetic cached", "uncached", "nearer", "argmax differs: cached", "uncached"]
-    tables.append(("rounding of the weights apart from that of the arithmetic", head, rows))
+    head = ["", "weights alone", "arithmetic alone: cached", "uncached", "nearer"]
+    tables.append(("RMS distance to fp64, rounding of the weights apart from that of the arithmetic", head, rows))
+    rows = [
+        [entry["variant"], *(_short_share(entry["distance"]["given"][arm]["flips"]) for arm in ARMS)] for entry in valid
+    ]
+    tables.append(("tokens at which the argmax is not that of fp64 of the weights as given", ["", *ARMS], rows))
     head = ["", "ms a token", "ms of prefill", "MB held", "stored", "program"]
     tables.append(
         ("cost of the cached arm", head, [[e["variant"], *_cost(e)] for e in summary["variants"] if e["cost"]])

@@ -55,4 +55,8 @@ def rewrite(argv: list[str], command: str, write: Callable[[Checkpoint, str, str
         bars.update(reading, description="writing")
         write(checkpoint, destination, dtype)
     billions = num_parameters(checkpoint.state) / 1e9
-    console.print(f"{destination}: {checkpoint.config.name}, {billions:.3g} B parameters in {dtype}", highlight=False, soft_wrap=True)
+    console.print(
+        f"{destination}: {checkpoint.config.name}, {billions:.3g} B parameters in {dtype}",
+        highlight=False,
+        soft_wrap=True,
+    )

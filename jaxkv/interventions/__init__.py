@@ -1,1 +1,0 @@
-"""What may be done to a cache or a residual stream."""

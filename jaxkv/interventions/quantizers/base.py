@@ -1,0 +1,167 @@
+"""What every quantizer is, and how a cache is to use one.
+
+A quantizer is a frozen dataclass of settings with pure functions over keys or values [B, S, K, H], one side (K or V) of
+one layer. They trace under jit and vmap, look at one (row, head) at a time, and give it the same bits whatever stands
+beside it. A cache uses it so:
+
+* `k = quantizer.rotate(k)` as rows enter, packed or not, and `q = k_quantizer.rotate(q)` on the way to the scores, so
+  that q k is kept. Values are rotated as they enter too, and the heads' outputs once: `v_quantizer.rotate(heads)`. The
+  rotation is its own inverse, and the identity for methods without one. `quantize` and `dequantize` know nothing of it.
+* Positions, not slots, decide what is packed: with left padding a row's tiles would else depend on its neighbours.
+  Position p belongs to tile `(p - window.first) // granularity`. Storage has slots for the positions from `first` on.
+* After a row's tokens [0, n) are written, `window.packed(n, prompt)` says which positions [start, end) are packed. The
+  rest, the first tokens, the recent and the pending ones, are read from 16-bit storage. `end` moves by whole `block`s.
+* Storage is `jax.eval_shape(quantizer.quantize, ShapeDtypeStruct([B, S, K, H]))`, S a multiple of the granularity.
+  Every leaf has tokens or tiles on axis 1, in proportion: the part of a leaf for tokens [a, b) is [a L / S, b L / S) of
+  its L entries. So `quantize` of new whole tiles gives leaves that are written there, and `dequantize` reads any whole
+  tiles.
+* A method with `whole_history` (requantize.py) instead takes all it holds, dequantized, and what is new, at each turn.
+* `own` says whether the rows of a running step are read exact ('step'), only those of a prefill ('prompt'), or
+  packed like all others ('none'), as the method's public code does it.
+* Layers in `exact_layers(L)` are not quantized at all.
+"""
+
+import abc
+import dataclasses
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.errors import UserError
+from jaxkv.interventions.quantizers import hadamard
+
+Packed = dict[str, jax.Array]
+Side = Literal["k", "v"]
+Own = Literal["none", "prompt", "step"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Which positions of a row are packed.
+
+    Attributes:
+      first: tokens from position 0 on that stay in 16 bits (attention sinks).
+      recent: newest tokens that always stay.
+      block: tokens that are packed at a time; fewer wait.
+      from_prompt: the whole prompt is packed at once and blocks are counted from its end, not from `first`.
+    """
+
+    first: int = 0
+    recent: int = 0
+    block: int = 1
+    from_prompt: bool = False
+
+    def packed(self, written: Any, prompt: Any = 0) -> tuple[Any, Any]:
+        """Positions [start, end) that are packed once positions [0, written) are written; ints or int arrays."""
+        base = jnp.minimum(prompt, written) if self.from_prompt else self.first
+        return self.first, jnp.maximum(base, base + (written - base - self.recent) // self.block * self.block)
+
+    def cache_bits(self, written: int, body_bits: float, prompt: int = 0, exact_bits: float = 16) -> float:
+        """Bits per element of a whole cache of `written` tokens, windows and pending tokens counted at 16 bits."""
+        start, end = self.packed(written, prompt)
+        packed = max(0, min(int(end), written) - start)
+        return (packed * body_bits + (written - packed) * exact_bits) / written
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantizer(abc.ABC):
+    """Settings of one method on one side, and its functions. See the module's text for how a cache calls them.
+
+    Attributes:
+      side: 'k' or 'v'; several methods treat the two differently.
+    """
+
+    side: Side
+
+    own: ClassVar[Own] = "none"
+    whole_history: ClassVar[bool] = False
+
+    @property
+    def granularity(self) -> int:
+        """Tokens that must be packed together: 1, or a tile."""
+        return 1
+
+    @property
+    def rotated(self) -> bool:
+        """Whether the cache holds rotated heads."""
+        return False
+
+    @property
+    def fixed_point(self) -> bool:
+        """Whether packing what was read back gives the same codes, for fp32 in between."""
+        return True
+
+    @property
+    def window(self) -> Window:
+        """The windows the method comes with."""
+        return Window(block=self.granularity)
+
+    @abc.abstractmethod
+    def quantize(self, x: jax.Array) -> Packed:
+        """Packs x [B, S, K, H], S a multiple of the granularity, rotated if the method rotates."""
+
+    @abc.abstractmethod
+    def dequantize(self, packed: Packed) -> jax.Array:
+        """What a reader sees: fp32 [B, S, K, H], still rotated."""
+
+    @abc.abstractmethod
+    def bits_per_element(self, head_dim: int) -> float:
+        """Bits of storage per element with all auxiliaries, outside windows."""
+
+    def rotate(self, x: jax.Array) -> jax.Array:
+        """x [..., H] in the basis in which the cache holds it, and back."""
+        return hadamard.rotate(x) if self.rotated else x
+
+    def saturated(self, x: jax.Array) -> jax.Array:
+        """Elements of x [B, S, K, H] that lie outside what the format can hold: int32 [B, S, K]."""
+        return jnp.zeros(x.shape[:-1], jnp.int32)
+
+    def exact_layers(self, num_layers: int) -> frozenset[int]:
+        """Layers that the method leaves in 16 bits."""
+        del num_layers
+        return frozenset()
+
+    def check(self, head_dim: int, tokens: int | None = None) -> None:
+        """Raises UserError if heads of this size, or a context of so many tokens, do not suit the method."""
+        if self.rotated:
+            hadamard.check_size(head_dim, self.name)
+        if head_dim % 8:
+            raise UserError(f"{self.name} packs codes of 8 channels together, and the head dim is {head_dim}")
+        if tokens is not None and self.granularity > tokens:
+            raise UserError(
+                f"a tile of {self.granularity} tokens ({self.name}) does not fit a context of {tokens}; use a smaller "
+                "tile, group or window"
+            )
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return type(self).__name__.lower()
+
+    def approximate(self, x: jax.Array) -> jax.Array:
+        """What becomes of x [B, S, K, H], unrotated, fp32: rotated, packed, read and rotated back."""
+        return self.rotate(self.dequantize(self.quantize(self.rotate(x.astype(jnp.float32)))))
+
+
+def nbytes(packed: Any) -> int:
+    """Bytes of packed storage, counted; of arrays or of their shapes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(packed))
+
+
+def check_bits(bits: int, known: tuple[int, ...], who: str) -> None:
+    """Raises UserError unless the method has this width."""
+    if bits not in known:
+        raise UserError(f"{who} has no {bits}-bit codes; known: {', '.join(map(str, known))}")
+
+
+def split_error(x: jax.Array, approximation: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Squared error of each vector [..., H] in two parts that add up to it (arXiv 2606.03458, equation 3).
+
+    Returns:
+      The norm part (|x| - |x'|)^2 and the direction part 2 |x| |x'| (1 - cos), each [...], in fp32.
+    """
+    x, y = x.astype(jnp.float32), approximation.astype(jnp.float32)
+    total = jnp.sum(jnp.square(x - y), axis=-1)
+    norm = jnp.square(jnp.linalg.norm(x, axis=-1) - jnp.linalg.norm(y, axis=-1))
+    return norm, jnp.maximum(total - norm, 0)

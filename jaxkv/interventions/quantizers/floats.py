@@ -1,0 +1,66 @@
+"""8-bit floats, e4m3 and e5m2, with a static scale or one for each (token, head).
+
+Source: Micikevicius et al., arXiv 2209.05433, for the formats; scales as JAX serving code (MaxText) and vLLM take them:
+a static one multiplies what is read, a dynamic one maps the largest magnitude to the format's largest number. Values
+are clipped before the cast, which does not saturate in JAX (465 becomes NaN in e4m3), and `saturated` counts them.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.errors import UserError, nearest
+from jaxkv.interventions.quantizers import affine, base
+
+FORMATS = {"e4m3": (jnp.float8_e4m3fn, 448.0), "e5m2": (jnp.float8_e5m2, 57344.0)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8(base.Quantizer):
+    """Settings of an 8-bit float.
+
+    Attributes:
+      format: 'e4m3' or 'e5m2'.
+      scale: static scale, or None for one for each (token, head), stored as the largest magnitude in fp16.
+    """
+
+    format: str = "e4m3"
+    scale: float | None = 1.0
+
+    def __post_init__(self):
+        if self.format not in FORMATS:
+            raise UserError(
+                f"there is no 8-bit float '{self.format}'{nearest(self.format, list(FORMATS))}; known: e4m3, e5m2"
+            )
+        if self.scale is not None and not 0 < self.scale < float("inf"):
+            raise UserError(f"a static scale of {self.scale:g} holds nothing; use a positive number or scale=token")
+
+    @property
+    def name(self) -> str:
+        return f"fp8 {self.format}"
+
+    def bits_per_element(self, head_dim: int) -> float:
+        return 8 + (16 / head_dim if self.scale is None else 0)
+
+    def quantize(self, x: jax.Array) -> base.Packed:
+        dtype, most = FORMATS[self.format]
+        x = x.astype(jnp.float32)
+        if self.scale is not None:
+            return {"codes": jnp.clip(affine.divide(x, self.scale), -most, most).astype(dtype)}
+        amax = affine.to_fp16(jnp.max(jnp.abs(x), -1, keepdims=True))
+        wide = amax.astype(jnp.float32)
+        scaled = x * jnp.where(wide > 0, most / wide, 0)
+        return {"codes": jnp.clip(scaled, -most, most).astype(dtype), "amax": amax[..., 0]}
+
+    def dequantize(self, packed: base.Packed) -> jax.Array:
+        values = packed["codes"].astype(jnp.float32)
+        if self.scale is not None:
+            return values * self.scale
+        return values * affine.divide(packed["amax"].astype(jnp.float32), FORMATS[self.format][1])[..., None]
+
+    def saturated(self, x: jax.Array) -> jax.Array:
+        if self.scale is None:
+            return super().saturated(x)
+        most = FORMATS[self.format][1] * self.scale
+        return jnp.sum(jnp.abs(x.astype(jnp.float32)) > most, -1, dtype=jnp.int32)

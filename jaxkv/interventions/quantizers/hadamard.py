@@ -1,0 +1,31 @@
+"""The rotation of head dimensions: Sylvester's Hadamard matrix over sqrt(H), symmetric and its own inverse."""
+
+import jax
+import jax.numpy as jnp
+import scipy.linalg
+
+from jaxkv.errors import UserError
+
+
+def check_size(head_dim: int, who: str) -> None:
+    """Raises UserError unless Sylvester's construction has a matrix of this size."""
+    if head_dim < 1 or head_dim & (head_dim - 1):
+        raise UserError(
+            f"{who} rotates heads by a Hadamard matrix, which exists here for head dims that are powers of two (64, "
+            f"128, 256), and this model's is {head_dim}; choose a method without a rotation, e.g. kivi:k2v2 or "
+            "kvarn:k2v2,rotate=off"
+        )
+
+
+def rotate(x: jax.Array) -> jax.Array:
+    """x [..., H] times the Hadamard matrix / sqrt(H), in true fp32, returned in x's dtype.
+
+    The matrix is H_2n = [[H_n, H_n], [H_n, -H_n]] (Sylvester 1867), without random signs. It is one matrix product: the
+    steps of the fast transform, log2 H of them, XLA fuses with what is computed from them into expressions of H terms
+    for each element, and a program with it compiled for four minutes. Like every product, it may round differently at
+    another number of rows.
+    """
+    check_size(x.shape[-1], "a rotation")
+    signs = jnp.asarray(scipy.linalg.hadamard(x.shape[-1]), jnp.float32)
+    product = jnp.matmul(x.astype(jnp.float32), signs, precision=jax.lax.Precision.HIGHEST)
+    return (product * x.shape[-1] ** -0.5).astype(x.dtype)

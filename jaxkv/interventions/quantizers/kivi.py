@@ -1,0 +1,80 @@
+"""KIVI: keys by channel over a group of tokens, values by token over a group of channels.
+
+Source: Liu et al., arXiv 2402.02750, section 3.3, and jy-yuan/KIVI. Asymmetric round to nearest with fp16 scale and
+zero. Pending keys are packed a window at a time, once that many wait; values keep exactly the last window in 16 bits.
+The public code divides a constant group by 0; here its scale is 0 and its codes are 0.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.errors import UserError
+from jaxkv.interventions.quantizers import affine, base, packing
+
+BITS = (2, 3, 4, 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kivi(base.Quantizer):
+    """Settings of KIVI.
+
+    Attributes:
+      bits: of a code.
+      group: tokens (K) or channels (V) that share a scale; a V group is at most the head.
+      residual: R, tokens of the 16-bit window.
+    """
+
+    bits: int = 2
+    group: int = 32
+    residual: int = 128
+
+    own = "step"
+
+    def __post_init__(self):
+        base.check_bits(self.bits, BITS, "KIVI")
+        if self.group < 2:
+            raise UserError(f"a KIVI group of {self.group} saves nothing; use 32 or 128")
+        if self.residual < 1 or self.residual % self.group:
+            raise UserError(
+                f"KIVI packs its window of {self.residual} tokens in groups of {self.group}; make the window a "
+                f"multiple of the group, e.g. window={max(1, round(self.residual / self.group)) * self.group}"
+            )
+
+    @property
+    def granularity(self) -> int:
+        return self.group if self.side == "k" else 1
+
+    @property
+    def window(self) -> base.Window:
+        return base.Window(block=self.residual) if self.side == "k" else base.Window(recent=self.residual)
+
+    def check(self, head_dim: int, tokens: int | None = None) -> None:
+        super().check(head_dim, tokens)
+        if self.side == "v" and head_dim % min(self.group, head_dim):
+            raise UserError(
+                f"KIVI groups of {self.group} channels do not divide a head of {head_dim}; use another group"
+            )
+
+    def bits_per_element(self, head_dim: int) -> float:
+        return self.bits + 32 / (self.group if self.side == "k" else min(self.group, head_dim))
+
+    def quantize(self, x: jax.Array) -> base.Packed:
+        B, S, K, H = x.shape
+        x = x.astype(jnp.float32)
+        if self.side == "k":
+            codes, scale, zero = affine.quantize(x.reshape(B, -1, self.group, K, H), self.bits, 2)
+            scale, zero = scale[:, :, 0], zero[:, :, 0]
+        else:
+            codes, scale, zero = affine.quantize(x.reshape(B, S, K, -1, min(self.group, H)), self.bits, -1)
+            scale, zero = scale[..., 0], zero[..., 0]
+        return {"codes": packing.pack(codes.reshape(x.shape), self.bits), "scale": scale, "zero": zero}
+
+    def dequantize(self, packed: base.Packed) -> jax.Array:
+        codes = packing.unpack(packed["codes"], self.bits)
+        B, S, K, H = codes.shape
+        axis = 2 if self.side == "k" else -1
+        grouped = codes.reshape((B, -1, self.group, K, H) if axis == 2 else (B, S, K, -1, min(self.group, H)))
+        scale, zero = (jnp.expand_dims(packed[leaf], axis) for leaf in ("scale", "zero"))
+        return affine.dequantize(grouped, scale, zero).reshape(codes.shape)

@@ -1,0 +1,190 @@
+"""KVarN: tiles of tokens whose rows and columns are brought to equal spread before they are rounded.
+
+Source: Muller et al., arXiv 2606.03458, section 3.3 and algorithm 1; what the paper leaves open follows the authors'
+serving code (huawei-csl/KVarN on vLLM). Heads are rotated by a Hadamard matrix. A K tile has channels as rows and
+tokens as columns, a V tile tokens as rows and channels as columns. Its columns and rows are divided in turn by their
+standard deviations, in logs with bounds, and the scales of the most even pass are taken. Then each row is rounded to
+nearest between its extremes.
+
+A row's own scale drops out of that rounding: the recipe folds it into the row's step and zero, which come out the same
+without it, up to rounding. So it is not applied here; the rows matter through the columns' scales alone. What is read
+is `(code * step_row + zero_row) * scale_column`.
+
+The floor of -0.3 on the logs is SINQ's (arXiv 2509.22944), where spreads are divided by the smallest one first and no
+log is below 0. KVarN divides by 1 instead, so the floor forbids raising a spread below exp(-0.3) = 0.74: a tile of
+small values cannot be balanced and is rounded plainly. `floor=None` takes all bounds away, `target='min'` divides by
+the smallest spread; either makes the method equivariant under scaling.
+"""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.errors import UserError
+from jaxkv.interventions.quantizers import affine, base, packing
+
+BITS = (2, 3, 4, 8)
+CEILING = 10.0  # upper bound of a log scale
+LEAST_STD, MOST_STD = 1e-3, 1e3  # bounds of what one pass divides by
+TINY = 1e-8  # least spread an imbalance is measured against
+
+
+def _store_e4m3(x: jax.Array) -> jax.Array:
+    return jnp.clip(x, 0, 448.0).astype(jnp.float8_e4m3fn)
+
+
+def _store_e5m3(x: jax.Array) -> jax.Array:
+    """The upper 8 of the lower 15 bits of an fp16: no sign, 5 bits of exponent, 3 of mantissa, rounded to nearest."""
+    bits = jax.lax.bitcast_convert_type(affine.to_fp16(x), jnp.uint16)
+    rounded = (bits + 63 + ((bits >> 7) & 1)) >> 7
+    return jnp.minimum(rounded, 0xF7).astype(jnp.uint8)  # 0xF8 would be infinity
+
+
+def _load_e5m3(stored: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(stored.astype(jnp.uint16) << 7, jnp.float16).astype(jnp.float32)
+
+
+AUXILIARIES = {
+    "fp16": affine.FP16,
+    "e4m3": affine.Auxiliary(8, _store_e4m3, lambda stored: stored.astype(jnp.float32)),
+    "e5m3": affine.Auxiliary(8, _store_e5m3, _load_e5m3),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class KVarN(base.Quantizer):
+    """Settings of KVarN. The defaults are the paper's, but for the imbalance, which is the serving code's.
+
+    Attributes:
+      bits: of a code.
+      tile: tokens of a tile.
+      passes: over columns and rows. 0 is plain rounding.
+      floor: lower bound of the log scales; None lifts all bounds.
+      target: what spreads are brought to: 1 ('one') or the tile's smallest spread ('min').
+      criterion: whether imbalance compares standard deviations ('std', serving code) or variances (paper).
+      keep: the scales of the most even pass, none included ('best'), or of the last.
+      aux: how scales are stored, 'e5m3', 'e4m3' or 'fp16'. The paper says FP8, the serving code has fp16. e4m3 ends at
+        2^-9 and loses a cache of small values; e5m3, an fp16 without sign and low bits, is as precise and has fp16's
+        range. Codes of 8 bits deserve fp16: an 8-bit scale doubles their error on real K/V. Zeros are fp16.
+      hadamard: whether heads are rotated.
+      first: tokens that stay in 16 bits.
+    """
+
+    bits: int = 2
+    tile: int = 128
+    passes: int = 8
+    floor: float | None = -0.3
+    target: Literal["one", "min"] = "one"
+    criterion: Literal["std", "variance"] = "std"
+    keep: Literal["best", "last"] = "best"
+    aux: Literal["e5m3", "e4m3", "fp16"] = "e5m3"
+    hadamard: bool = True
+
+    own = "prompt"
+
+    def __post_init__(self):
+        base.check_bits(self.bits, BITS, "KVarN")
+        if self.tile < 2:
+            raise UserError(f"a KVarN tile of {self.tile} tokens has no spread; use at least 2")
+        if self.passes < 0:
+            raise UserError(f"KVarN cannot make {self.passes} passes; use 0 or more")
+
+    @property
+    def granularity(self) -> int:
+        return self.tile
+
+    @property
+    def rotated(self) -> bool:
+        return self.hadamard
+
+    @property
+    def fixed_point(self) -> bool:
+        return False
+
+    @property
+    def window(self) -> base.Window:
+        return base.Window(first=128, block=self.tile)
+
+    def bits_per_element(self, head_dim: int) -> float:
+        scale = AUXILIARIES[self.aux].bits
+        row, column = (self.tile, head_dim) if self.side == "k" else (head_dim, self.tile)
+        return self.bits + (scale + 16) / row + scale / column
+
+    def quantize(self, x: jax.Array) -> base.Packed:
+        B, S, K, H = x.shape
+        tiles = x.astype(jnp.float32).reshape(B, S // self.tile, self.tile, K, H)
+        axis = -1 if self.side == "k" else 2  # along a column: K's channels, V's tokens
+        auxiliary = AUXILIARIES[self.aux]
+        column = auxiliary.store(jnp.exp(self.balance(tiles, axis)))
+        scale = auxiliary.load(column)
+        even = tiles / jnp.where(scale > 0, scale, 1)
+        codes, step, zero = affine.quantize(even, self.bits, 2 if axis == -1 else -1, scales=auxiliary)
+        return {
+            "codes": packing.pack(codes.reshape(x.shape), self.bits),
+            "step": step.reshape(B, -1, K, *([H] if axis == -1 else [])),
+            "zero": zero.reshape(B, -1, K, *([H] if axis == -1 else [])),
+            "column": column.reshape(B, -1, K, *([] if axis == -1 else [H])),
+        }
+
+    def dequantize(self, packed: base.Packed) -> jax.Array:
+        codes = packing.unpack(packed["codes"], self.bits)
+        B, S, K, H = codes.shape
+        tiles = codes.reshape(B, S // self.tile, self.tile, K, H)
+        rows, columns = (1, self.tile) if self.side == "k" else (self.tile, 1)
+        spread = lambda leaf, n: leaf.reshape(B, -1, n, K, leaf.size // (leaf.shape[1] * B * K))  # noqa: E731
+        load = AUXILIARIES[self.aux].load
+        even = affine.dequantize(tiles, load(spread(packed["step"], rows)), spread(packed["zero"], rows))
+        scale = load(spread(packed["column"], columns))
+        return (even * jnp.where(scale > 0, scale, 1)).reshape(codes.shape)
+
+    def balance(self, tiles: jax.Array, axis: int) -> jax.Array:
+        """Log scales of the columns of tiles [B, n, G, K, H], kept at 1 along `axis`, the one along a column."""
+        other = 2 if axis == -1 else -1
+        along, across = _std(tiles, axis), _std(tiles, other)
+        target = jnp.float32(1)
+        if self.target == "min":
+            least = [jnp.min(jnp.where(std > 0, std, jnp.inf), (2, 4), keepdims=True) for std in (along, across)]
+            target = jnp.minimum(*least)
+            target = jnp.where(jnp.isfinite(target), target, 1)
+
+        def log_step(log_scale, std):
+            if self.floor is None:
+                return log_scale + jnp.log(jnp.where(std > 0, std / target, 1))
+            return jnp.clip(log_scale + jnp.log(jnp.clip(std / target, LEAST_STD, MOST_STD)), self.floor, CEILING)
+
+        def apply(column, row):
+            return tiles / jnp.exp(column) / jnp.exp(row)
+
+        def one_pass(_, carry):
+            column, row, along, best, least = carry
+            column = log_step(column, along)
+            row = log_step(row, _std(apply(column, row), other))
+            current = apply(column, row)
+            along, across = _std(current, axis), _std(current, other)
+            imbalance = self._imbalance(along, across)
+            better = (imbalance <= least) | (self.keep == "last")
+            return column, row, along, jnp.where(better, column, best), jnp.where(better, imbalance, least)
+
+        column, row = jnp.zeros_like(along), jnp.zeros_like(across)
+        start = (column, row, along, column, self._imbalance(along, across))
+        return jax.lax.fori_loop(0, self.passes, one_pass, start)[3]
+
+    def _imbalance(self, *stds: jax.Array) -> jax.Array:
+        """Largest over smallest spread of the columns plus that of the rows, [B, n, 1, K, 1]."""
+        ratio = jnp.float32(0)
+        for std in stds:
+            spread = affine.square(std) if self.criterion == "variance" else std
+            if self.floor is None:  # a bound would not scale with the tile; constant rows cannot be balanced anyway
+                least = jnp.min(jnp.where(spread > 0, spread, jnp.inf), (2, 4), keepdims=True)
+            else:
+                least = jnp.maximum(jnp.min(spread, (2, 4), keepdims=True), TINY)
+            ratio += jnp.max(spread, (2, 4), keepdims=True) / least
+        return ratio
+
+
+def _std(x: jax.Array, axis: int) -> jax.Array:
+    """Sample standard deviation (n - 1), the axis kept."""
+    squares = affine.square(x - jnp.mean(x, axis, keepdims=True))
+    return jnp.sqrt(jnp.sum(squares, axis, keepdims=True) / (x.shape[axis] - 1))

@@ -1,0 +1,116 @@
+"""A cache that packs its whole history again at every turn, as transformers' QuantizedCache does.
+
+Source: transformers, cache_utils.py (QuantizedLayer, its quanto backend) and optimum-quanto's grouping: asymmetric
+round to nearest between a group's extremes, scale and zero in 16 bits. The whole prompt is packed at once; later tokens
+wait, and when 128 do, everything is read back, joined with them and packed anew.
+
+Whether that hurts depends on the groups. Packing what was read is a fixed point as long as groups hold the same
+elements: so it is with groups of channels (transformers' default, `axis_key=0`), and with groups of tokens counted from
+a row's first token, but for the last one while it fills. When groups shift between turns, as they do where they are
+counted from the end and the tokens of a turn are no multiple of them, each turn adds error. transformers counts groups
+through a flattened [B, K, S, H], where one may straddle heads and even rows; here each (row, head) is grouped for
+itself.
+"""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.errors import UserError
+from jaxkv.interventions.quantizers import affine, base, packing
+
+BITS = (2, 3, 4, 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Requantize(base.Quantizer):
+    """Settings of repeated packing.
+
+    Attributes:
+      bits: of a code.
+      group: elements that share a scale.
+      every: tokens that wait before all is packed again.
+      axis: whether a group is consecutive channels of a token ('token') or a channel of consecutive tokens ('channel').
+      anchor: whether groups of tokens are counted from the first token ('start') or back from the last ('end').
+    """
+
+    bits: int = 4
+    group: int = 64
+    every: int = 128
+    axis: Literal["token", "channel"] = "token"
+    anchor: Literal["start", "end"] = "start"
+
+    own = "step"
+    whole_history = True
+
+    def __post_init__(self):
+        base.check_bits(self.bits, BITS, "repeated packing")
+        if self.group < 2 or self.every < 1:
+            raise UserError(
+                f"groups of {self.group} every {self.every} tokens pack nothing; use e.g. group=64,every=128"
+            )
+
+    @property
+    def name(self) -> str:
+        return "hf"
+
+    @property
+    def fixed_point(self) -> bool:
+        return True  # for the same tokens; more tokens shift the groups that are counted from the end
+
+    @property
+    def window(self) -> base.Window:
+        return base.Window(block=self.every, from_prompt=True)
+
+    def check(self, head_dim: int, tokens: int | None = None) -> None:
+        super().check(head_dim, tokens)
+        if self.axis == "token" and head_dim % min(self.group, head_dim):
+            raise UserError(f"groups of {self.group} channels do not divide a head of {head_dim}; use another group")
+
+    def bits_per_element(self, head_dim: int) -> float:
+        return self.bits + 32 / (self.group if self.axis == "channel" else min(self.group, head_dim))
+
+    def quantize(self, x: jax.Array, length: jax.Array | None = None) -> base.Packed:
+        """Packs a history x [B, S, K, H] of `length` [B] tokens each (None: S); what comes after them is not looked at.
+
+        With `axis='channel'` S is a multiple of the group, and groups from the end take one more group of auxiliaries.
+        """
+        B, S, K, H = x.shape
+        x = x.astype(jnp.float32)
+        if self.axis == "token":
+            codes, scale, zero = affine.quantize(x.reshape(B, S, K, -1, min(self.group, H)), self.bits, -1)
+            codes, scale, zero = codes.reshape(x.shape), scale[..., 0], zero[..., 0]
+            return {"codes": packing.pack(codes, self.bits), "scale": scale, "zero": zero}
+        length = jnp.full(B, S) if length is None else length
+        shift = self._shift(length)
+        slots = S + (self.group if self.anchor == "end" else 0)
+        tokens = jnp.arange(slots)[None] - shift[:, None]
+        filled = ((tokens >= 0) & (tokens < length[:, None])).reshape(B, -1, self.group, 1, 1)
+        moved = _take(x, jnp.clip(tokens, 0, S - 1)).reshape(B, -1, self.group, K, H)
+        codes, scale, zero = affine.quantize(moved, self.bits, 2, filled=filled)
+        codes = _take(codes.reshape(B, slots, K, H), jnp.arange(S)[None] + shift[:, None])
+        packed = {"codes": packing.pack(codes, self.bits), "scale": scale[:, :, 0], "zero": zero[:, :, 0]}
+        return packed if self.anchor == "start" else packed | {"shift": shift.astype(jnp.int32)}
+
+    def dequantize(self, packed: base.Packed) -> jax.Array:
+        codes = packing.unpack(packed["codes"], self.bits)
+        B, S, K, H = codes.shape
+        if self.axis == "token":
+            grouped = codes.reshape(B, S, K, -1, min(self.group, H))
+            return affine.dequantize(grouped, packed["scale"][..., None], packed["zero"][..., None]).reshape(
+                codes.shape
+            )
+        shift = packed.get("shift", jnp.zeros(B, jnp.int32))
+        place = (jnp.arange(S)[None] + shift[:, None]) // self.group
+        return affine.dequantize(codes, _take(packed["scale"], place), _take(packed["zero"], place))
+
+    def _shift(self, length: jax.Array) -> jax.Array:
+        """Empty slots before the first token that make the last one end a group."""
+        return -length % self.group if self.anchor == "end" else jnp.zeros_like(length)
+
+
+def _take(x: jax.Array, places: jax.Array) -> jax.Array:
+    """x [B, S, ...] at places [B, n] of its second axis."""
+    return jax.vmap(lambda row, place: row[place])(x, places)

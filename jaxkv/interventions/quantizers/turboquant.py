@@ -1,0 +1,101 @@
+"""TurboQuant as it is served: keys by a codebook for rotated unit vectors, values by token.
+
+Source: Zandieh et al., arXiv 2504.19874, in the form vLLM serves (pull request 38479): a Hadamard rotation in place of
+a random one, and no residual sketch. Of a key its norm is kept in fp16; each coordinate of the rotated unit vector
+takes the nearest of 2^b levels that are best for N(0, 1/H) (Lloyd 1982, Max 1960). All its presets below 8 bits bring
+the vector that is read back to unit length first ('nc'). Values are not rotated. The first and last two layers stay
+exact.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.interventions.quantizers import affine, base, packing
+
+BITS = (2, 3, 4, 8)
+
+
+@functools.cache
+def lloyd_max(bits: int) -> np.ndarray:
+    """The 2^bits levels that minimise the mean square error of a standard normal variable, ascending, float64.
+
+    Each level is the mean of the normal law between the midpoints to its neighbours. Newton's method solves that from
+    the levels that are best in the limit of many: quantiles of N(0, 3) (Panter and Dite 1951).
+    """
+    from scipy.special import ndtr, ndtri
+
+    n = 2**bits
+    levels = np.sqrt(3) * ndtri((np.arange(n) + 0.5) / n)
+    density = lambda x: np.exp(-np.square(x) / 2) / np.sqrt(2 * np.pi)  # noqa: E731
+    for _ in range(50):
+        edges = np.concatenate([[-40.0], (levels[1:] + levels[:-1]) / 2, [40.0]])
+        low, high = edges[:-1], edges[1:]
+        mass = np.where(levels > 0, ndtr(-low) - ndtr(-high), ndtr(high) - ndtr(low))  # no cancellation in a tail
+        means = (density(low) - density(high)) / mass
+        below, above = density(low) * (means - low) / mass / 2, density(high) * (high - means) / mass / 2
+        slope = np.eye(n) - np.diag(below + above) - np.diag(below[1:], -1) - np.diag(above[:-1], 1)
+        step = np.linalg.solve(slope, levels - means)
+        levels = levels - step
+        if np.max(np.abs(step)) < 1e-11:
+            break
+    return (levels - levels[::-1]) / 2
+
+
+@dataclasses.dataclass(frozen=True)
+class TurboQuant(base.Quantizer):
+    """Settings of TurboQuant.
+
+    Attributes:
+      bits: of a code.
+      unit: whether a key's levels are brought to unit length when read ('nc' of the served presets).
+      edges: layers at either end that stay exact, at most half of all.
+    """
+
+    bits: int = 4
+    unit: bool = True
+    edges: int = 2
+
+    own = "prompt"
+
+    def __post_init__(self):
+        base.check_bits(self.bits, BITS, "TurboQuant")
+
+    @property
+    def rotated(self) -> bool:
+        return self.side == "k"
+
+    @property
+    def fixed_point(self) -> bool:
+        return self.side == "v"
+
+    def exact_layers(self, num_layers: int) -> frozenset[int]:
+        edge = min(self.edges, num_layers // 2)
+        return frozenset(range(edge)) | frozenset(range(num_layers - edge, num_layers))
+
+    def bits_per_element(self, head_dim: int) -> float:
+        return self.bits + (16 if self.side == "k" else 32) / head_dim
+
+    def quantize(self, x: jax.Array) -> base.Packed:
+        x = x.astype(jnp.float32)
+        if self.side == "v":
+            codes, scale, zero = affine.quantize(x, self.bits, -1)
+            return {"codes": packing.pack(codes, self.bits), "scale": scale[..., 0], "zero": zero[..., 0]}
+        norm = jnp.sqrt(jnp.sum(affine.square(x), -1, keepdims=True))
+        unit = x / jnp.where(norm > 0, norm, 1)
+        levels = lloyd_max(self.bits) * x.shape[-1] ** -0.5
+        midpoints = jnp.asarray((levels[1:] + levels[:-1]) / 2, jnp.float32)
+        codes = jnp.searchsorted(midpoints, unit, side="right", method="scan_unrolled")
+        return {"codes": packing.pack(codes, self.bits), "norm": affine.to_fp16(norm[..., 0])}
+
+    def dequantize(self, packed: base.Packed) -> jax.Array:
+        codes = packing.unpack(packed["codes"], self.bits)
+        if self.side == "v":
+            return affine.dequantize(codes, packed["scale"][..., None], packed["zero"][..., None])
+        unit = jnp.asarray(lloyd_max(self.bits) * codes.shape[-1] ** -0.5, jnp.float32)[codes]
+        if self.unit:
+            unit = unit / jnp.sqrt(jnp.sum(affine.square(unit), -1, keepdims=True))
+        return unit * packed["norm"].astype(jnp.float32)[..., None]

@@ -1,0 +1,127 @@
+"""The text of --cache_quant."""
+
+import pytest
+
+from jaxkv.errors import UserError
+from jaxkv.interventions.quantizers import CacheQuant, SideQuant, Window, parse_cache_quant
+from jaxkv.interventions.quantizers.floats import Float8
+from jaxkv.interventions.quantizers.integers import Integer
+from jaxkv.interventions.quantizers.kivi import Kivi
+from jaxkv.interventions.quantizers.kvarn import KVarN
+from jaxkv.interventions.quantizers.llama_cpp import LlamaCpp
+from jaxkv.interventions.quantizers.masking import Mask
+from jaxkv.interventions.quantizers.requantize import Requantize
+from jaxkv.interventions.quantizers.spec import METHODS
+from jaxkv.interventions.quantizers.turboquant import TurboQuant
+
+# Text, and the text it comes back as (None: the same).
+TEXTS = {
+    "kvarn:k2v2": None,
+    "kvarn:2": "kvarn:k2v2",
+    "kvarn:k2v2,tile=128,floor=none": "kvarn:k2v2,floor=none",
+    "kvarn:k4v2,passes=3,floor=-0.05,target=min,criterion=variance,keep=last,aux=fp16,rotate=off": None,
+    "kvarn:k4v2,tile=64,first=32,recent=128": None,
+    "kivi:k2v2,group=32,window=128": "kivi:k2v2",
+    "kivi:k2v4,group=64,window=64": None,
+    "quarot:4": None,
+    "quarot:k4v2": None,
+    "quarot:k3v3": "quarot:3",
+    "turboquant:4": None,
+    "turboquant:k3v4,unit=off,edges=0": None,
+    "llama:q4_0": None,
+    "k=llama:q8_0;v=llama:q4_0": None,
+    "fp8:e4m3,scale=token": None,
+    "fp8:e5m2,scale=0.125": None,
+    "fp8:e4m3,scale=1e-07": None,
+    "int8": None,
+    "int4,bound=half,first=4": None,
+    "mask:8,of=bf16": None,
+    "hf:4": None,
+    "hf:2,group=32,every=100,axis=channel,anchor=end": None,
+    "none": None,
+    "v=kivi:2,group=64 ; k = int8": "k=int8;v=kivi:2,group=64",
+    "v=fp8:e5m2": "k=none;v=fp8:e5m2",
+    "k=kvarn:4;v=kvarn:2": "kvarn:k4v2",
+    "k=kvarn:4,tile=64;v=kvarn:2": None,
+    "k=int8;v=int8": "int8",
+    "k=none;v=none": "none",
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_round_trip(text):
+    spec = parse_cache_quant(text)
+    assert str(spec) == (TEXTS[text] or text)
+    assert parse_cache_quant(str(spec)) == spec
+
+
+def test_what_is_read():
+    both = lambda make, **windows: CacheQuant(SideQuant(make("k"), **windows), SideQuant(make("v"), **windows))  # noqa: E731
+    assert parse_cache_quant("kvarn:k4v2,floor=none") == CacheQuant(
+        SideQuant(KVarN("k", 4, floor=None)), SideQuant(KVarN("v", 2, floor=None))
+    )
+    assert parse_cache_quant("kivi:2,group=64,window=64") == both(lambda side: Kivi(side, 2, 64, 64))
+    assert parse_cache_quant("turboquant:3,unit=off") == both(lambda side: TurboQuant(side, 3, unit=False))
+    assert parse_cache_quant("llama:q5_1,recent=7") == both(lambda side: LlamaCpp(side, "q5_1"), recent=7)
+    assert parse_cache_quant("fp8:e5m2,scale=token") == both(lambda side: Float8(side, "e5m2", None))
+    assert parse_cache_quant("int4,bound=half") == both(lambda side: Integer(side, 4, "half"))
+    assert parse_cache_quant("mask:9") == both(lambda side: Mask(side, 9))
+    assert parse_cache_quant("hf:4,every=64") == both(lambda side: Requantize(side, 4, every=64))
+    assert parse_cache_quant("none") == CacheQuant(SideQuant(None), SideQuant(None))
+
+
+def test_windows_are_the_methods_unless_asked_for():
+    assert parse_cache_quant("kvarn:2").k.window == Window(first=128, block=128)
+    assert parse_cache_quant("kvarn:2,tile=64,first=32").v.window == Window(first=32, block=64)
+    assert parse_cache_quant("kivi:2").v.window == Window(recent=128)
+    assert parse_cache_quant("hf:4,every=64").k.window == Window(block=64, from_prompt=True)
+    asked = parse_cache_quant("k=kivi:2;v=int8,recent=128,first=4")
+    assert (asked.k.window, asked.v.window) == (Window(block=128), Window(first=4, recent=128))
+    assert parse_cache_quant("none").k.window == Window()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("kvarm:2", "unknown method 'kvarm' (did you mean 'kvarn'?)"),
+        ("", "unknown method ''"),
+        ("kvarn", "needs its bits after a colon"),
+        ("kvarn:", "needs its bits after a colon"),
+        ("llama", "needs a format"),
+        ("kvarn:5", "no 5-bit codes; known: 2, 3, 4, 8"),
+        ("kvarn:two", "'two' in kvarn:two should be bits"),
+        ("kvarn:k2", "such as 4 or k4v2"),
+        ("k=kvarn:k2v2", "should be bits, such as 4."),
+        ("int8:8", "nothing follows int8"),
+        ("none,first=2", "nothing follows none"),
+        ("kvarn:2,flor=1", "no option 'flor=1' (did you mean 'floor'?); it has tile, passes"),
+        ("kvarn:2,tile", "no option 'tile' (did you mean 'tile'?)"),
+        ("kvarn:2,tile=8,tile=8", "tile twice"),
+        ("kvarn:2,tile=x", "tile=x should be a whole number"),
+        ("kvarn:2,floor=low", "floor=low should be a number or none"),
+        ("kvarn:2,aux=fp32", "aux=fp32 should be e5m3 or e4m3 or fp16"),
+        ("kvarn:2,first=-1", "first=-1 should be a whole number from 0"),
+        ("kvarn:2,passes=-1", "-1 passes"),
+        ("kivi:2,group=48", "window=144"),
+        ("llama:q6_0", "did you mean 'q8_0'?"),
+        ("fp8:e4m2", "no 8-bit float 'e4m2'"),
+        ("fp8:e4m3,scale=nan", "static scale of nan"),
+        ("fp8:e4m3,scale=row", "scale=row should be a number or token"),
+        ("mask:17", "fp16 has 16 bits"),
+        ("hf:4,every=0", "pack nothing"),
+        ("k=int8;k=int8", "each once"),
+        ("k=int8;int4", "each once"),
+        ("k=int8;v=", "unknown method ''"),
+    ],
+)
+def test_what_is_refused(text, words):
+    with pytest.raises(UserError) as caught:
+        parse_cache_quant(text)
+    message = str(caught.value)
+    assert words in message, message
+    assert message.startswith(f"--cache_quant={text}".rstrip())
+    assert "\n" not in message
+    for name in METHODS:  # the grammar names every method and option
+        assert name in message
+    for option in ("floor", "window", "edges", "anchor", "scale=token", "bound", "recent=N"):
+        assert option in message

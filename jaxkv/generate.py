@@ -26,12 +26,19 @@ def run_cached_keeping(
     arms: Arms, state: nnx.State, tokens: np.ndarray, rows: Rows, layout: Layout
 ) -> tuple[Rollout, KVCache]:
     """`run_cached`, and the cache it ends with."""
+    _check_tiles(arms, layout.slots)
     cache = empty_cache(arms.config, arms.precision, layout.batch, layout.slots)
     run = start_rollout(arms, tokens, rows, layout)
     logits = None
     if arms.tile is None:
         logits, cache = arms.prefill(state, jnp.asarray(tokens[:, : layout.prefill]), rows, cache)
     return _step_cached(arms, state, logits, run, rows, layout, cache)
+
+
+def _check_tiles(arms: Arms, slots: int) -> None:
+    """Raises ValueError if slots are no whole number of tiles: the last of them would silently never be run."""
+    if arms.tile is not None and slots % arms.tile:
+        raise ValueError(f"{slots} slots are not a multiple of the tile of {arms.tile} rows; give make_layout the tile")
 
 
 def _step_cached(arms, state, logits, run: Rollout, rows: Rows, layout: Layout, cache: KVCache):
@@ -73,6 +80,19 @@ def run_uncached(
     uncached_length: str = "padded",
     check: bool = False,
 ) -> Rollout:
+    """Takes the uncached arm from where `run` stands to its end; see `run_uncached_keeping`."""
+    return run_uncached_keeping(arms, state, run, rows, layout, uncached_length, check)[0]
+
+
+def run_uncached_keeping(
+    arms: Arms,
+    state: nnx.State,
+    run: Rollout,
+    rows: Rows,
+    layout: Layout,
+    uncached_length: str = "padded",
+    check: bool = False,
+) -> tuple[Rollout, KVCache]:
     """Takes the uncached arm from where `run` stands to its end. `run` is donated.
 
     Args:
@@ -84,16 +104,22 @@ def run_uncached(
       uncached_length: see `uncached_lengths`.
       check: one pass over the given tokens instead of one for each step. What follows a row may be given to it as
         NaN times zero: a rollout with a `nonfinite_step` is not to be trusted, `run_forced` steps through it instead.
+
+    Returns:
+      The finished rollout, and what the last forward wrote: the keys and values of every token fed to it.
     """
     segments = uncached_lengths(uncached_length, layout)
     # Widened once, for the longest: a forced run and a free one then share their programs at every length.
     missing = max(0, segments[-1][0] - run.tokens.shape[1])
     run = dataclasses.replace(run, tokens=jnp.pad(run.tokens, ((0, 0), (0, missing))))
     for padded, end in segments:
+        _check_tiles(arms, padded)
         cache = empty_cache(arms.config, arms.precision, layout.batch, padded)
         tile = padded if arms.tile is None else arms.tile
-        run, _ = arms.tile_loop(state, run, rows, end, cache, not check, check, tile=tile)
-    return run
+        run, cache = arms.tile_loop(state, run, rows, end, cache, not check, check, tile=tile)
+        if padded < segments[-1][0] and np.all(np.asarray(run.ended)):
+            break
+    return run, cache
 
 
 def force(rows: Rows, reference: Rollout) -> Rows:
@@ -136,7 +162,8 @@ class Prefix:
     Attributes:
       tokens: [B, S], S the layout's slots.
       taken: [B] tokens settled.
-      ended: [B] whether that is all of the row.
+      ended: [B] whether that is all of the row. A row that agrees with its draft to the end ends there, also where the
+        draft broke off at a non-finite number: such a sample is invalid, whatever this arm would have gone on to do.
       broke: [B] the row's nonfinite_step if it lies in the settled part, else -1.
     """
 
@@ -161,6 +188,14 @@ class Prefix:
         """The rollout with the tokens of rows that had ended: steps that others took have padded them."""
         tokens = run.tokens[:, : self.tokens.shape[1]]
         return dataclasses.replace(run, tokens=jnp.where(self.ended[:, None], self.tokens, tokens))
+
+    def recall(self, run: Rollout, forced: Rollout) -> Rollout:
+        """The rollout with what the forced run chose, and from which logits, at the settled steps."""
+        settled = np.arange(run.choices.shape[1]) < self.taken[:, None]
+        logits = run.logits
+        if logits.shape[1]:
+            logits = jnp.where(settled[:, :, None], forced.logits, logits)
+        return dataclasses.replace(run, choices=jnp.where(settled, forced.choices, run.choices), logits=logits)
 
 
 def settle(arms: Arms, forced: Rollout, rows: Rows, layout: Layout) -> Prefix:
@@ -198,14 +233,14 @@ def free_stepwise(
       uncached_length: as in the forced run.
 
     Returns:
-      A Rollout without logits before the take-over.
+      The finished Rollout, with all its logits.
     """
     prefix = settle(arms, forced, rows, layout)
     begin = int(min(prefix.taken[~prefix.ended], default=layout.new_tokens))
     run, keep = prefix.start(arms, rows, layout, layout.prompt + begin)
-    if prefix.ended.all():
-        return run
-    return prefix.restore(run_uncached(arms, state, run, keep, layout, uncached_length))
+    if not prefix.ended.all():
+        run = prefix.restore(run_uncached(arms, state, run, keep, layout, uncached_length))
+    return prefix.recall(run, forced)
 
 
 def free_by_drafts(
@@ -232,10 +267,14 @@ def free_by_drafts(
       The Rollout, with all its logits, and how many drafts it took beyond the first.
     """
     run, drafts = forced, 0
+    broke = np.asarray(forced.nonfinite_step)
     while True:
         prefix = settle(arms, run, rows, layout)
+        # A later draft ends before the step at which a row broke, so that its check does not come to it again.
+        broke = np.where(prefix.ended, np.maximum(broke, prefix.broke), -1)
         if np.all(first_disagreement(run, layout.prompt) == np.asarray(run.lengths)):
-            return run, drafts
+            return dataclasses.replace(run, nonfinite_step=jnp.asarray(broke, jnp.int32)), drafts
+        stepped = drafts > layout.new_tokens  # each draft settles a token, or the program does not repeat itself
         if prefix.ended.all():  # the own choice ended every row that disagreed
             draft = dataclasses.replace(
                 run, tokens=jnp.asarray(prefix.tokens), lengths=jnp.asarray(prefix.taken, jnp.int32)
@@ -248,7 +287,10 @@ def free_by_drafts(
             nothing = jnp.zeros((layout.batch, arms.config.vocab_size), arms.precision.logits)
             draft, cache = _step_cached(arms, state, nothing, start, keep, layout, cache)
             draft = prefix.restore(draft)
-            if np.any(np.asarray(draft.nonfinite_step)[~prefix.ended] >= 0):
-                return free_stepwise(arms, state, forced, rows, layout, uncached_length), drafts
+            stepped |= bool(np.any(np.asarray(draft.nonfinite_step)[~prefix.ended] >= 0))
+        if stepped:
+            free = free_stepwise(arms, state, run, rows, layout, uncached_length)
+            broke = np.where(prefix.ended, broke, np.asarray(free.nonfinite_step))
+            return dataclasses.replace(free, nonfinite_step=jnp.asarray(broke, jnp.int32)), drafts
         run = run_forced(arms, state, draft, rows, layout, uncached_length)
         drafts += 1

@@ -1,0 +1,382 @@
+"""The gate finds each planted bug that fp32 lets pass, says where it begins, and passes clean models."""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import itertools
+import re
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_models import PRESETS, SAMPLERS, STOP_IDS, VOCAB, changed_state, small_config, small_state, taken
+
+from jaxkv import generate
+from jaxkv.cache import KVCache, empty_cache
+from jaxkv.config import make_precision
+from jaxkv.decode import Arms, make_layout, make_rows
+from jaxkv.errors import UserError
+from jaxkv.experiments.divergence import DivergenceSpec, Item
+from jaxkv.experiments.gate import first_cache_difference, run_gate
+from jaxkv.experiments.probe import probe_state, probe_tolerance
+from jaxkv.generate import run_cached_keeping, run_forced
+from jaxkv.models import decoder, layers
+
+FP32_LOGITS = {"rtol": 0, "atol": 5e-5}
+TILE, NEW_TOKENS = 8, 12
+# Past position 256, where bf16 has no odd integers, and past the window, which is so long that one key weighs little.
+LENGTHS, WINDOW = (259, 252), 200
+SPEC = DivergenceSpec(new_tokens=NEW_TOKENS, batch_size=2, padding="left", bucket=8)
+ITEMS = [
+    Item(4 + i, tuple(np.random.default_rng(10 + i).integers(12, VOCAB, n).tolist()), "") for i, n in enumerate(LENGTHS)
+]
+
+
+def make_config(family):
+    config = dataclasses.replace(small_config(family), context_length=512)
+    return dataclasses.replace(config, window=WINDOW) if config.window else config
+
+
+def new_arms(family, precision, tile=None, config=None, sampler="greedy", **parts):
+    policy = make_precision(precision, **parts)
+    return Arms(config or make_config(family), policy, SAMPLERS[sampler], STOP_IDS, tile=tile)
+
+
+clean_arms = functools.cache(new_arms)
+
+
+@functools.cache
+def state_of(family, precision):
+    return clean_arms(family, precision, TILE).prepare(small_state(family, precision))
+
+
+def found(call) -> str:
+    with pytest.raises(UserError, match="the gate failed") as caught:
+        call()
+    return str(caught.value)
+
+
+def gate(family, precision, cached=None, plain=None):
+    clean = clean_arms(family, precision, TILE)
+    return run_gate(cached or clean, clean, state_of(family, precision), ITEMS, SPEC, 2, plain=plain)
+
+
+# Planted bugs: each a context in which a program is traced.
+
+
+@contextlib.contextmanager
+def rotated_wide():
+    """K rotated in fp32, by cosines in fp32, and cut at the end."""
+    rope, table = layers.apply_rope, decoder.rope_table
+    calls = itertools.cycle((False, True))  # q, then k
+
+    def wide_table(positions, theta, head_dim, precision):
+        return table(positions, theta, head_dim, dataclasses.replace(precision, activation=jnp.float32))
+
+    def wide_rope(x, wide):
+        if next(calls):
+            return rope(x.astype(jnp.float32), wide).astype(x.dtype)
+        return rope(x, tuple(part.astype(x.dtype) for part in wide))
+
+    with mock.patch.object(layers, "apply_rope", wide_rope), mock.patch.object(decoder, "rope_table", wide_table):
+        yield
+
+
+@contextlib.contextmanager
+def positions_in_activation_dtype():
+    original = decoder.rope_table
+
+    def table(positions, theta, head_dim, precision):
+        return original(positions.astype(precision.activation), theta, head_dim, precision)
+
+    with mock.patch.object(decoder, "rope_table", table):
+        yield
+
+
+@contextlib.contextmanager
+def input_not_cast():
+    """The first layer's attention gets its normed input as it was computed."""
+    norm, layer = layers.RMSNorm.__call__, decoder.DecoderLayer.__call__
+    wide = []
+
+    def call_layer(self, *args, **kwargs):
+        wide[:] = [self.attn_norm] if self.layer == 0 else []
+        return layer(self, *args, **kwargs)
+
+    def call_norm(self, x, out):
+        return norm(self, x, jnp.float32 if any(self is one for one in wide) else out)
+
+    with (
+        mock.patch.object(layers.RMSNorm, "__call__", call_norm),
+        mock.patch.object(decoder.DecoderLayer, "__call__", call_layer),
+    ):
+        yield
+
+
+def patched_call(change):
+    """Patches the decoder's call: `change(tokens, positions, cache, slot)` gives the arguments to use instead."""
+    original = decoder.Decoder.__call__
+
+    def call(self, tokens, positions, cache, slot, *hook, **named):
+        return original(self, *change(tokens, positions, cache, slot), *hook, **named)
+
+    return mock.patch.object(decoder.Decoder, "__call__", call)
+
+
+def stale_slot():
+    """The last slot still holds a key of another text, said to be at position 100."""
+
+    def change(tokens, positions, cache, slot):
+        keep = lambda x: x.at[:, -1].set(x[:, 20])  # noqa: E731
+        stale = KVCache(tuple(map(keep, cache.k)), tuple(map(keep, cache.v)), cache.positions.at[:, -1].set(100))
+        return tokens, positions, stale, slot
+
+    return patched_call(change)
+
+
+def slot_not_written():
+    """The last layer's value at position 120 never reaches the cache."""
+    original = decoder.Decoder.__call__
+
+    def call(self, tokens, positions, cache, slot, hook=layers.no_hook, **named):
+        def lost(name, value):
+            return hook(name, jnp.where((positions == 120)[:, :, None, None], 0, value) if name == "v.1" else value)
+
+        return original(self, tokens, positions, cache, slot, lost, **named)
+
+    return mock.patch.object(decoder.Decoder, "__call__", call)
+
+
+def planted(arms, program, bug):
+    """The arms with one program traced under a bug."""
+    fresh = Arms(arms.config, arms.precision, arms.sampler, arms.stop_ids, tile=arms.tile)
+    traced = getattr(fresh, program)
+
+    def call(*args, **kwargs):
+        with bug():
+            return traced(*args, **kwargs)
+
+    result = copy.copy(arms)
+    setattr(result, program, call)
+    return result
+
+
+def other_window(family):
+    config = make_config(family)
+    return dataclasses.replace(config, window=WINDOW + 1)
+
+
+@functools.cache
+def buggy_arms(bug, family, precision):
+    if bug == "window":
+        return new_arms(family, precision, TILE, other_window(family))
+    return planted(clean_arms(family, precision, TILE), "tile_loop", BUGS[bug][0])
+
+
+BUGS = {
+    "rotated": (rotated_wide, "k of layer 0 at position 1 "),
+    "positions": (positions_in_activation_dtype, "k of layer 0 at position 257 "),
+    "cast": (input_not_cast, "k of layer 0 at position 0 "),
+    "stale": (stale_slot, "k of layer 1 at position 100 "),
+    "unwritten": (slot_not_written, "v of layer 1 at position 120 "),
+    "window": (None, f"k of layer 1 at position {WINDOW} "),
+}
+NARROW = [(b, f, "bf16") for b in ("rotated", "positions", "cast") for f in PRESETS]
+NARROW += [("rotated", "mistral", "fp16"), ("cast", "gemma3", "fp16")]
+STRUCTURAL = [(b, f, "bf16") for b in ("stale", "unwritten") for f in PRESETS]
+STRUCTURAL += [("window", f, "bf16") for f in PRESETS if f != "llama"]
+
+
+@pytest.mark.parametrize(("bug", "family", "precision"), NARROW + STRUCTURAL)
+def test_a_planted_bug_is_found_and_named(bug, family, precision):
+    message = found(lambda: gate(family, precision, buggy_arms(bug, family, precision)))
+    assert f"first in {BUGS[bug][1]}" in message
+
+
+@pytest.mark.parametrize(("bug", "family", "precision"), STRUCTURAL)
+def test_small_bugs_change_no_token(bug, family, precision):
+    cached, uncached = both_arms(bug, family, precision)
+    np.testing.assert_array_equal(cached.choices, uncached.choices)
+
+
+def both_arms(bug, family, precision):
+    """The cached arm with a bug, and the uncached arm along its tokens."""
+    clean, state = clean_arms(family, precision, TILE), state_of(family, precision)
+    prompts = [list(item.prompt) for item in ITEMS]
+    layout = make_layout(prompts, NEW_TOKENS, 8, clean.config, TILE)
+    tokens, rows = make_rows(prompts, [item.problem for item in ITEMS], 0, layout)
+    cached, _ = run_cached_keeping(buggy_arms(bug, family, precision), state, tokens, rows, layout)
+    return cached, run_forced(clean, state, cached, rows, layout)
+
+
+@pytest.mark.parametrize(
+    ("bug", "family"), [(b, "mistral") for b in ("rotated", "positions", "cast")] + [("rotated", "gemma3")]
+)
+def test_fp32_lets_the_16_bit_bugs_pass(bug, family):
+    cached, uncached = both_arms(bug, family, "fp32")
+    np.testing.assert_allclose(cached.logits, uncached.logits, **FP32_LOGITS)
+    assert np.abs(uncached.logits).max() > 1
+
+
+@pytest.mark.parametrize(
+    ("precision", "cache", "family"), [("fp16", "bf16", f) for f in PRESETS] + [("bf16", "fp16", "mistral")]
+)
+def test_a_cache_of_another_dtype_is_found(precision, cache, family):
+    message = found(lambda: gate(family, precision, new_arms(family, precision, TILE, cache=cache)))
+    names = {"fp16": "float16", "bf16": "bfloat16"}
+    assert f"whose cache is {names[precision]}" in message
+    assert re.search(
+        rf"first in k of layer 0 at position 0 \(max \|diff\| \S+, {names[cache]} beside {names[precision]}", message
+    )
+
+
+# Clean models.
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("family", PRESETS)
+def test_a_clean_model_passes(family, precision):
+    plain = None if (precision, family) in [("fp32", "llama"), ("fp32", "gemma2")] else clean_arms(family, precision)
+    result = gate(family, precision, plain=plain)
+    assert (result["passed"], result["problems"], result["tile"]) == (True, 2, TILE)
+    assert 0 < result["steps"] <= 2 * NEW_TOKENS
+    tolerance = 64 * np.finfo(np.float32).eps if precision == "fp32" else 0.0
+    assert plain is None or result["plain"] == {"passed": True, "tolerance": tolerance, "steps": 2 * NEW_TOKENS}
+
+
+def test_a_sampler_and_equal_lengths_pass():
+    arms = new_arms("gemma2", "fp16", TILE, sampler="temperature")
+    items = [Item(i, ITEMS[0].prompt[: 5 + i % 2], "") for i in range(5)]
+    spec = dataclasses.replace(SPEC, padding="equal", seed=3)
+    result = run_gate(arms, arms, state_of("gemma2", "fp16"), items, spec, 3)
+    assert result["problems"] == 4  # whole batches
+    assert "plain" not in result
+
+
+def test_a_row_that_overflows_in_both_arms_passes_and_in_one_does_not():
+    arms, clean = clean_arms("mistral", "fp16", TILE), small_state("mistral", "fp16")
+    prompts = [list(item.prompt) for item in ITEMS]
+    layout = make_layout(prompts, NEW_TOKENS, 8, arms.config, TILE)
+    tokens, rows = make_rows(prompts, [4, 5], 0, layout)
+    run, _ = run_cached_keeping(arms, arms.prepare(clean), tokens, rows, layout)
+    bad = next(t for t in taken(run, layout)[0][1:] if t not in STOP_IDS)
+    short = [Item(i, tuple(t for t in item.prompt if t != bad)[:9], "") for i, item in enumerate(ITEMS)]
+    head = {"head": (bad, slice(None))}
+    forcing = changed_state(clean, "head", head["head"], 40.0)  # it is soon drawn
+    state = arms.prepare(changed_state(forcing, "embed", (bad, 0), np.inf))
+    result = run_gate(arms, arms, state, short, SPEC, 2)
+    assert result["steps"] < 2 * NEW_TOKENS
+
+    broken = copy.copy(arms)
+    broken.tile_loop = lambda _, *rest, **named: arms.tile_loop(state, *rest, **named)
+    whole = arms.prepare(forcing)
+    assert "stops being finite (cached at" in found(lambda: run_gate(broken, arms, whole, short, SPEC, 2))
+
+
+# Bugs in the plain regime's own programs, which the aligned regime does not run.
+
+
+def one_further():
+    return patched_call(lambda tokens, positions, cache, slot: (tokens, positions + 1, cache, slot))
+
+
+def one_slot_off():
+    return patched_call(lambda tokens, positions, cache, slot: (tokens, positions, cache, slot + 1))
+
+
+def wider_window():
+    original = layers.visible
+    return mock.patch.object(layers, "visible", lambda q, k, window: original(q, k, window and window + 1))
+
+
+PLAIN_BUGS = {
+    "loop: position": ("cached_loop", one_further, "positions at position 252 "),
+    "loop: slot": ("cached_loop", one_slot_off, "positions at position 252 "),
+    "loop: rotation": ("cached_loop", rotated_wide, "k of layer 0 at position 252 "),
+    "loop: positions": ("cached_loop", positions_in_activation_dtype, "k of layer 0 at position 257 "),
+    "loop: cast": ("cached_loop", input_not_cast, "k of layer 0 at position 2"),
+    "loop: stale": ("cached_loop", stale_slot, "k of layer 1 at position 252 "),
+    "loop: window": ("cached_loop", wider_window, "k of layer 1 at position 252 "),
+    "prefill: slot": ("prefill", one_slot_off, "positions at position 0 "),
+    "prefill: rotation": ("prefill", rotated_wide, "k of layer 0 at position 1 "),
+    "prefill: positions": ("prefill", positions_in_activation_dtype, "k of layer 0 at position 257 "),
+    "prefill: unwritten": ("prefill", slot_not_written, "v of layer 1 at position 120 "),
+    "uncached: window": ("tile_loop", wider_window, f"k of layer 1 at position {WINDOW} "),
+}
+
+
+def plain_gate(family, precision, plain):
+    """The gate with the aligned part left out: it is clean here."""
+    with mock.patch("jaxkv.experiments.gate._check_aligned") as aligned:
+        aligned.return_value = mock.Mock(lengths=jnp.zeros(2, jnp.int32))
+        return gate(family, precision, plain=plain)
+
+
+@pytest.mark.parametrize(
+    ("bug", "family", "precision"),
+    [(bug, "mistral", "bf16") for bug in PLAIN_BUGS]
+    + [
+        (bug, family, "fp16")
+        for bug in ("loop: position", "loop: rotation")
+        for family in ("llama", "gemma2", "gemma3")
+    ]
+    + [("loop: position", "mistral", "fp32"), ("loop: window", "mistral", "fp32")],
+)
+def test_a_bug_in_a_plain_program_is_found(bug, family, precision):
+    program, plant, where = PLAIN_BUGS[bug]
+    plain = planted(clean_arms(family, precision), program, plant)
+    assert f"first in {where}" in found(lambda: plain_gate(family, precision, plain))
+
+
+def test_plain_logits_of_another_row_are_found():
+    plain = copy.copy(clean_arms("mistral", "bf16"))
+    prefill = plain.prefill
+
+    def other_row(state, tokens, rows, cache):
+        shape = empty_cache(plain.config, plain.precision, *cache.positions.shape)
+        logits, _ = prefill(state, tokens, dataclasses.replace(rows, prompt=rows.prompt - 1), shape)
+        return logits, prefill(state, tokens, rows, cache)[1]
+
+    plain.prefill = other_row
+    message = found(lambda: plain_gate("mistral", "bf16", plain))
+    assert "differ in the logits of problem 4 from step 0 on" in message
+
+
+def test_a_cache_that_all_programs_make_in_another_dtype_is_found(monkeypatch):
+    other = dataclasses.replace(make_precision("fp16"), cache=jnp.bfloat16)
+    monkeypatch.setattr(generate, "empty_cache", lambda config, _, *sizes: empty_cache(config, other, *sizes))
+    arms = new_arms("mistral", "fp16", TILE)
+    message = found(lambda: run_gate(arms, arms, state_of("mistral", "fp16"), ITEMS, SPEC, 2))
+    assert "from the precision, whose cache is float16 and theirs bfloat16" in message
+
+
+# The parts.
+
+
+def test_the_first_difference_is_that_of_the_lowest_position():
+    config, precision = small_config(), make_precision("fp16")
+    a = empty_cache(config, precision, 2, 8)
+    first, filled = np.asarray([0, 3]), np.arange(8) >= np.asarray([[0], [3]])
+    assert first_cache_difference(a, a, first, filled) is None
+    v = a.v[1].at[0, 4, 0, 0].set(0.5).at[1, 5, 0, 0].set(-2.0)
+    other = dataclasses.replace(a, v=(a.v[0], v))
+    assert str(first_cache_difference(a, other, first, filled)) == "first in v of layer 1 at position 2 (max |diff| 2)"
+    zero = dataclasses.replace(a, k=(-a.k[0], a.k[1]))
+    assert first_cache_difference(a, zero, first, filled).tensor == "k"  # -0 is not +0
+    assert first_cache_difference(a, other, first, filled & (np.arange(8) < 4)) is None
+    moved = dataclasses.replace(a, positions=a.positions.at[1, 7].set(4))
+    assert first_cache_difference(a, moved, first, filled, tolerance=0.5).position == 4
+
+
+@pytest.mark.parametrize("family", PRESETS)
+def test_the_probe_is_exact_for_the_families(family):
+    for precision in ("fp16", "bf16"):
+        arms = new_arms(family, precision)
+        assert probe_tolerance(arms.config, arms.precision, 512) == 0
+        assert probe_tolerance(arms.config, make_precision(precision, accumulation=precision), 512) is None
+        pairs = zip(*map(jax.tree.leaves, (probe_state(arms), arms.abstract_state)), strict=True)
+        assert all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in pairs)
+    assert 0 < probe_tolerance(arms.config, make_precision("fp32"), 512) < 1e-5

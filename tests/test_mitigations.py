@@ -167,6 +167,11 @@ def test_x64_goes_off_after_a_fault(monkeypatch):
     assert not jax.config.read("jax_enable_x64")
 
 
+def test_x64_from_outside_is_refused():
+    with jax.enable_x64(True), pytest.raises(UserError, match="leave --precision=fp64 out"):
+        next(run_mitigations(CONFIG, make_state(), make_items(), SPEC, make_variants(4)))
+
+
 def test_distances_are_first_principles():
     rng = np.random.default_rng(0)
     a, b = rng.normal(size=(3, 6)) * 2, rng.normal(size=(3, 6)).astype(np.float32)

@@ -223,8 +223,10 @@ def run_mitigations(
       backend: as for Arms.
 
     Raises:
-      UserError: two variants of one name, or a prompt that does not fit the context.
+      UserError: two variants of one name, x64 is on already, or a prompt that does not fit the context.
     """
+    if jax.config.read("jax_enable_x64"):
+        raise UserError("mitigations turn float64 on by themselves, for the truth alone; leave --precision=fp64 out")
     names = [variant.name for variant in variants]
     if len(set(names)) < len(names):
         raise UserError(f"variants {', '.join(names)} name one twice; drop it")

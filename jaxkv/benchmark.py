@@ -22,8 +22,6 @@ from jaxkv.errors import UserError
 FLAGS = flags.FLAGS
 
 
-ENGINES = ("jaxkv", "transformers", "jaxkv_uncached", "transformers_uncached")
-
 
 def define_flags() -> None:
     """Defines the command's flags."""
@@ -32,7 +30,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("prompt_tokens", 512, "Tokens in the prompt.", lower_bound=1)
     flags.DEFINE_integer("new_tokens", 128, "Tokens to generate.", lower_bound=2)
     flags.DEFINE_integer("repeats", 3, "Timed runs; the median counts.", lower_bound=1)
-    flags.DEFINE_list("engines", ["jaxkv", "transformers"], f"What to time: {', '.join(ENGINES)}.")
+    flags.DEFINE_list("engines", ["jaxkv", "transformers"], f"What to time: {', '.join(_TIMERS)}.")
     flags.DEFINE_list("tiles", [], "Also time the aligned regime's cached step with tiles of so many rows.")
     flags.DEFINE_string("out", None, "JSON file for the figures.")
     flags.DEFINE_string("worker", None, "Internal: run one engine in this process and print JSON.")
@@ -156,12 +154,6 @@ def time_transformers(
 ) -> dict[str, Any]:
     """Times transformers' generate: a static cache and torch.compile on a GPU, its defaults on a CPU."""
     del tiles
-    return _time_generate(model, precision, prompt_tokens, new_tokens, repeats, use_cache=True)
-
-
-def _time_generate(
-    model: str, precision: str, prompt_tokens: int, new_tokens: int, repeats: int, use_cache: bool
-) -> dict[str, Any]:
     import torch
     import transformers
 
@@ -176,9 +168,8 @@ def _time_generate(
         net = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     net.generation_config.eos_token_id = None
     ids = torch.randint(3, config.vocab_size, (1, prompt_tokens), device=device)
-    options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "use_cache": use_cache}
-    options["attention_mask"] = torch.ones_like(ids)
-    if device == "cuda" and use_cache:
+    options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    if device == "cuda":
         options["cache_implementation"] = "static"
 
     def generate(count: int) -> float:
@@ -193,98 +184,16 @@ def _time_generate(
 
     step = (generate(new_tokens) - generate(1)) / (new_tokens - 1)
     return {
-        "engine": "transformers, use_cache=False"
-        if not use_cache
-        else "transformers (static cache, torch.compile)"
-        if device == "cuda"
-        else "transformers",
+        "engine": "transformers (static cache, torch.compile)" if device == "cuda" else "transformers",
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "attention": net.config._attn_implementation,
         "ms_a_step": 1e3 * step,
-        "seconds_a_generation": step * new_tokens,
         "tokens_a_second": 1 / step,
     }
 
 
-def time_jaxkv_uncached(
-    model: str, precision_name: str, prompt_tokens: int, new_tokens: int, repeats: int, tiles: Sequence[int] = ()
-) -> dict[str, Any]:
-    """Times whole generations of a prompt: the cached arm, and the uncached one by draft and check and by steps.
-
-    Weights are random; the drafts that disagreements cost are in the figure and counted. The first draft is the cached
-    arm's own generation, which a study has anyway: the figure is given with it and without.
-    """
-    del tiles
-    import jax
-    import numpy as np
-    from flax import nnx
-
-    from jaxkv.config import make_precision
-    from jaxkv.decode import Arms, make_layout, make_rows, start_rollout
-    from jaxkv.generate import free_by_drafts, run_cached_keeping, run_forced, run_uncached
-    from jaxkv.models.decoder import Decoder
-    from jaxkv.models.families import get_preset
-
-    config, precision = get_preset(model), make_precision(precision_name)
-    arms = Arms(config, precision, keep_logits=False)
-    state = arms.prepare(nnx.split(Decoder(config, precision, nnx.Rngs(0)))[1])
-    totals: dict[str, float] = dict.fromkeys(("cached", "uncached_by_drafts", "uncached_stepwise"), 0.0)
-    drafts = 0
-
-    def timed(name: str, counts: bool, run: Callable[..., Any], *args: Any) -> Any:
-        begin = time.perf_counter()
-        result = jax.block_until_ready(run(*args))
-        totals[name] += (time.perf_counter() - begin) * counts
-        return result
-
-    def by_drafts(cached, cache, rows, layout):
-        forced = run_forced(arms, state, cached, rows, layout)
-        return free_by_drafts(arms, state, forced, cache, rows, layout)
-
-    def by_steps(tokens, rows, layout):
-        return run_uncached(arms, state, start_rollout(arms, tokens, rows, layout), rows, layout)
-
-    for number in range(repeats + 1):
-        prompt = np.random.default_rng(number).integers(3, config.vocab_size, prompt_tokens).tolist()
-        layout = make_layout([prompt], new_tokens, prompt_tokens, config)
-        tokens, rows = make_rows([prompt], [0], 0, layout)
-        counts = number > 0  # the first compiles
-        cached, cache = timed("cached", counts, run_cached_keeping, arms, state, tokens, rows, layout)
-        free, more = timed("uncached_by_drafts", counts, by_drafts, cached, cache, rows, layout)
-        stepped = timed("uncached_stepwise", counts, by_steps, tokens, rows, layout)
-        if not np.array_equal(free.tokens, stepped.tokens):
-            raise UserError("draft and check gave other tokens than stepping; report it")
-        drafts += int(more) * counts
-    seconds = {name: total / repeats for name, total in totals.items()}
-    return {
-        "engine": "jaxkv_uncached",
-        "device": jax.devices()[0].device_kind,
-        "versions": {"jax": jax.__version__},
-        "prompts": repeats,
-        "seconds_a_generation": seconds,
-        "drafts_beyond_the_first": drafts,
-        "drafts_over_cached": seconds["uncached_by_drafts"] / seconds["cached"],
-        "drafts_with_the_first_over_cached": 1 + seconds["uncached_by_drafts"] / seconds["cached"],
-        "stepwise_over_drafts": seconds["uncached_stepwise"] / seconds["uncached_by_drafts"],
-        "ms_a_step": 1e3 * seconds["uncached_by_drafts"] / new_tokens,
-    }
-
-
-def time_transformers_uncached(
-    model: str, precision: str, prompt_tokens: int, new_tokens: int, repeats: int, tiles: Sequence[int] = ()
-) -> dict[str, Any]:
-    """Times transformers' generate with use_cache=False."""
-    del tiles
-    return _time_generate(model, precision, prompt_tokens, new_tokens, repeats, use_cache=False)
-
-
-_TIMERS = {
-    "jaxkv": time_jaxkv,
-    "transformers": time_transformers,
-    "jaxkv_uncached": time_jaxkv_uncached,
-    "transformers_uncached": time_transformers_uncached,
-}
+_TIMERS = {"jaxkv": time_jaxkv, "transformers": time_transformers}
 
 
 def _run_worker(engine: str, precision: str) -> dict[str, Any]:

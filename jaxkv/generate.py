@@ -135,15 +135,28 @@ def run_forced(
     layout: Layout,
     uncached_length: str = "padded",
     stepwise: bool = False,
+    begin: int = 0,
 ) -> Rollout:
-    """The uncached arm along another rollout's tokens: in one pass, or step by step if asked or if numbers break."""
+    """The uncached arm along another rollout's tokens: in one pass, or step by step if asked or if numbers break.
+
+    Choices and logits of the steps before `begin` are left out.
+    """
     forced, tokens = force(rows, reference), np.asarray(reference.tokens)
-    if not stepwise:
+
+    def start() -> Rollout:
         run = start_rollout(arms, tokens, forced, layout)
-        run = run_uncached(arms, state, run, forced, layout, uncached_length, check=True)
+        return dataclasses.replace(
+            run,
+            slot=run.slot + begin,
+            lengths=jnp.minimum(reference.lengths, begin),
+            ended=reference.lengths <= begin,
+        )
+
+    if not stepwise:
+        run = run_uncached(arms, state, start(), forced, layout, uncached_length, check=True)
         if not np.any(np.asarray(run.nonfinite_step) >= 0):
             return run
-    return run_uncached(arms, state, start_rollout(arms, tokens, forced, layout), forced, layout, uncached_length)
+    return run_uncached(arms, state, start(), forced, layout, uncached_length)
 
 
 def first_disagreement(forced: Rollout, prompt: int) -> np.ndarray:
@@ -189,13 +202,25 @@ class Prefix:
         tokens = run.tokens[:, : self.tokens.shape[1]]
         return dataclasses.replace(run, tokens=jnp.where(self.ended[:, None], self.tokens, tokens))
 
-    def recall(self, run: Rollout, forced: Rollout) -> Rollout:
-        """The rollout with what the forced run chose, and from which logits, at the settled steps."""
-        settled = np.arange(run.choices.shape[1]) < self.taken[:, None]
-        logits = run.logits
-        if logits.shape[1]:
-            logits = jnp.where(settled[:, :, None], forced.logits, logits)
-        return dataclasses.replace(run, choices=jnp.where(settled, forced.choices, run.choices), logits=logits)
+    def finish(self, forced: Rollout) -> Rollout:
+        """The rollout that this is once every row has ended."""
+        cut = np.arange(forced.choices.shape[1]) >= self.taken[:, None]
+        return dataclasses.replace(
+            forced,
+            tokens=jnp.asarray(self.tokens),
+            choices=jnp.where(cut, PAD_ID, forced.choices),
+            lengths=jnp.asarray(self.taken, jnp.int32),
+            ended=jnp.asarray(self.ended),
+        )
+
+
+def recall(run: Rollout, earlier: Rollout, steps: np.ndarray) -> Rollout:
+    """The rollout with the choices and logits of an earlier one in the first `steps` [B] steps."""
+    known = np.arange(run.choices.shape[1]) < steps[:, None]
+    logits = run.logits
+    if logits.shape[1]:
+        logits = jnp.where(known[:, :, None], earlier.logits, logits)
+    return dataclasses.replace(run, choices=jnp.where(known, earlier.choices, run.choices), logits=logits)
 
 
 def settle(arms: Arms, forced: Rollout, rows: Rows, layout: Layout) -> Prefix:
@@ -240,7 +265,7 @@ def free_stepwise(
     run, keep = prefix.start(arms, rows, layout, layout.prompt + begin)
     if not prefix.ended.all():
         run = prefix.restore(run_uncached(arms, state, run, keep, layout, uncached_length))
-    return prefix.recall(run, forced)
+    return recall(run, forced, prefix.taken)
 
 
 def free_by_drafts(
@@ -268,29 +293,28 @@ def free_by_drafts(
     """
     run, drafts = forced, 0
     broke = np.asarray(forced.nonfinite_step)
+
+    def broken_as(free: Rollout, steps: np.ndarray) -> Rollout:
+        return dataclasses.replace(free, nonfinite_step=jnp.asarray(steps, jnp.int32))
+
     while True:
         prefix = settle(arms, run, rows, layout)
         # A later draft ends before the step at which a row broke, so that its check does not come to it again.
         broke = np.where(prefix.ended, np.maximum(broke, prefix.broke), -1)
-        if np.all(first_disagreement(run, layout.prompt) == np.asarray(run.lengths)):
-            return dataclasses.replace(run, nonfinite_step=jnp.asarray(broke, jnp.int32)), drafts
-        stepped = drafts > layout.new_tokens  # each draft settles a token, or the program does not repeat itself
-        if prefix.ended.all():  # the own choice ended every row that disagreed
-            draft = dataclasses.replace(
-                run, tokens=jnp.asarray(prefix.tokens), lengths=jnp.asarray(prefix.taken, jnp.int32)
-            )
-        else:
-            # From the slot before the first open one: its token is settled, so no logits are needed for it.
-            slot = layout.prompt + int(min(prefix.taken[~prefix.ended])) - 1
-            start, keep = prefix.start(arms, rows, layout, slot)
-            cache = dataclasses.replace(cache, positions=cache.positions.at[:, slot:].set(EMPTY))
-            nothing = jnp.zeros((layout.batch, arms.config.vocab_size), arms.precision.logits)
-            draft, cache = _step_cached(arms, state, nothing, start, keep, layout, cache)
-            draft = prefix.restore(draft)
-            stepped |= bool(np.any(np.asarray(draft.nonfinite_step)[~prefix.ended] >= 0))
-        if stepped:
+        if prefix.ended.all():
+            return broken_as(prefix.finish(run), broke), drafts
+        # From the slot before the first open one: its token is settled, so no logits are needed for it.
+        begin = int(min(prefix.taken[~prefix.ended]))
+        slot = layout.prompt + begin - 1
+        start, keep = prefix.start(arms, rows, layout, slot)
+        cache = dataclasses.replace(cache, positions=cache.positions.at[:, slot:].set(EMPTY))
+        nothing = jnp.zeros((layout.batch, arms.config.vocab_size), arms.precision.logits)
+        draft, cache = _step_cached(arms, state, nothing, start, keep, layout, cache)
+        draft = prefix.restore(draft)
+        # Each draft settles a token, or the program does not repeat itself.
+        if drafts > layout.new_tokens or np.any(np.asarray(draft.nonfinite_step)[~prefix.ended] >= 0):
             free = free_stepwise(arms, state, run, rows, layout, uncached_length)
-            broke = np.where(prefix.ended, broke, np.asarray(free.nonfinite_step))
-            return dataclasses.replace(free, nonfinite_step=jnp.asarray(broke, jnp.int32)), drafts
-        run = run_forced(arms, state, draft, rows, layout, uncached_length)
+            return broken_as(free, np.where(prefix.ended, broke, np.asarray(free.nonfinite_step))), drafts
+        checked = run_forced(arms, state, draft, rows, layout, uncached_length, begin=begin)
+        run = recall(checked, run, np.full(layout.batch, begin))
         drafts += 1

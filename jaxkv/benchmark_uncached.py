@@ -1,0 +1,219 @@
+"""What a generation without a cache costs: by draft and check, by steps, and in transformers, beside one with a cache.
+
+    python -m jaxkv.benchmark_uncached --checkpoint=MODEL.gguf --data=gsm8k_test.jsonl --precision=fp16 --batch_size=16
+
+Prompts are those of GSM8K problems, left-padded; every row takes all its tokens, whatever it says. How often arms part,
+and so how much is drafted again, depends on the weights, which is why these are real ones.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from absl import flags
+
+from jaxkv.cli import run_command
+from jaxkv.errors import UserError
+
+FLAGS = flags.FLAGS
+Batches = list[list[list[int]]]
+
+
+def define_flags() -> None:
+    """Defines the command's flags."""
+    flags.DEFINE_string("checkpoint", None, "As in jaxkv.launch.", required=True)
+    flags.DEFINE_string("data", None, "JSONL or Parquet file with GSM8K problems; the hub's test split if not set.")
+    flags.DEFINE_string("precision", "fp16", "fp16, bf16 or fp32.")
+    flags.DEFINE_integer("batch_size", 16, "Problems decoded together.", lower_bound=1)
+    flags.DEFINE_integer("batches", 3, "Timed batches, after one to compile and warm up.", lower_bound=1)
+    flags.DEFINE_integer("new_tokens", 256, "Tokens to generate.", lower_bound=2)
+    flags.DEFINE_list("engines", list(_TIMERS), f"What to time: {', '.join(_TIMERS)}.")
+    flags.DEFINE_string("out", None, "JSON file for the figures.")
+    flags.DEFINE_string("worker", None, "Internal: run one engine in this process and print JSON.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """A checkpoint in a precision and the prompts put to it.
+
+    Attributes:
+      checkpoint: model.
+      precision: policy.
+      batches: the prompts, the first batch being there to warm up.
+      new_tokens: tokens that each row takes.
+    """
+
+    checkpoint: Any
+    precision: Any
+    batches: Batches
+    new_tokens: int
+
+
+def load_workload(
+    checkpoint: str, data: str | None, precision: str, batch_size: int, batches: int, new_tokens: int
+) -> Workload:
+    """Loads the model, and the prompts of the first problems: chat or zero-shot."""
+    from jaxkv.checkpoints import load
+    from jaxkv.config import make_precision
+    from jaxkv.tasks import load_task
+    from jaxkv.tasks.gsm8k import PromptSpec
+
+    policy = make_precision(precision)
+    model = load(checkpoint, precision=policy)
+    style: Any = "chat" if model.tokenizer.has_chat_template else "zero_shot"
+    task = load_task("gsm8k", data=data, fewshot_data=None, spec=PromptSpec(style, 0, None))
+    prompts = []
+    for problem in task.problems[: (batches + 1) * batch_size]:
+        prompt = task.prompt(problem)
+        prompts.append(model.tokenizer.encode(prompt) if isinstance(prompt, str) else model.tokenizer.chat(prompt))
+    grouped = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]
+    return Workload(model, policy, grouped, new_tokens)
+
+
+def time_jaxkv(work: Workload) -> dict[str, Any]:
+    """Seconds a batch of the cached arm and of the uncached one by draft and check and by steps.
+
+    The first draft is the cached arm's own generation, which a study has anyway: the figure is given with it and
+    without.
+
+    Raises:
+      UserError: draft and check took other tokens than stepping.
+    """
+    import jax
+    import numpy as np
+
+    from jaxkv.decode import Arms, make_layout, make_rows, start_rollout
+    from jaxkv.generate import free_by_drafts, run_cached_keeping, run_forced, run_uncached
+
+    config = work.checkpoint.config
+    arms = Arms(config, work.precision)
+    state = arms.prepare(work.checkpoint.state)
+    names = ("cached", "check", "uncached_by_drafts", "uncached_stepwise")
+    totals: dict[str, float] = dict.fromkeys(names, 0.0)
+    drafts = parted = 0
+
+    def timed(name: str, counts: bool, run: Callable[..., Any], *args: Any) -> Any:
+        begin = time.perf_counter()
+        result = jax.block_until_ready(run(*args))
+        totals[name] += (time.perf_counter() - begin) * counts
+        return result
+
+    longest = max(len(prompt) for batch in work.batches for prompt in batch)
+    for number, prompts in enumerate(work.batches):
+        layout = make_layout(prompts, work.new_tokens, longest, config)
+        tokens, rows = make_rows(prompts, list(range(len(prompts))), 0, layout)
+
+        def by_drafts(cached, cache, rows=rows, layout=layout):
+            forced = run_forced(arms, state, cached, rows, layout)
+            return free_by_drafts(arms, state, forced, cache, rows, layout)
+
+        def by_steps(tokens=tokens, rows=rows, layout=layout):
+            return run_uncached(arms, state, start_rollout(arms, tokens, rows, layout), rows, layout)
+
+        counts = number > 0
+        cached, cache = timed("cached", counts, run_cached_keeping, arms, state, tokens, rows, layout)
+        timed("check", counts, run_forced, arms, state, cached, rows, layout)
+        free, more = timed("uncached_by_drafts", counts, by_drafts, cached, cache)
+        stepped = timed("uncached_stepwise", counts, by_steps)
+        if not np.array_equal(free.tokens, stepped.tokens):
+            raise UserError("draft and check gave other tokens than stepping; report it")
+        drafts += int(more) * counts
+        parted += int(np.any(np.asarray(free.tokens) != np.asarray(cached.tokens), axis=1).sum()) * counts
+    seconds = {name: total / (len(work.batches) - 1) for name, total in totals.items()}
+    return {
+        "engine": "jaxkv",
+        "device": jax.devices()[0].device_kind,
+        "versions": {"jax": jax.__version__},
+        "longest_prompt": longest,
+        "seconds_a_batch": seconds,
+        "rows_that_part": parted,
+        "drafts_beyond_the_first": drafts,
+        "drafts_over_cached": seconds["uncached_by_drafts"] / seconds["cached"],
+        "drafts_with_the_first_over_cached": 1 + seconds["uncached_by_drafts"] / seconds["cached"],
+        "stepwise_over_drafts": seconds["uncached_stepwise"] / seconds["uncached_by_drafts"],
+    }
+
+
+def time_transformers(work: Workload) -> dict[str, Any]:
+    """Seconds a batch of transformers' generate with use_cache=False, and with its DynamicCache."""
+    import numpy as np
+    import transformers
+
+    from jaxkv.torch_model import TorchModel, import_torch
+
+    torch = import_torch()
+    attention = "eager" if work.checkpoint.config.attn_softcap is not None else "sdpa"
+    model = TorchModel(work.checkpoint, work.precision, attention)
+    model.net.generation_config.eos_token_id = None
+    seconds: dict[str, float] = {}
+    for name, cache in (("uncached", False), ("cached", True)):
+        times = []
+        for prompts in work.batches:
+            longest = max(map(len, prompts))
+            ids = np.zeros((len(prompts), longest), np.int64)
+            mask = np.zeros_like(ids)
+            for row, prompt in enumerate(prompts):
+                ids[row, longest - len(prompt) :], mask[row, longest - len(prompt) :] = prompt, 1
+            begin = time.perf_counter()
+            with torch.inference_mode():
+                model.net.generate(
+                    torch.tensor(ids, device=model.device),
+                    attention_mask=torch.tensor(mask, device=model.device),
+                    min_new_tokens=work.new_tokens,
+                    max_new_tokens=work.new_tokens,
+                    do_sample=False,
+                    pad_token_id=0,
+                    use_cache=cache,
+                ).cpu()
+            times.append(time.perf_counter() - begin)
+        seconds[name] = sum(times[1:]) / (len(times) - 1)
+    return {
+        "engine": "transformers",
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "attention": attention,
+        "seconds_a_batch": seconds,
+    }
+
+
+_TIMERS: dict[str, Callable[[Workload], dict[str, Any]]] = {"jaxkv": time_jaxkv, "transformers": time_transformers}
+
+
+def _run_worker(engine: str) -> dict[str, Any]:
+    names = ("checkpoint", "data", "precision", "batch_size", "batches", "new_tokens")
+    command = [sys.executable, "-m", "jaxkv.benchmark_uncached", f"--worker={engine}"]
+    command += [f"--{name}={FLAGS[name].value}" for name in names if FLAGS[name].value is not None]
+    # In the worker of transformers JAX only reads the weights; it must not take the GPU's memory for that.
+    environment = os.environ | ({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if engine == "transformers" else {})
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=environment)
+    if done.returncode:
+        raise UserError(f"the benchmark of {engine} failed with exit code {done.returncode}; see above")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def main(argv: list[str]) -> None:
+    """Prints a line per engine."""
+    del argv
+    if FLAGS.worker:
+        settings = (FLAGS.checkpoint, FLAGS.data, FLAGS.precision, FLAGS.batch_size, FLAGS.batches, FLAGS.new_tokens)
+        print(json.dumps(_TIMERS[FLAGS.worker](load_workload(*settings))))
+        return
+    results = []
+    for engine in FLAGS.engines:
+        shape = {name: FLAGS[name].value for name in ("precision", "batch_size", "batches", "new_tokens")}
+        results.append(shape | _run_worker(engine))
+        seconds = ", ".join(f"{name} {value:.3f} s" for name, value in results[-1]["seconds_a_batch"].items())
+        print(f"{engine}, {FLAGS.precision}, {FLAGS.batch_size} problems: {seconds}", flush=True)
+    if FLAGS.out:
+        pathlib.Path(FLAGS.out).write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    define_flags()
+    run_command(main)

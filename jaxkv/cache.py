@@ -50,4 +50,9 @@ def clear_slots(cache: KVCache, slot: jax.Array | int, count: int) -> KVCache:
     """Empties slots [slot, slot + count), which must lie inside."""
     zeros = lambda buffer: write_slots(buffer, jnp.zeros((buffer.shape[0], count, *buffer.shape[2:])), slot)  # noqa: E731
     empty = jnp.full((cache.positions.shape[0], count), EMPTY)
-    return KVCache(tuple(map(zeros, cache.k)), tuple(map(zeros, cache.v)), write_slots(cache.positions, empty, slot))
+    return dataclasses.replace(
+        cache,
+        k=tuple(map(zeros, cache.k)),
+        v=tuple(map(zeros, cache.v)),
+        positions=write_slots(cache.positions, empty, slot),
+    )

@@ -1,0 +1,204 @@
+"""Which value differs first? Two runs over the same tokens, value by value in order of execution.
+
+In the aligned regime both arms round alike, so the first value that differs names a bug: the layer, the operation and
+the position where it enters. In the plain regime it names the first rounding that differs, and the list of all values
+from there to the logits shows how it grows.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxkv.decode import Arms, Layout, Rows
+from jaxkv.experiments.divergence import Batch, DivergenceSpec, lay_out
+from jaxkv.experiments.gate import bits
+from jaxkv.generate import force
+from jaxkv.models.layers import ATTENTION_SHAPED
+from jaxkv.tracing import Trace, TracedArms, trace_cached, trace_uncached
+
+ATTENTION_BYTES = 4 << 30  # values [B, S, K, G, S] are not recorded beyond so many bytes an arm
+
+
+@dataclasses.dataclass(frozen=True)
+class Gap:
+    """How far one named value is apart in two runs, at each slot.
+
+    Attributes:
+      dtypes: of the two.
+      relative: [B, S] L2 norm of the difference over that of the second; 1 beside a second of zeros.
+      cosine: [B, S] 1 - cos of the angle between the two, as half the squared distance of the unit vectors, which does
+        not cancel.
+      max_abs: [B, S] largest difference.
+      equal: [B, S] whether every bit is the same.
+    """
+
+    dtypes: tuple[str, str]
+    relative: np.ndarray
+    cosine: np.ndarray
+    max_abs: np.ndarray
+    equal: np.ndarray
+
+
+@jax.jit
+def _measure(a: jax.Array, b: jax.Array, seen: jax.Array | None) -> dict[str, jax.Array]:
+    axes = tuple(range(2, a.ndim))
+    exact = jnp.promote_types(a.dtype, b.dtype)
+    same = bits(a.astype(exact)) == bits(b.astype(exact))
+    x, y = a.astype(jnp.float64), b.astype(jnp.float64)
+    if seen is not None:
+        # Keys after the query are whatever each arm has there, and what both mask would drown the rest of a norm.
+        masked = (x == y) & (jnp.abs(y) >= float(jnp.finfo(exact).max))
+        counted = seen[:, :, None, None, :] & ~masked
+        x, y, same = jnp.where(counted, x, 0), jnp.where(counted, y, 0), same | ~counted
+    gap = jnp.abs(x - y)
+    norm = lambda z: jnp.sqrt(jnp.sum(jnp.square(z), axis=axes, keepdims=True))  # noqa: E731
+    size, other, distance = norm(y), norm(x), norm(gap)
+    unit = lambda z, n: jnp.where(n > 0, z / jnp.where(n > 0, n, 1), 0)  # noqa: E731
+    equal = jnp.all(same, axis=axes)
+    relative = jnp.where(size > 0, distance / jnp.where(size > 0, size, 1), distance > 0)
+    turned = jnp.square(norm(unit(x, other) - unit(y, size))) / 2
+    flat = lambda z: z.reshape(z.shape[:2])  # noqa: E731
+    return {
+        "relative": flat(relative),
+        "cosine": jnp.where(equal, 0.0, flat(turned)),  # a compiler may divide the two unlike
+        "max_abs": jnp.max(gap, axis=axes),
+        "equal": equal,
+    }
+
+
+def _compare(a: jax.Array, b: jax.Array, seen: jax.Array | None = None) -> Gap:
+    if a.ndim == 2:
+        a, b = a[:, :, None], b[:, :, None]
+    with jax.enable_x64(True):
+        found = jax.device_get(_measure(a, b, seen))
+    return Gap(dtypes=(a.dtype.name, b.dtype.name), **found)
+
+
+def compare_traces(a: Trace, b: Trace, rows: Rows, layout: Layout) -> dict[str, Gap]:
+    """Gaps of `positions`, every value both recorded, and `logits`, in order of execution; `b` is what a relative
+    difference is relative to. The logits of step t are those of the row at slot prompt - 1 + t; other rows have none
+    and count as equal."""
+    slots = np.arange(layout.slots)
+    seen = (slots[None, None, :] <= slots[None, :, None]) & (slots >= np.asarray(rows.first)[:, None])[:, None, :]
+    gaps = {"positions": _compare(a.positions, b.positions)}
+    for name, value in a.values.items():
+        if name in b.values:
+            keys = jnp.asarray(seen) if name.startswith(ATTENTION_SHAPED) else None
+            gaps[name] = _compare(value, b.values[name], keys)
+    steps = min(a.run.logits.shape[1], b.run.logits.shape[1], layout.slots - layout.prompt + 1)
+    found = _compare(a.run.logits[:, :steps], b.run.logits[:, :steps])
+
+    def spread(column: np.ndarray, fill: Any) -> np.ndarray:
+        full = np.full((layout.batch, layout.slots), fill, column.dtype)
+        full[:, layout.prompt - 1 : layout.prompt - 1 + steps] = column
+        return full
+
+    gaps["logits"] = Gap(
+        found.dtypes, spread(found.relative, 0), spread(found.cosine, 0), spread(found.max_abs, 0),
+        spread(found.equal, True),
+    )  # fmt: skip
+    return gaps
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """The first value of two runs that differs.
+
+    Attributes:
+      op: its name without the layer, e.g. 'k'.
+      layer: None for positions, final_norm and logits.
+      position: the first absolute position at which it differs.
+      dtypes: of the value in the two runs.
+      max_abs: its largest difference.
+      relative: the largest relative L2 difference of a row.
+      places: how many rows differ in it.
+    """
+
+    op: str
+    layer: int | None
+    position: int
+    dtypes: tuple[str, str]
+    max_abs: float
+    relative: float
+    places: int
+
+    def __str__(self) -> str:
+        of = "" if self.layer is None else f" of layer {self.layer}"
+        kinds = " beside ".join(dict.fromkeys(self.dtypes))
+        size = f"max |diff| {self.max_abs:.2g}, relative {self.relative:.2g}, {self.places} rows"
+        return f"first in {self.op}{of} at position {self.position} ({kinds}, {size})"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for a record."""
+        return dataclasses.asdict(self) | {"dtypes": list(self.dtypes)}
+
+
+def split_name(name: str) -> tuple[str, int | None]:
+    """'k.3' -> ('k', 3); 'logits' -> ('logits', None)."""
+    op, _, layer = name.partition(".")
+    return op, int(layer) if layer else None
+
+
+def find_first(gaps: Mapping[str, Gap], row: int, counted: np.ndarray, first: int) -> Difference | None:
+    """The first value in order of execution that differs in bits or dtype; None if there is none.
+
+    Args:
+      gaps: of `compare_traces`.
+      row: of the batch.
+      counted: [S] the slots that count.
+      first: slot of the row's position 0.
+    """
+    for name, gap in gaps.items():
+        differs = counted & (~gap.equal[row] | (gap.dtypes[0] != gap.dtypes[1]))
+        if differs.any():
+            return Difference(
+                *split_name(name), int(np.argmax(differs)) - first, gap.dtypes, float(gap.max_abs[row][differs].max()),
+                float(gap.relative[row][differs].max()), int(differs.sum()),
+            )  # fmt: skip
+    return None
+
+
+def names_that_fit(arms: TracedArms, layout: Layout) -> list[str]:
+    """All values of a decoder in order of execution, without the attention-shaped ones where they are too large."""
+    shapes = arms.list_values(layout.batch, layout.slots)
+    large = [name for name in shapes if name.startswith(ATTENTION_SHAPED)]
+    size = sum(int(np.prod(shapes[name].shape)) * shapes[name].dtype.itemsize for name in large)
+    return [name for name in shapes if size <= ATTENTION_BYTES or name not in large]
+
+
+def walk_arms(
+    cached: Arms, uncached: Arms, state: nnx.State, batch: Batch, spec: DivergenceSpec
+) -> dict[int, Difference | None]:
+    """Names the first value in which two arms differ, along the cached arm's tokens.
+
+    Args:
+      cached: programs of the cached arm, traced or to be; aligned, so that rounding makes no difference.
+      uncached: those of the uncached arm, of the same regime.
+      state: prepared weights.
+      batch: problems.
+      spec: how they are run.
+
+    Returns:
+      Problem -> its first difference, None if all is equal.
+    """
+    layout, tokens, rows = lay_out(batch, spec, cached.config, cached.tile)
+    ours, theirs = (arms if isinstance(arms, TracedArms) else TracedArms(arms) for arms in (cached, uncached))
+    names = [name for name in names_that_fit(ours, layout) if name in names_that_fit(theirs, layout)]
+    a = trace_cached(ours, state, tokens, rows, layout, names)
+    b = trace_uncached(theirs, state, np.asarray(a.run.tokens), force(rows, a.run), layout, names)
+    gaps = compare_traces(a, b, rows, layout)
+    return {
+        item.problem: find_first(gaps, row, fed_slots(rows, layout, a.run.lengths, row), int(rows.first[row]))
+        for row, item in enumerate(batch.items)
+    }
+
+
+def fed_slots(rows: Rows, layout: Layout, lengths: jax.Array, row: int) -> np.ndarray:
+    """[S] the slots of a row whose tokens were fed to the model: all but the last that was taken."""
+    slots = np.arange(layout.slots)
+    return (slots >= int(rows.first[row])) & (slots < layout.prompt + max(int(lengths[row]) - 1, 0))

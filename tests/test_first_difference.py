@@ -1,0 +1,222 @@
+"""The walk names the operation, layer and position at which a planted bug enters, and nothing where there is none."""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+from unittest import mock
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_models import PRESETS, changed_state, make_prompts, small_config, small_state
+
+from jaxkv.config import make_precision
+from jaxkv.decode import Arms
+from jaxkv.experiments.divergence import Batch, DivergenceSpec, Item, lay_out
+from jaxkv.experiments.first_difference import compare_traces, fed_slots, find_first, walk_arms
+from jaxkv.models import decoder, layers
+from jaxkv.tracing import TracedArms, trace_cached
+
+TILE, WINDOW = 4, 9
+LENGTHS = (14, 11)  # longer than the window
+SPEC = DivergenceSpec(new_tokens=4, batch_size=2, padding="left", bucket=4)
+BATCH = Batch(tuple(Item(4 + i, tuple(p), "") for i, p in enumerate(make_prompts(LENGTHS))), False, False)
+
+
+@functools.cache
+def clean_arms(family):
+    return TracedArms(Arms(small_config(family), make_precision("fp16"), tile=TILE))
+
+
+def other_arms(family, **changes):
+    config = dataclasses.replace(small_config(family), **changes)
+    return TracedArms(Arms(config, make_precision("fp16"), tile=TILE))
+
+
+def planted(family, bug):
+    """Arms whose programs are traced under a bug."""
+    arms = TracedArms(clean_arms(family))
+
+    def under_bug(function):
+        def call(*args, **kwargs):
+            with bug():
+                return function(*args, **kwargs)
+
+        return call
+
+    result = copy.copy(arms)
+    for name in ("tile_loop", "list_values"):
+        setattr(result, name, under_bug(getattr(arms, name)))
+    return result
+
+
+@functools.cache
+def state_of(family):
+    state = small_state(family, "fp16")
+    if small_config(family).final_softcap:  # else the logits are too small for a cap to matter in every step
+        state = changed_state(state, "final_norm/weight", slice(None), 3.0)
+    return clean_arms(family).prepare(state)
+
+
+def patched_values(change):
+    """Every forward has its named values changed on the way: `change(name, value, positions)`."""
+    original = decoder.Decoder.__call__
+
+    def call(self, tokens, positions, cache, slot, hook=layers.no_hook, alignment=None):
+        watch = lambda name, value: hook(name, change(name, value, positions))  # noqa: E731
+        return original(self, tokens, positions, cache, slot, watch, alignment)
+
+    return mock.patch.object(decoder.Decoder, "__call__", call)
+
+
+def keys_cut_to_bf16():
+    def cut(name, value, positions):
+        return value.astype(jnp.bfloat16).astype(value.dtype) if name.startswith("k.") else value
+
+    return patched_values(cut)
+
+
+def positions_off_by_one():
+    original = decoder.Decoder.__call__
+
+    def call(self, tokens, positions, *rest):
+        return original(self, tokens, jnp.where(positions < 0, positions, positions + 1), *rest)
+
+    return mock.patch.object(decoder.Decoder, "__call__", call)
+
+
+def rotation_off_by_one():
+    original = decoder.rope_table
+    return mock.patch.object(decoder, "rope_table", lambda positions, *rest: original(positions + 1, *rest))
+
+
+@contextlib.contextmanager
+def input_not_cast():
+    """The first layer's attention gets its normed input as it was computed."""
+    norm, layer = layers.RMSNorm.__call__, decoder.DecoderLayer.__call__
+    wide = []
+
+    def call_layer(self, *args, **kwargs):
+        wide[:] = [self.attn_norm] if self.layer == 0 else []
+        return layer(self, *args, **kwargs)
+
+    def call_norm(self, x, out):
+        return norm(self, x, jnp.float32 if any(self is one for one in wide) else out)
+
+    with (
+        mock.patch.object(layers.RMSNorm, "__call__", call_norm),
+        mock.patch.object(decoder.DecoderLayer, "__call__", call_layer),
+    ):
+        yield
+
+
+def value_lost():
+    def lose(name, value, positions):
+        return jnp.where((positions == 6)[:, :, None, None], 0, value) if name == "v.1" else value
+
+    return patched_values(lose)
+
+
+BUGS = {
+    "keys cut to bf16": (keys_cut_to_bf16, "k of layer 0 at position 0 (float16,"),
+    "positions off by one": (positions_off_by_one, "positions at position 0 (int32,"),
+    "rotation off by one": (rotation_off_by_one, "q of layer 0 at position 0 (float16,"),
+    "input not cast": (input_not_cast, "attn_norm of layer 0 at position 0 (float32 beside float16,"),
+    "value lost": (value_lost, "v of layer 1 at position 6 (float16,"),
+}
+CONFIGS = {
+    "window off by one": ({"window": WINDOW + 1}, f"scores of layer 0 at position {WINDOW} (float16,"),
+    "softcap dropped": ({"attn_softcap": None}, "scores of layer 0 at position 0 (float16,"),
+    "final softcap dropped": ({"final_softcap": None}, f"logits at position {min(LENGTHS) - 1} (float16,"),
+}
+CASES = [(family, bug) for family in PRESETS for bug in list(BUGS)[:3]]
+CASES += [("mistral", bug) for bug in list(BUGS)[3:]]
+CASES += [(family, "window off by one") for family in PRESETS if family != "llama"]
+CASES += [("gemma2", "softcap dropped"), ("gemma2", "final softcap dropped")]
+
+
+def walk(cached, family):
+    return walk_arms(cached, clean_arms(family), state_of(family), BATCH, SPEC)
+
+
+@pytest.mark.parametrize(("family", "bug"), CASES)
+def test_a_planted_bug_is_found_and_named(family, bug):
+    if bug in BUGS:
+        plant, expected = BUGS[bug]
+        arms = planted(family, plant)
+    else:
+        changes, expected = CONFIGS[bug]
+        arms = other_arms(family, **changes)
+    found = walk(arms, family)
+    assert set(found) == {4, 5}
+    named = [str(difference) for difference in found.values()]
+    if bug == "final softcap dropped":  # logits begin with the last prompt row
+        assert named[0].startswith(f"first in logits at position {LENGTHS[0] - 1} ")
+        assert named[1].startswith(f"first in logits at position {LENGTHS[1] - 1} ")
+    else:
+        assert all(name.startswith(f"first in {expected}") for name in named), named
+    assert all(difference.max_abs > 0 or len(set(difference.dtypes)) == 2 for difference in found.values())
+
+
+@pytest.mark.parametrize("family", PRESETS)
+def test_a_clean_model_has_no_difference(family):
+    assert walk(clean_arms(family), family) == {4: None, 5: None}
+
+
+@functools.cache
+def small_trace():
+    """A trace of some values of the cached arm, its rows and layout."""
+    arms = clean_arms("mistral")
+    layout, tokens, rows = lay_out(BATCH, SPEC, arms.config, TILE)
+    names = ["resid_pre.0", "k.0", "scores.0", "resid_pre.1", "k.1"]
+    return trace_cached(arms, state_of("mistral"), tokens, rows, layout, names), rows, layout
+
+
+def first_of(trace, row=0):
+    own, rows, layout = small_trace()
+    counted = fed_slots(rows, layout, own.run.lengths, row)
+    return find_first(compare_traces(trace, own, rows, layout), row, counted, int(rows.first[row]))
+
+
+def changed(**values):
+    own = small_trace()[0]
+    named = {name.replace("_", "."): change(own.values[name.replace("_", ".")]) for name, change in values.items()}
+    return dataclasses.replace(own, values=own.values | named)
+
+
+def test_sizes_of_a_difference():
+    own, rows, _ = small_trace()
+    assert first_of(own) is None
+    slot = int(rows.first[1]) + 3
+    key = np.asarray(own.values["k.1"][1, slot], np.float64)
+    found = first_of(changed(k_1=lambda k: k.at[1, slot].multiply(1.5).at[1, slot + 2].multiply(1.25)), row=1)
+    assert (found.op, found.layer, found.position, found.dtypes) == ("k", 1, 3, ("float16", "float16"))
+    assert found.places == 2
+    assert found.relative == pytest.approx(0.5, rel=1e-3)
+    assert found.max_abs == pytest.approx(np.abs(key).max() / 2, rel=0.5)
+    assert first_of(changed(k_1=lambda k: k.at[1, slot].multiply(1.5)), row=0) is None
+    assert first_of(changed(k_1=lambda k: k.astype(jnp.float32))).dtypes == ("float32", "float16")
+
+
+def test_the_first_is_that_of_the_earliest_operation():
+    early = changed(k_0=lambda k: k.at[0, 9].add(1), k_1=lambda k: k.at[0, 2].add(9))
+    assert str(first_of(early)).startswith("first in k of layer 0 at position 9 (float16, max |diff| 1,")
+
+
+def test_keys_after_the_query_and_slots_that_nothing_was_fed_to_do_not_count():
+    own, _, layout = small_trace()
+    assert first_of(changed(scores_0=lambda s: s.at[0, 3, :, :, 4:].set(7))) is None
+    assert first_of(changed(scores_0=lambda s: s.at[0, 3, :, :, 3].set(7))).position == 3
+    last = layout.prompt + int(own.run.lengths[0]) - 1
+    assert first_of(changed(k_0=lambda k: k.at[0, last:].set(7))) is None
+    assert first_of(changed(k_0=lambda k: k.at[0, last - 1].set(7))).op == "k"
+
+
+def test_the_sign_of_zero_is_a_bit():
+    zeroed = changed(k_0=lambda k: k.at[0, 5].set(0))
+    negative = dataclasses.replace(zeroed, values=zeroed.values | {"k.0": zeroed.values["k.0"].at[0, 5].set(-0.0)})
+    _, rows, layout = small_trace()
+    gaps = compare_traces(zeroed, negative, rows, layout)
+    assert not gaps["k.0"].equal[0, 5]
+    assert gaps["k.0"].max_abs[0, 5] == 0

@@ -22,7 +22,6 @@ from jaxkv.errors import UserError
 FLAGS = flags.FLAGS
 
 
-
 def define_flags() -> None:
     """Defines the command's flags."""
     flags.DEFINE_string("model", "llama2-7b", "Preset whose shapes to run.")

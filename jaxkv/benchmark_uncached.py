@@ -22,6 +22,8 @@ from jaxkv.cli import run_command
 from jaxkv.errors import UserError
 
 FLAGS = flags.FLAGS
+SHAPE = ("shots", "precision", "batch_size", "batches", "new_tokens")
+WORKLOAD = ("checkpoint", "data", "fewshot_data", *SHAPE)
 Batches = list[list[list[int]]]
 
 
@@ -29,6 +31,8 @@ def define_flags() -> None:
     """Defines the command's flags."""
     flags.DEFINE_string("checkpoint", None, "As in jaxkv.launch.", required=True)
     flags.DEFINE_string("data", None, "JSONL or Parquet file with GSM8K problems; the hub's test split if not set.")
+    flags.DEFINE_string("fewshot_data", None, "File with worked examples; the hub's train split if not set.")
+    flags.DEFINE_integer("shots", 0, "Worked examples in a prompt; 0 is the chat template, or none.", lower_bound=0)
     flags.DEFINE_string("precision", "fp16", "fp16, bf16 or fp32.")
     flags.DEFINE_integer("batch_size", 16, "Problems decoded together.", lower_bound=1)
     flags.DEFINE_integer("batches", 3, "Timed batches, after one to compile and warm up.", lower_bound=1)
@@ -56,9 +60,16 @@ class Workload:
 
 
 def load_workload(
-    checkpoint: str, data: str | None, precision: str, batch_size: int, batches: int, new_tokens: int
+    checkpoint: str,
+    data: str | None,
+    fewshot_data: str | None,
+    shots: int,
+    precision: str,
+    batch_size: int,
+    batches: int,
+    new_tokens: int,
 ) -> Workload:
-    """Loads the model, and the prompts of the first problems: chat or zero-shot."""
+    """Loads the model and the prompts of the first problems."""
     from jaxkv.checkpoints import load
     from jaxkv.config import make_precision
     from jaxkv.tasks import load_task
@@ -66,8 +77,8 @@ def load_workload(
 
     policy = make_precision(precision)
     model = load(checkpoint, precision=policy)
-    style: Any = "chat" if model.tokenizer.has_chat_template else "zero_shot"
-    task = load_task("gsm8k", data=data, fewshot_data=None, spec=PromptSpec(style, 0, None))
+    style: Any = "few_shot" if shots else "chat" if model.tokenizer.has_chat_template else "zero_shot"
+    task = load_task("gsm8k", data=data, fewshot_data=fewshot_data, spec=PromptSpec(style, shots, None))
     prompts = []
     for problem in task.problems[: (batches + 1) * batch_size]:
         prompt = task.prompt(problem)
@@ -141,7 +152,10 @@ def time_jaxkv(work: Workload) -> dict[str, Any]:
 
 
 def time_transformers(work: Workload) -> dict[str, Any]:
-    """Seconds a batch of transformers' generate with use_cache=False, and with its DynamicCache."""
+    """Seconds a batch of transformers' generate with use_cache=False, and with its DynamicCache.
+
+    Two batches, one to warm up: the time depends on shapes alone, since every row takes all its tokens.
+    """
     import numpy as np
     import transformers
 
@@ -154,7 +168,7 @@ def time_transformers(work: Workload) -> dict[str, Any]:
     seconds: dict[str, float] = {}
     for name, cache in (("uncached", False), ("cached", True)):
         times = []
-        for prompts in work.batches:
+        for prompts in work.batches[:2]:
             longest = max(map(len, prompts))
             ids = np.zeros((len(prompts), longest), np.int64)
             mask = np.zeros_like(ids)
@@ -186,9 +200,8 @@ _TIMERS: dict[str, Callable[[Workload], dict[str, Any]]] = {"jaxkv": time_jaxkv,
 
 
 def _run_worker(engine: str) -> dict[str, Any]:
-    names = ("checkpoint", "data", "precision", "batch_size", "batches", "new_tokens")
     command = [sys.executable, "-m", "jaxkv.benchmark_uncached", f"--worker={engine}"]
-    command += [f"--{name}={FLAGS[name].value}" for name in names if FLAGS[name].value is not None]
+    command += [f"--{name}={FLAGS[name].value}" for name in WORKLOAD if FLAGS[name].value is not None]
     # In the worker of transformers JAX only reads the weights; it must not take the GPU's memory for that.
     environment = os.environ | ({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if engine == "transformers" else {})
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=environment)
@@ -201,15 +214,14 @@ def main(argv: list[str]) -> None:
     """Prints a line per engine."""
     del argv
     if FLAGS.worker:
-        settings = (FLAGS.checkpoint, FLAGS.data, FLAGS.precision, FLAGS.batch_size, FLAGS.batches, FLAGS.new_tokens)
-        print(json.dumps(_TIMERS[FLAGS.worker](load_workload(*settings))))
+        print(json.dumps(_TIMERS[FLAGS.worker](load_workload(**{name: FLAGS[name].value for name in WORKLOAD}))))
         return
     results = []
     for engine in FLAGS.engines:
-        shape = {name: FLAGS[name].value for name in ("precision", "batch_size", "batches", "new_tokens")}
+        shape = {name: FLAGS[name].value for name in SHAPE}
         results.append(shape | _run_worker(engine))
         seconds = ", ".join(f"{name} {value:.3f} s" for name, value in results[-1]["seconds_a_batch"].items())
-        print(f"{engine}, {FLAGS.precision}, {FLAGS.batch_size} problems: {seconds}", flush=True)
+        print(f"{engine}, {FLAGS.precision}, {FLAGS.shots} shots, batch of {FLAGS.batch_size}: {seconds}", flush=True)
     if FLAGS.out:
         pathlib.Path(FLAGS.out).write_text(json.dumps(results, indent=1) + "\n")
 

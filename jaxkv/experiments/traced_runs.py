@@ -1,0 +1,110 @@
+"""What experiments on traced arms share: both arms untraced along one text, and the fields every record of them has."""
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxkv.audit import Finding, audit_rows
+from jaxkv.decode import Arms, Layout, Rollout, Rows
+from jaxkv.errors import UserError
+from jaxkv.experiments.divergence import Batch, DivergenceSpec, Item, lay_out, logits_fault
+from jaxkv.experiments.gate import bits
+from jaxkv.generate import force, run_cached, run_forced
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """Both arms of a batch as they are, along the cached arm's tokens.
+
+    Attributes:
+      layout: of the batch.
+      rows: free-running.
+      forced: the rows made to follow the cached arm's tokens.
+      text: [B, S] prompts and those tokens.
+      cached: the cached arm, free.
+      uncached: the uncached arm along its tokens.
+      findings: a row's audit.
+    """
+
+    layout: Layout
+    rows: Rows
+    forced: Rows
+    text: np.ndarray
+    cached: Rollout
+    uncached: Rollout
+    findings: list[Finding]
+
+    @property
+    def broken(self) -> bool:
+        """Whether no row has finite numbers all through."""
+        return all(find_fault(self, row, {}) for row in range(self.layout.batch))
+
+
+def require_one_length(arms: Arms, spec: DivergenceSpec, name: str, plain: bool) -> None:
+    """Raises UserError where an experiment on traced arms cannot be run as asked."""
+    if spec.uncached_length != "padded":
+        raise UserError(f"{name} sets row beside row at one padded length; leave --uncached_length at padded")
+    if plain and arms.tile is not None:
+        raise UserError(f"{name} is of the plain regime: in the aligned one there is no gap; leave --regime at plain")
+
+
+def run_reference(arms: Arms, state: nnx.State, batch: Batch, spec: DivergenceSpec) -> Reference:
+    """Runs and audits a batch."""
+    layout, tokens, rows = lay_out(batch, spec, arms.config, arms.tile)
+    cached = run_cached(arms, state, tokens, rows, layout)
+    uncached = run_forced(arms, state, cached, rows, layout)
+    findings = audit_rows(arms, state, cached, rows)
+    return Reference(layout, rows, force(rows, cached), np.asarray(cached.tokens), cached, uncached, findings)
+
+
+def find_fault(reference: Reference, row: int, others: Mapping[str, Rollout]) -> dict[str, Any] | None:
+    """Where a row's numbers stopped being finite in one of the arms, their audit, or another run; None if nowhere."""
+    finding, newest = reference.findings[row], reference.layout.prompt - int(reference.rows.first[row]) - 1
+    for arm, run in [("cached", reference.cached), ("uncached", reference.uncached), *others.items()]:
+        step = int(run.nonfinite_step[row])
+        if step >= 0:
+            return logits_fault(arm, step, newest + step) | (finding.invalid or {})
+    return None if finding.invalid is None else {"arm": "uncached", "step": None} | finding.invalid
+
+
+def count_equal(run: Rollout, other: Rollout, row: int, steps: int) -> int:
+    """Steps at which two runs have the same logits, bit for bit."""
+    same = jnp.all(bits(run.logits[row]) == bits(other.logits[row]), axis=-1)
+    return int(jnp.sum(same[:steps]))
+
+
+def describe_row(
+    arms: Arms, item: Item, row: int, reference: Reference, spec: DivergenceSpec, fault: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Fields of a record that say what was run (jaxkv.schemas.validate_setting, and tokens_sha256 and steps)."""
+    layout, steps = reference.layout, int(reference.cached.lengths[row])
+    tokens = reference.text[row, layout.prompt : layout.prompt + steps]
+    sha = lambda ids: hashlib.sha256(np.asarray(ids, "<i4").tobytes()).hexdigest()  # noqa: E731
+    return {
+        "prompt_tokens": len(item.prompt),
+        "prompt_sha256": sha(item.prompt),
+        "tokens_sha256": sha(tokens),
+        "steps": steps,
+        "shapes": {
+            "batch": layout.batch,
+            "prefill": layout.prefill,
+            "slots": layout.slots,
+            "uncached": spec.uncached_length,
+            "left_pad": int(reference.rows.first[row]),
+            "tile": arms.tile,
+        },
+        "sampling": arms.sampler.to_json() | {"seed": spec.seed},
+        "headroom": reference.findings[row].headroom,
+        "status": "invalid" if fault else "ok",
+        "invalid": fault,
+    }
+
+
+def shorten(value: float) -> float:
+    """Three significant digits: what a record keeps of a figure."""
+    return float(f"{float(value):.3g}")

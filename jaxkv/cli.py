@@ -21,6 +21,17 @@ def _parse(argv: list[str]) -> list[str]:
     return argv
 
 
+def describe_memory(error: Exception) -> str | None:
+    """What to say when memory ran out, of the host or (as JAX and torch tell it) of a device; None for other errors."""
+    remedy = "use a smaller model, --batch_size or --max_new_tokens"
+    if isinstance(error, MemoryError):
+        return f"out of memory; {remedy}"
+    told = ("RESOURCE_EXHAUSTED", "out of memory", "Out of memory")
+    if isinstance(error, RuntimeError) and any(words in str(error) for words in told):
+        return f"the device is out of memory; {remedy}"
+    return None
+
+
 def run_command(command: Callable[[list[str]], None]) -> None:
     """Runs an entry module: exit code 2 after a user's mistake, 130 after Ctrl-C, 1 when memory runs out.
 
@@ -36,11 +47,9 @@ def run_command(command: Callable[[list[str]], None]) -> None:
             _fail(str(error), 2)
         except KeyboardInterrupt:
             _fail("stopped; nothing recorded is lost, and the same command goes on from there", 130)
-        except MemoryError:
-            _fail("out of memory; use a smaller model, --batch_size or --max_new_tokens", 1)
-        except RuntimeError as error:  # what JAX raises when a device runs out
-            if "RESOURCE_EXHAUSTED" not in str(error) and "Out of memory" not in str(error):
+        except (MemoryError, RuntimeError) as error:
+            if (message := describe_memory(error)) is None:
                 raise
-            _fail("the device is out of memory; use a smaller model, --batch_size or --max_new_tokens", 1)
+            _fail(message, 1)
 
     app.run(main, flags_parser=_parse)

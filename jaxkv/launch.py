@@ -3,24 +3,28 @@
     python -m jaxkv.launch --model=gemma2-2b --precision=fp16
 
 Without flags it runs a small model that ships with the package on problems of its own, in fp16 and, as a control, fp32.
-Lists make a grid with one run directory for each condition. The same command again does only what is missing;
-`--flagfile=RUN/run.flags` replays a run.
+Lists make a sweep with one run directory for each condition, and an overview of them. The same command again does only
+what is missing; `--flagfile=RUN/run.flags` replays a run.
 """
 
 import itertools
+import os
 import pathlib
 from typing import Any
 
 from absl import flags
 
+from jaxkv.catalog import EXPERIMENTS
 from jaxkv.checkpoints.shipped import SHIPPED
 from jaxkv.cli import run_command
+from jaxkv.condition import OWN_PRECISIONS, name_condition, read_precision
 from jaxkv.errors import UserError, nearest
-from jaxkv.study import read_precision, run_study
+from jaxkv.study import run_study
+from jaxkv.sweep import run_sweep
 
-EXPERIMENTS = ("divergence", "attribution", "mitigations", "doctor")
+NAMES = (*EXPERIMENTS, "doctor")
 PROMPTS = ("auto", "chat", "few_shot", "zero_shot")
-GRID = ("model", "precision", "sampler")  # flags whose lists make conditions
+GRID = ("framework", "model", "precision", "sampler")  # flags whose lists make conditions
 FLAGS = flags.FLAGS
 
 _DEFINED = [
@@ -28,11 +32,14 @@ _DEFINED = [
                       "tiny-gemma2, which ships with the package, if neither is set."),
     flags.DEFINE_string("checkpoint", None, "Directory, .gguf file, Orbax checkpoint, hub id, or random:SEED."),
     flags.DEFINE_string("revision", None, "Branch, tag or commit of a hub id; the commit is recorded."),
-    flags.DEFINE_list("precision", ["fp16", "fp32"], "fp16, bf16, fp32 (true fp32, not TF32), fp64 (a reference)."),
+    flags.DEFINE_list("precision", ["fp16", "fp32"], "fp16, bf16, fp32 (true fp32, not TF32), fp64 (a reference). "
+                      "mitigations has policies of its own and runs once, whatever is listed."),
     flags.DEFINE_string("residual", None, "Dtype of the residual stream, if not the precision's."),
     flags.DEFINE_string("accumulation", None, "Dtype products are returned in; the kernel may add in a wider one."),
     flags.DEFINE_string("cache", None, "Dtype of keys and values in both arms, if not the precision's."),
-    flags.DEFINE_list("experiments", ["divergence"], f"Which experiments: {', '.join(EXPERIMENTS)}."),
+    flags.DEFINE_list("framework", ["jax"], "jax, or torch: the same arms through transformers' PyTorch models."),
+    flags.DEFINE_string("attention", None, "With torch: eager or sdpa; eager if not set."),
+    flags.DEFINE_list("experiments", ["divergence"], f"Which experiments: {', '.join(NAMES)}."),
     flags.DEFINE_string("task", None, "gsm8k or arith; arith if not set for the models that ship with the package."),
     flags.DEFINE_string("data", None, "JSONL or Parquet file with the problems; the hub's test split if not set."),
     flags.DEFINE_string("fewshot_data", None, "File with worked examples; the hub's train split if not set."),
@@ -50,15 +57,17 @@ _DEFINED = [
     flags.DEFINE_integer("batch_size", 1, "Problems decoded together."),
     flags.DEFINE_string("padding", "equal", "equal: batches of one prompt length; left: pad on the left."),
     flags.DEFINE_integer("bucket", 64, "Prompts are padded to a multiple of this many rows; fewer shapes to compile."),
-    flags.DEFINE_string("uncached_length", "padded", "Rows of an uncached step: padded (all slots) or bucket:M."),
+    flags.DEFINE_string("uncached_length", None, "Rows of an uncached step: padded (all slots), bucket:M or, with "
+                        "torch, growing (the prefix alone). padded if not set; growing with torch and stepwise."),
     flags.DEFINE_string("regime", "plain", "plain, or aligned: both arms through one program of fixed shape."),
     flags.DEFINE_integer("tile", None, "Rows of a tile in the aligned regime and the gate: 16 if not set, 8 on a CPU."),
     flags.DEFINE_string("gate", "on", "on: stop if the aligned arms differ in a bit on a few problems; or off."),
     flags.DEFINE_integer("gate_problems", 2, "How many problems the gate tries."),
-    flags.DEFINE_string("uncached", "draft", "draft (cached arm drafts, uncached arm checks; same bits) or stepwise."),
-    flags.DEFINE_integer("stepwise_problems", 1, "With draft, brute force runs beside it on this many problems."),
+    flags.DEFINE_string("uncached", None, "draft (cached arm drafts, uncached arm checks; same bits in JAX) or "
+                        "stepwise. draft if not set; stepwise with torch."),
+    flags.DEFINE_integer("stepwise_problems", 1, "Both forms of the uncached arm run on this many problems."),
     flags.DEFINE_integer("control_problems", 8, "The controls run on this many problems."),
-    flags.DEFINE_string("out", None, "Run directory; runs/MODEL-PRECISION-SAMPLER-HASH if not set."),
+    flags.DEFINE_string("out", None, "Run directory, or that of a sweep; a name with a hash under runs/ if not set."),
     flags.DEFINE_string("compilation_cache", "~/.cache/jaxkv/xla", "Where to keep compiled programs, or none."),
 ]  # fmt: skip
 
@@ -80,16 +89,35 @@ def _settings() -> dict[str, Any]:
 
 
 def _conditions(settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """The grid: settings with one model, precision and sampler each, and each its directory if there are several."""
-    lists = [settings[name] or [None] for name in GRID]
-    for name, values in zip(GRID, lists, strict=True):
+    """The grid: settings with one framework, model, precision and sampler each, and each its directory if several.
+
+    Mitigations have precisions of their own: they are a condition for each model and sampler.
+    """
+    lists = {name: settings[name] or [None] for name in GRID}
+    for name, values in lists.items():
         if len(set(values)) != len(values):
             raise UserError(f"--{name}={','.join(values)} names a value twice; drop one")
-    grid = [settings | dict(zip(GRID, values, strict=True)) for values in itertools.product(*lists)]
+    grid = []
+    own = [name for name in settings["experiments"] if name == OWN_PRECISIONS]
+    rest = [name for name in settings["experiments"] if name != OWN_PRECISIONS]
+    for experiments, axes in ((rest, lists), (own, lists | {"precision": [None]})):
+        for values in itertools.product(*axes.values()) if experiments else ():
+            one = settings | {"experiments": experiments} | dict(zip(axes, values, strict=True))
+            grid.append(_fill(one))
     if settings["out"] and len(grid) > 1:
         for one in grid:
-            one["out"] = str(pathlib.Path(settings["out"]) / "-".join(one[name] or "model" for name in GRID))
+            one["out"] = str(pathlib.Path(settings["out"]) / name_condition(one))
     return grid
+
+
+def _fill(one: dict[str, Any]) -> dict[str, Any]:
+    """A condition with what its framework decides filled in."""
+    torch = one["framework"] == "torch"
+    one["attention"] = (one["attention"] or "eager") if torch else None
+    one["uncached"] = one["uncached"] or ("stepwise" if torch else "draft")
+    growing = torch and one["uncached"] == "stepwise"
+    one["uncached_length"] = one["uncached_length"] or ("growing" if growing else "padded")
+    return one
 
 
 def _choose(name: str, value: str, known: tuple[str, ...]) -> str:
@@ -101,31 +129,76 @@ def _choose(name: str, value: str, known: tuple[str, ...]) -> str:
 def _check_settings(settings: dict[str, Any]) -> None:
     """What absl's types do not check."""
     for name in settings["experiments"]:
-        _choose("experiments", name, EXPERIMENTS)
-    if "doctor" in settings["experiments"] and len(settings["experiments"]) > 1:
-        raise UserError("--experiments=doctor examines the device, not a model; run it by itself")
+        _choose("experiments", name, NAMES)
+    for name in settings["framework"]:
+        _choose("framework", name, ("jax", "torch"))
     _choose("prompt", settings["prompt"], PROMPTS)
     _choose("padding", settings["padding"], ("equal", "left"))
     _choose("regime", settings["regime"], ("plain", "aligned"))
     _choose("gate", settings["gate"], ("on", "off"))
-    _choose("uncached", settings["uncached"], ("draft", "stepwise"))
+    _choose("uncached", settings["uncached"] or "draft", ("draft", "stepwise"))
     for name in ("num_problems", "max_new_tokens", "batch_size", "bucket", "tile", "gate_problems"):
         if settings[name] is not None and settings[name] < 1:
             raise UserError(f"--{name}={settings[name]} must be at least 1")
     for name in ("control_problems", "stepwise_problems"):
         if settings[name] < 0:
             raise UserError(f"--{name}={settings[name]} must not be negative")
-    if settings["regime"] == "aligned" and settings["uncached_length"] != "padded":
-        raise UserError(
-            f"--uncached_length={settings['uncached_length']} cannot be aligned: both arms need the same slots; "
-            "use padded"
-        )
     if not -(2**31) <= settings["seed"] < 2**31:
         raise UserError(f"--seed={settings['seed']} must fit 32 bits; choose another")
+    _check_combinations(settings)
+
+
+def _check_combinations(settings: dict[str, Any]) -> None:
+    """What flags say against each other."""
+    experiments, length = settings["experiments"], settings["uncached_length"] or "padded"
+    if "doctor" in experiments and len(experiments) > 1:
+        raise UserError("--experiments=doctor examines the device, not a model; run it by itself")
+    if settings["regime"] == "aligned" and length != "padded":
+        raise UserError(f"--uncached_length={length} cannot be aligned: both arms need the same slots; use padded")
+    if "mitigations" in experiments:
+        if "fp64" in settings["precision"]:
+            raise UserError(
+                "--precision=fp64 has no place in mitigations, which turn float64 on by themselves, for the truth "
+                "alone; drop it"
+            )
+        for name in ("residual", "accumulation", "cache"):
+            if settings[name] is not None:
+                raise UserError(f"--{name}={settings[name]}: mitigations compare policies of their own; drop it")
+        if settings["regime"] == "aligned":
+            raise UserError("--regime=aligned: mitigations have the aligned regime as one of their variants; drop it")
+    if "attribution" in experiments and (settings["regime"] == "aligned" or length != "padded"):
+        flag = "--regime=aligned" if settings["regime"] == "aligned" else f"--uncached_length={length}"
+        raise UserError(f"{flag}: attribution explains the plain regime at one padded length; drop it")
+    if "torch" not in settings["framework"]:
+        if settings["attention"] is not None:
+            raise UserError(f"--attention={settings['attention']} has no effect without --framework=torch; drop it")
+        return
+    if experiments != ["divergence"]:
+        odd = next(name for name in experiments if name != "divergence")
+        raise UserError(f"--experiments={odd} runs in JAX alone; with --framework=torch use divergence")
+    if settings["regime"] == "aligned":
+        raise UserError("--regime=aligned is not there in PyTorch; with --framework=torch use plain")
+
+
+def _check_condition(one: dict[str, Any]) -> None:
+    """Finds out before anything slow what is wrong with one condition."""
+    from jaxkv.models.families import get_preset
+    from jaxkv.sampling import make_sampler
+
+    precision = read_precision(one)
+    make_sampler(one["sampler"], one["temperature"], one["top_k"], one["top_p"])
+    preset = get_preset(one["model"]) if one["model"] else None
+    if one["framework"] == "torch":
+        from jaxkv.torch_model import check_torch, import_torch
+
+        import_torch()
+        check_torch(preset, precision, one["attention"])
+        # Before JAX starts: it would otherwise take most of a GPU's memory, which torch needs.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def launch(argv: list[str]) -> None:
-    """Runs the command. Raises UserError on anything the user can mend."""
+    """Runs the command. Raises UserError on anything the user can mend, SystemExit if conditions of a sweep failed."""
     if len(argv) > 1:
         raise UserError(f"unexpected argument '{argv[1]}'; options are written --name=value")
     settings = _settings()
@@ -133,16 +206,12 @@ def launch(argv: list[str]) -> None:
     conditions = _conditions(settings)
     if settings["experiments"] == ["doctor"]:
         conditions = [conditions[0] | {"out": settings["out"]}]  # one device, whatever the models
-    from jaxkv.models.families import get_preset
-    from jaxkv.sampling import make_sampler
-
-    for one in conditions:  # before anything slow: a typo ends here
-        read_precision(one)
-        make_sampler(one["sampler"], one["temperature"], one["top_k"], one["top_p"])
-        if one["model"]:
-            get_preset(one["model"])
     for one in conditions:
-        run_study(one)
+        _check_condition(one)
+    if len(conditions) == 1:
+        run_study(conditions[0])
+    elif code := run_sweep(conditions, settings["out"]):
+        raise SystemExit(code)
 
 
 if __name__ == "__main__":

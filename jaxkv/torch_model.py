@@ -34,8 +34,13 @@ def import_torch() -> Any:
     return torch
 
 
-def check_torch(config: ModelConfig, precision: Precision, attention: str) -> None:
+def check_torch(config: ModelConfig | None, precision: Precision, attention: str) -> None:
     """Finds out, before weights are loaded, whether transformers can compute what is asked.
+
+    Args:
+      config: architecture; None if only the checkpoint will tell.
+      precision: policy.
+      attention: 'eager' or 'sdpa'.
 
     Raises:
       UserError: a policy that its models do not have, or an attention that is unknown or drops a softcap.
@@ -52,7 +57,7 @@ def check_torch(config: ModelConfig, precision: Precision, attention: str) -> No
         raise UserError(
             f"unknown attention '{attention}'{nearest(attention, list(ATTENTIONS))}; known: {', '.join(ATTENTIONS)}"
         )
-    if attention == "sdpa" and config.attn_softcap is not None:
+    if attention == "sdpa" and config is not None and config.attn_softcap is not None:
         raise UserError(f"{config.name} caps attention scores and torch's sdpa cannot; use --attention=eager")
 
 

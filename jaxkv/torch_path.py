@@ -54,6 +54,14 @@ def segments(uncached_length: str, layout: Layout) -> list[tuple[int, int]]:
     return uncached_lengths("bucket:1" if uncached_length == GROWING else uncached_length, layout)
 
 
+def find_host() -> jax.Device:
+    """JAX's CPU, which holds the weights for torch and chooses tokens. Raises UserError if JAX may not use it."""
+    try:
+        return jax.devices("cpu")[0]
+    except RuntimeError:
+        raise UserError("tokens are chosen by JAX on the CPU; add cpu to JAX_PLATFORMS, or unset it") from None
+
+
 class TorchArms:
     """Both arms through a transformers model; what rollouts and records ask of `decode.Arms` has the same names.
 
@@ -84,10 +92,7 @@ class TorchArms:
         self.model = TorchModel(checkpoint, precision, attention, device)
         choose = functools.partial(emit, sampler=sampler, stop_ids=self.stop_ids)
         self.emit = jax.jit(choose, compiler_options=COMPILER_OPTIONS)
-        try:
-            self.host = jax.devices("cpu")[0]
-        except RuntimeError:
-            raise UserError("tokens are chosen by JAX on the CPU; add cpu to JAX_PLATFORMS, or unset it") from None
+        self.host = find_host()
 
     def audit_pass(self, state: None, tokens: Any, first: Any, end: Any) -> dict[str, np.ndarray]:
         """As `Arms.audit_pass`: name -> [B, P], the names numbered in order of execution."""

@@ -10,3 +10,9 @@ def tiny(tmp_path_factory):
     from tiny_models import TinyModels
 
     return TinyModels(tmp_path_factory.mktemp)
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory):
+    """Where the command keeps compiled programs in tests, apart from the user's own."""
+    return f"--compilation_cache={tmp_path_factory.mktemp('xla')}"

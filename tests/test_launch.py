@@ -1,45 +1,17 @@
 """The command as a user meets it: a run, its resumption after SIGKILL, and one line for every mistake."""
 
 import json
-import os
-import pathlib
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
-from absl import flags
+from commands import DATA, SMALL, parse, run_in_process, run_process
 
 from jaxkv import launch
 from jaxkv.errors import UserError
 from jaxkv.records import RunDirectory, read_run
-
-DATA = pathlib.Path(__file__).parent / "data"
-SMALL = [
-    "--model=test-gemma2", "--checkpoint=random:0", f"--data={DATA / 'problems.jsonl'}", "--prompt=zero_shot",
-    "--num_problems=5", "--max_new_tokens=6", "--control_problems=1", "--bucket=256", "--precision=fp16",
-]  # fmt: skip
-
-
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory):
-    """Compiled programs shared by the runs of this file, apart from the user's own."""
-    return f"--compilation_cache={tmp_path_factory.mktemp('xla')}"
-
-
-def run_in_process(*arguments):
-    flags.FLAGS.unparse_flags()
-    for flag in launch._DEFINED:
-        flags.FLAGS[flag.name].unparse()
-    flags.FLAGS(["launch", *arguments])
-    launch.launch(["launch"])
-
-
-def run_process(*arguments, **options):
-    command = [sys.executable, "-m", "jaxkv.launch", *arguments]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, **options)
 
 
 @pytest.fixture(scope="session")
@@ -77,25 +49,6 @@ def test_a_run_leaves_table_report_and_records(finished):
     assert samples[1]["controls"]["uncached_stepwise"] is None
     assert run["sessions"][0]["gate"] == {"passed": True, "problems": 2, "steps": 12, "tile": 8}
     assert "gate passed: aligned arms bit-equal at 12 of 12 steps of 2 problems (tile 8)" in done.stdout
-
-
-def test_a_grid_has_a_directory_for_each_condition(tmp_path, cache, capsys):
-    grid = ["--precision=bf16,fp32", "--sampler=greedy,top_k", "--num_problems=1", "--gate=off", "--regime=aligned"]
-    run_in_process(*SMALL, cache, f"--out={tmp_path}", *grid)
-    shown = capsys.readouterr().out
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == [f"test-gemma2-{p}-{s}" for p in ("bf16", "fp32") for s in ("greedy", "top_k")]
-    for name in names:
-        assert f"report: {tmp_path / name / 'report.md'}" in shown
-        run, (sample,) = read_run(tmp_path / name)
-        assert (
-            f"--model=test-gemma2\n--checkpoint=random:0\n--precision={name.split('-')[2]}"
-            in (tmp_path / name / "run.flags").read_text()
-        )
-        assert sample["shapes"]["tile"] == run["config"]["decoding"]["tile"] == 8
-        assert all(sample["teacher_forced"]["bit_equal"])
-        assert "gate" not in run["sessions"][0]
-    assert shown.count("gate off: nothing rules out a bug of the cache") == 4
 
 
 def test_run_flags_replay_and_do_nothing_twice(finished):
@@ -153,6 +106,13 @@ MISTAKES = {
     "no tile": (["--tile=0"], "must be at least 1"),
     "less than none": (["--stepwise_problems=-1"], "must not be negative"),
     "aligned lengths": (["--regime=aligned", "--uncached_length=bucket:64"], "use padded"),
+    "mitigations in fp64": (["--experiments=mitigations", "--precision=fp16,fp64"], "--precision=fp64"),
+    "mitigations of a part": (["--experiments=mitigations", "--residual=fp32"], "--residual=fp32"),
+    "mitigations of products": (["--experiments=mitigations", "--accumulation=fp16"], "--accumulation=fp16"),
+    "mitigations of a cache": (["--experiments=mitigations", "--cache=fp32"], "--cache=fp32"),
+    "mitigations aligned": (["--experiments=divergence,mitigations", "--regime=aligned"], "one of their variants"),
+    "attribution aligned": (["--experiments=attribution", "--regime=aligned"], "plain regime"),
+    "attribution of lengths": (["--experiments=attribution", "--uncached_length=bucket:8"], "one padded length"),
     "seed too large": (["--seed=3000000000"], "must fit 32 bits"),
 }
 
@@ -167,9 +127,7 @@ def test_mistakes_end_in_one_line(name, tmp_path):
 
 
 def test_an_empty_flag_is_an_unset_one():
-    flags.FLAGS.unparse_flags()
-    flags.FLAGS(["launch", "--padding=", "--sampler=", "--compilation_cache=", "--model=", "--seed=4"])
-    settings = launch._settings()
+    settings = parse("--padding=", "--sampler=", "--compilation_cache=", "--model=", "--seed=4")
     assert (settings["padding"], settings["sampler"], settings["model"]) == ("equal", ["greedy"], ["tiny-gemma2"])
     assert settings["compilation_cache"] == launch.FLAGS["compilation_cache"].default
     assert settings["seed"] == 4
@@ -215,7 +173,7 @@ def test_exit_codes_without_traceback():
         (["--model=gemma2-2b", "--out=/proc/nowhere"], "choose another --out"),
         (["--modle=gemma2-2b"], "modle"),
         (["gemma2-2b"], "unexpected argument"),
-        (["--model=gemma2-2b"], "--checkpoint"),  # no network, no local weights
+        (["--model=gemma2-2b", "--precision=fp16"], "--checkpoint"),  # no network, no local weights
     ):
         done = run_process(*arguments)
         assert done.returncode == 2
@@ -238,16 +196,23 @@ def test_doctor_needs_no_model(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out == shown
 
 
-def test_attribution_and_mitigations_share_a_run(tmp_path, cache, capsys):
-    small = ["--num_problems=1", "--max_new_tokens=2", "--gate=off", "--experiments=attribution,mitigations"]
+def test_attribution_and_divergence_share_a_run(tmp_path, cache, capsys):
+    small = ["--num_problems=1", "--max_new_tokens=2", "--gate=off", "--experiments=attribution,divergence"]
     run_in_process(*SMALL, cache, f"--out={tmp_path / 'run'}", *small)
     shown = capsys.readouterr().out
     records = read_run(tmp_path / "run")[1]
-    assert {record["experiment"] for record in records} == {"attribution", "mitigations"}
-    for name in ("attribution", "mitigations"):
+    assert {record["experiment"] for record in records} == {"attribution", "divergence"}
+    for name in ("attribution", "report"):
         assert f"report: {tmp_path / 'run' / name}.md" in shown
         assert len((tmp_path / "run" / f"{name}.md").read_text()) > 500
+    with pytest.raises(UserError, match=r"decoding\.tile is 8 there, 4 here"):
+        run_in_process(*SMALL, cache, f"--out={tmp_path / 'run'}", *small, "--tile=4")
     run_in_process(*SMALL, cache, f"--out={tmp_path / 'run'}", *small)
     again = capsys.readouterr()
     assert "records of attribution are done already" in again.err
     assert read_run(tmp_path / "run")[1] == records
+
+
+def test_another_tile_of_the_gate_is_another_run(finished, cache):
+    with pytest.raises(UserError, match=r"decoding\.tile is 8 there, 16 here"):
+        run_in_process(*SMALL, cache, f"--out={finished[0]}", "--tile=16")

@@ -55,6 +55,8 @@ def describe_gate(gate: Mapping[str, Any] | None) -> str:
     """What the gate found, or that it was off."""
     if gate is None:
         return "off: nothing rules out a bug of the cache"
+    if "why" in gate:
+        return gate["why"]
     if not gate["steps"]:
         return f"had nothing to compare: the numbers of {gate['problems']} problems broke off at once"
     return (

@@ -1,0 +1,289 @@
+"""One condition of a study: its model, problems and programs, and all that decides its numbers.
+
+`Settings` is a plain dict of the command's flags with one framework, model, precision and sampler. What takes long to
+import comes after what a typo can break.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import pathlib
+from typing import Any
+
+from jaxkv.config import Precision, make_precision
+from jaxkv.errors import UserError
+from jaxkv.records import environment, fingerprint, git_revision
+
+Settings = dict[str, Any]
+
+INCIDENTAL = ("out", "compilation_cache")  # decide no number: they stay out of the run's default name
+OWN_PRECISIONS = "mitigations"  # the experiment that compares policies; its conditions have no precision
+
+
+def read_precision(settings: Settings) -> Precision:
+    """The policy asked for; fp32, in which weights are loaded, where an experiment has policies of its own.
+
+    Raises:
+      UserError: an unknown name.
+    """
+    parts = {part: settings[part] for part in ("residual", "accumulation", "cache")}
+    return make_precision(settings["precision"] or "fp32", **parts)
+
+
+def name_condition(settings: Settings) -> str:
+    """What tells a condition from the others of a grid, e.g. ``gemma2-2b-fp16-greedy``."""
+    model = settings["model"] or pathlib.PurePath(settings["checkpoint"] or "model").name
+    precision = read_precision(settings).name if settings["precision"] else OWN_PRECISIONS
+    torch = ["torch", settings["attention"]] if settings["framework"] == "torch" else []
+    return "-".join([model, precision, settings["sampler"], *torch])
+
+
+def run_path(settings: Settings) -> pathlib.Path:
+    """The run directory: --out, or a name of what is run with a hash of all that decides numbers."""
+    if settings["out"]:
+        return pathlib.Path(settings["out"]).expanduser()
+    if settings["experiments"] == ["doctor"]:
+        return pathlib.Path("runs") / "doctor"
+    numbers = {name: value for name, value in settings.items() if name not in INCIDENTAL}
+    return pathlib.Path("runs") / f"{name_condition(settings)}-{fingerprint(numbers)[:8]}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """What the experiments of a condition share. Programs and prepared weights are made when first asked for.
+
+    Attributes:
+      settings: flags.
+      precision: policy.
+      checkpoint: model.
+      task: problems with prompts and scores.
+      items: the problems as token ids.
+      spec: DivergenceSpec.
+      sampler: how tokens are chosen.
+      tile: rows of a tile in the aligned regime.
+      console: for progress.
+    """
+
+    settings: Settings
+    precision: Precision
+    checkpoint: Any
+    task: Any
+    items: list[Any]
+    spec: Any
+    sampler: Any
+    tile: int
+    console: Any
+
+    @property
+    def framework(self) -> str:
+        """'jax' or 'torch'."""
+        return self.settings["framework"]
+
+    @functools.cached_property
+    def plain(self) -> Any:
+        """Arms of the plain regime."""
+        return self._make_arms(None)
+
+    @functools.cached_property
+    def aligned(self) -> Any:
+        """Arms of the aligned one."""
+        return self._make_arms(self.tile)
+
+    def _make_arms(self, tile: int | None) -> Any:
+        from jaxkv.decode import Arms
+
+        checkpoint = self.checkpoint
+        return Arms(checkpoint.config, self.precision, self.sampler, checkpoint.tokenizer.eos_ids, tile=tile)
+
+    @property
+    def arms(self) -> Any:
+        """Arms of the regime asked for."""
+        return self.aligned if self.settings["regime"] == "aligned" else self.plain
+
+    @functools.cached_property
+    def state(self) -> Any:
+        """Weights as the arms take them."""
+        return self.arms.prepare(self.checkpoint.state)
+
+
+def load_study(settings: Settings, console: Any) -> Study:
+    """Loads model and problems, and finds out whether they fit together.
+
+    Raises:
+      UserError: anything the user can mend.
+    """
+    import jax
+
+    from jaxkv.checkpoints import load
+    from jaxkv.decode import make_layout
+    from jaxkv.experiments.divergence import DivergenceSpec
+    from jaxkv.models.families import get_preset
+    from jaxkv.sampling import make_sampler
+    from jaxkv.tasks import load_task
+
+    precision = read_precision(settings)
+    sampler = make_sampler(settings["sampler"], settings["temperature"], settings["top_k"], settings["top_p"])
+    preset = get_preset(settings["model"]) if settings["model"] else None
+    source = settings["checkpoint"] or settings["model"]
+    with console.status(f"loading {source}"), _weights_device(settings):
+        checkpoint = load(source, precision=precision, config=preset, revision=settings["revision"])
+    spec = _prompt_spec(settings, checkpoint.tokenizer.has_chat_template)
+    with console.status("loading the problems"):
+        task = load_task(settings["task"], data=settings["data"], fewshot_data=settings["fewshot_data"], spec=spec)
+    items = _items(task, checkpoint.tokenizer, settings["num_problems"])
+    divergence = DivergenceSpec(
+        new_tokens=settings["max_new_tokens"],
+        **{field.name: settings[field.name] for field in dataclasses.fields(DivergenceSpec) if field.name in settings},
+    )
+    longest = max(items, key=lambda item: len(item.prompt))
+    layout = make_layout([list(longest.prompt)], divergence.new_tokens, divergence.bucket, checkpoint.config)
+    _check_lengths(settings, layout)
+    tile = settings["tile"] or (8 if jax.default_backend() == "cpu" else 16)
+    return Study(settings, precision, checkpoint, task, items, divergence, sampler, tile, console)
+
+
+def _weights_device(settings: Settings) -> contextlib.AbstractContextManager:
+    """Where JAX holds the weights: beside torch, which has a copy of its own, out of its way."""
+    if settings["framework"] != "torch":
+        return contextlib.nullcontext()
+    import jax
+
+    from jaxkv.torch_path import find_host
+
+    return jax.default_device(find_host())
+
+
+def _check_lengths(settings: Settings, layout: Any) -> None:
+    """Raises UserError on an uncached length that is none of the framework's."""
+    if settings["framework"] == "torch":
+        from jaxkv.torch_path import segments
+
+        segments(settings["uncached_length"], layout)
+    else:
+        from jaxkv.generate import uncached_lengths
+
+        uncached_lengths(settings["uncached_length"], layout)
+
+
+def _prompt_spec(settings: Settings, has_template: bool) -> Any:
+    from jaxkv.tasks.gsm8k import PromptSpec
+
+    usual = "zero_shot" if settings["task"] == "arith" else "few_shot"
+    style: Any = settings["prompt"] if settings["prompt"] != "auto" else "chat" if has_template else usual
+    default = {"few_shot": 8, "chat": 0, "zero_shot": 0}[style]
+    shots = default if settings["shots"] is None else settings["shots"]
+    return PromptSpec(style, shots, settings["shots_seed"])
+
+
+def _items(task: Any, tokenizer: Any, count: int) -> list[Any]:
+    from jaxkv.experiments.divergence import Item
+
+    if count > len(task.problems):
+        raise UserError(f"--num_problems={count} but the data has {len(task.problems)}; ask for at most that many")
+    items = []
+    for problem in task.problems[:count]:
+        prompt = task.prompt(problem)
+        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.chat(prompt)
+        items.append(Item(problem.index, tuple(ids), problem.answer))
+    return items
+
+
+def describe_device() -> dict[str, str]:
+    """JAX's default device."""
+    import jax
+
+    device = jax.devices()[0]
+    return {
+        "platform": device.platform,
+        "kind": device.device_kind,
+        "runtime": " ".join(device.client.platform_version.split()),
+    }
+
+
+def make_provenance(study: Study) -> dict[str, Any]:
+    """What is known of this process and decides no number, or is in the config by its hash."""
+    import jax
+
+    return environment() | {
+        "git": git_revision(),
+        "checkpoint": study.checkpoint.provenance,
+        "data": study.task.provenance,
+        "generation_config_not_applied": study.checkpoint.generation,
+        "device_count": jax.device_count(),
+        "compilation_cache": study.settings["compilation_cache"],
+    }
+
+
+def make_run_config(study: Study) -> dict[str, Any]:
+    """All that decides the numbers: contents and versions, not where files lie."""
+    here, settings, task = environment(), study.settings, study.task
+    origin = study.checkpoint.provenance
+    name = settings["model"] or pathlib.PurePath(settings["checkpoint"]).name
+    seed = {"source": origin["source"]} if origin["kind"] == "random" else {}  # such weights are their seed
+    data = {
+        part: {k: v for k, v in found.items() if k not in ("source", "fingerprint")}
+        for part in ("problems", "shots")
+        if (found := task.provenance[part])
+    }
+    config = {
+        "experiments": settings["experiments"],
+        "framework": study.framework,
+        "model": study.checkpoint.config.to_json() | {"name": name},
+        "checkpoint": {k: v for k, v in origin.items() if k != "source"} | seed,
+        "task": settings["task"],
+        "data": data,
+        "prompt": task.provenance["prompt"],
+        "num_problems": len(study.items),
+        "sampling": study.sampler.to_json() | {"seed": study.spec.seed},
+        "decoding": dataclasses.asdict(study.spec) | {"stop_ids": list(study.checkpoint.tokenizer.eos_ids)},
+        "versions": {package: here["packages"][package] for package in ("jax", "jaxlib")},
+        "variables": {k: v for k, v in here["variables"].items() if k != "JAX_PLATFORMS"},
+    }
+    return config | (_torch_config(study) if study.framework == "torch" else _jax_config(study, config["decoding"]))
+
+
+def _torch_config(study: Study) -> dict[str, Any]:
+    from jaxkv.torch_model import describe_torch
+
+    found = describe_torch()
+    kind = found.pop("device")
+    return {
+        "attention": study.settings["attention"],
+        "precision": study.precision.to_json(),
+        "device": {"platform": "cpu" if kind == "cpu" else "gpu", "kind": kind},
+        "torch": found,
+    }
+
+
+def _jax_config(study: Study, decoding: dict[str, Any]) -> dict[str, Any]:
+    from jaxkv.decode import COMPILER_OPTIONS
+
+    if study.settings["precision"]:
+        policies = {"precision": study.precision.to_json(), "held": _describe_held(study.arms)}
+    else:
+        policies = {"variants": _describe_variants(study)}
+    return policies | {
+        # The tile is also that of the gate, of attribution and of mitigations, whatever the regime.
+        "decoding": decoding | {"regime": study.settings["regime"], "tile": study.tile},
+        "device": describe_device(),
+        "compiler_options": COMPILER_OPTIONS,
+    }
+
+
+def _describe_held(arms: Any) -> dict[str, str]:
+    return {part: arms.held.to_json()[part] for part in ("param", "operand")}
+
+
+def _describe_variants(study: Study) -> dict[str, Any]:
+    """The policies that mitigations compare, by name."""
+    from jaxkv.decode import Arms
+    from jaxkv.experiments.mitigations import make_variants
+
+    return {
+        variant.name: {
+            "precision": variant.precision.to_json(),
+            "held": _describe_held(Arms(study.checkpoint.config, variant.precision)),
+            "tile": variant.tile,
+        }
+        for variant in make_variants(study.tile)
+    }

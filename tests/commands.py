@@ -1,0 +1,36 @@
+"""The command for tests: in this process or one of its own."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+from absl import flags
+
+from jaxkv import launch
+
+DATA = pathlib.Path(__file__).parent / "data"
+SMALL = [
+    "--model=test-gemma2", "--checkpoint=random:0", f"--data={DATA / 'problems.jsonl'}", "--prompt=zero_shot",
+    "--num_problems=5", "--max_new_tokens=6", "--control_problems=1", "--bucket=256", "--precision=fp16",
+]  # fmt: skip
+
+
+def parse(*arguments):
+    """Settings that the command makes of arguments, after those of an earlier call are forgotten."""
+    flags.FLAGS.unparse_flags()
+    for flag in launch._DEFINED:
+        flags.FLAGS[flag.name].unparse()
+    flags.FLAGS(["launch", *arguments])
+    return launch._settings()
+
+
+def run_in_process(*arguments):
+    parse(*arguments)
+    launch.launch(["launch"])
+
+
+def run_process(*arguments, **options):
+    command = [sys.executable, "-m", "jaxkv.launch", *arguments]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, **options)

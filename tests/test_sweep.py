@@ -1,0 +1,213 @@
+"""A sweep: one run directory a condition, an overview, failures that stop nothing, and the same command again."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import pathlib
+
+import pytest
+from commands import SMALL, parse, run_in_process
+
+from jaxkv import checkpoints, launch, sweep
+from jaxkv.errors import UserError
+from jaxkv.experiments import mitigations
+from jaxkv.records import read_run
+
+LAUNCH = pathlib.Path(__file__).parents[1] / "launch"
+FEW = ["--num_problems=1", "--max_new_tokens=3", "--gate=off", "--control_problems=0", "--stepwise_problems=0"]
+
+
+def overview(directory):
+    found = json.loads((directory / "overview.json").read_text())
+    return {entry["name"]: entry for entry in found["conditions"]}, found["counts"]
+
+
+def fails(*arguments):
+    """Exit code of a command whose sweep fails."""
+    with pytest.raises(SystemExit) as caught:
+        run_in_process(*arguments)
+    return caught.value.code
+
+
+def test_a_condition_that_fails_stops_no_other(tmp_path, cache, capsys):
+    command = [*SMALL, cache, *FEW, f"--out={tmp_path}", "--precision=fp16,bf16,fp32", "--regime=aligned"]
+    broken, *sound = (f"test-gemma2-{precision}-greedy" for precision in ("fp16", "bf16", "fp32"))
+    (tmp_path / broken).write_text("in the way")
+    assert fails(*command) == 2
+    shown = capsys.readouterr()
+    (line,) = [line for line in shown.err.splitlines() if line.startswith("error: ")]
+    assert line.startswith(f"error: {broken}: cannot write the run directory")
+    assert f"overview: {tmp_path / 'overview.md'}" in shown.out
+    entries, counts = overview(tmp_path)
+    assert list(entries) == [broken, *sound]
+    assert counts == {"waiting": 0, "running": 0, "done": 2, "failed": 1}
+    assert [entries[name]["records"] for name in entries] == [0, 1, 1]
+    samples = {}
+    for name, precision in zip(sound, ("bf16", "fp32"), strict=True):
+        assert f"report: {tmp_path / name / 'report.md'}" in shown.out
+        run, (sample,) = read_run(tmp_path / entries[name]["run"])
+        flags = (tmp_path / name / "run.flags").read_text()
+        assert f"--model=test-gemma2\n--checkpoint=random:0\n--precision={precision}\n" in flags
+        assert sample["shapes"]["tile"] == run["config"]["decoding"]["tile"] == 8
+        assert all(sample["teacher_forced"]["bit_equal"])
+        assert "gate" not in run["sessions"][0]
+        samples[name] = (tmp_path / name / "samples.jsonl").read_bytes()
+    assert shown.out.count("gate off: nothing rules out a bug of the cache") == 2
+
+    (tmp_path / broken).unlink()
+    run_in_process(*command)
+    assert capsys.readouterr().err.count("1 of 1 problems are done already") == 2
+    assert overview(tmp_path)[1] == {"waiting": 0, "running": 0, "done": 3, "failed": 0}
+    assert {name: (tmp_path / name / "samples.jsonl").read_bytes() for name in sound} == samples
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Conditions that end as told, by precision, and what the overview said while each ran."""
+    told, seen = {}, []
+
+    def run_study(settings):
+        path = sweep.run_path(settings)
+        path.mkdir(parents=True, exist_ok=True)
+        seen.append([entry["status"] for entry in overview(path.parent)[0].values()])
+        if (error := told.get(settings["precision"])) is not None:
+            raise error
+        (path / "samples.jsonl").write_text("{}\n{}\n")
+
+    monkeypatch.setattr(sweep, "run_study", run_study)
+    return told, seen
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("RESOURCE_EXHAUSTED: 3 GiB"), "the device is out of memory; use a smaller model"),
+        (MemoryError(), "out of memory; use a smaller model"),
+        (ZeroDivisionError("one\ntwo"), "ZeroDivisionError: one two"),
+    ],
+)
+def test_what_nobody_foresaw_fails_one_condition(fake, tmp_path, capsys, error, said):
+    told, seen = fake
+    told["bf16"] = error
+    command = [f"--out={tmp_path}", "--precision=fp16,bf16,fp32"]
+    assert fails(*command) == 1
+    assert seen == [
+        ["running", "waiting", "waiting"],
+        ["done", "running", "waiting"],
+        ["done", "failed", "running"],
+    ]
+    name = "tiny-gemma2-bf16-greedy"
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert line.startswith(f"error: {name}: {said}")
+    assert line.endswith(f"(see {tmp_path / name / 'traceback.txt'})")
+    assert "Traceback" in (tmp_path / name / "traceback.txt").read_text()
+    entries, _ = overview(tmp_path)
+    assert said in entries[name]["fault"]
+    assert said in (tmp_path / "overview.md").read_text()
+    assert [entry["records"] for entry in entries.values()] == [2, 0, 2]
+
+    told.clear()
+    run_in_process(*command)
+    assert overview(tmp_path)[1]["done"] == 3
+    assert not (tmp_path / name / "traceback.txt").exists()
+
+
+def test_users_mistakes_alone_are_exit_code_2(fake, tmp_path, capsys):
+    told, _ = fake
+    told |= dict.fromkeys(("fp16", "bf16"), UserError("no; do"))
+    assert fails(f"--out={tmp_path}", "--precision=fp16,bf16,fp32") == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert errors == [f"error: tiny-gemma2-{precision}-greedy: no; do" for precision in ("fp16", "bf16")]
+
+
+def test_a_stopped_sweep_says_what_it_was_at(fake, tmp_path):
+    told, _ = fake
+    told["bf16"] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        run_in_process(f"--out={tmp_path}", "--precision=fp16,bf16,fp32")
+    assert [entry["status"] for entry in overview(tmp_path)[0].values()] == ["done", "waiting", "waiting"]
+
+
+def test_a_sweep_without_a_directory_gets_one_of_its_own(fake, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    seen = []
+    monkeypatch.setattr(sweep, "run_study", lambda settings: seen.append(sweep.run_path(settings)))
+    for more in ([], [], ["--seed=1"]):
+        run_in_process("--precision=fp16,bf16", *more)
+    made = sorted(path.name for path in (tmp_path / "runs").glob("sweep-*"))
+    assert len(made) == 2
+    assert seen[:2] == seen[2:4]
+    assert len(set(seen)) == 4
+
+
+def test_mitigations_run_once_whatever_the_precisions(tmp_path, cache, capsys, monkeypatch):
+    loaded = []
+    load = checkpoints.load
+
+    def counting(*args, **kwargs):
+        loaded.append(kwargs["precision"].name)
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(checkpoints, "load", counting)
+    few = functools.partial(mitigations.make_variants, names=["bf16", "fp16 aligned"])
+    monkeypatch.setattr(mitigations, "make_variants", few)
+    out = tmp_path / "run"
+    run_in_process(*SMALL, cache, *FEW, f"--out={out}", "--precision=fp16,bf16", "--experiments=mitigations")
+    assert loaded == ["fp32"]
+    assert f"report: {out / 'mitigations.md'}" in capsys.readouterr().out
+    run, records = read_run(out)
+    assert "precision" not in run["config"]
+    variants = {record["variant"]: record["precision"] for record in records}
+    assert {name: kept["precision"] for name, kept in run["config"]["variants"].items()} == variants
+    assert run["config"]["variants"]["fp16 aligned"]["tile"] == 8
+    run_in_process(f"--flagfile={out / 'run.flags'}")
+    assert "2 of 2 records of mitigations are done already" in capsys.readouterr().err
+    assert read_run(out)[1] == records
+    with pytest.raises(UserError, match=r"decoding\.tile is 8 there, 4 here"):
+        run_in_process(f"--flagfile={out / 'run.flags'}", "--tile=4")
+
+
+def conditions(*arguments):
+    settings = parse(*arguments)
+    launch._check_settings(settings)
+    found = launch._conditions(settings)
+    for one in found:
+        launch._check_condition(one)
+    return {sweep.name_condition(one): one for one in found}
+
+
+def test_a_grid_has_every_combination_and_mitigations_once():
+    grid = ["--model=tiny-llama2,tiny-mistral", "--precision=fp16,fp32", "--sampler=greedy,top_p", "--out=there"]
+    found = conditions(*grid, "--experiments=divergence,mitigations")
+    models, samplers = ("tiny-llama2", "tiny-mistral"), ("greedy", "top_p")
+    usual = ["-".join(names) for names in itertools.product(models, ("fp16", "fp32"), samplers)]
+    own = ["-".join(names) for names in itertools.product(models, ("mitigations",), samplers)]
+    assert list(found) == usual + own
+    for name, one in found.items():
+        assert one["out"] == f"there/{name}"
+        assert one["experiments"] == (["mitigations"] if name in own else ["divergence"])
+
+
+def test_the_nine_conditions_have_flagfiles():
+    models, samplers = ("llama2-7b", "mistral-7b-v0.3", "gemma2-2b"), ("greedy", "temperature", "top_p")
+    for model, sampler in itertools.product(models, samplers):
+        ((name, one),) = conditions(f"--flagfile={LAUNCH / f'{model}-{sampler}.flags'}").items()
+        assert name == f"{model}-fp16-{sampler}"
+        assert (one["task"], one["max_new_tokens"]) == ("gsm8k", 256)
+    shipped = ("tiny-llama2", "tiny-mistral", "tiny-gemma2")
+    names = ["-".join(names) for names in itertools.product(shipped, ("fp16", "fp32"), samplers)]
+    assert list(conditions(f"--flagfile={LAUNCH / 'paper.flags'}")) == names
+
+
+def test_the_overview_is_replaced_in_one_step(tmp_path, monkeypatch):
+    entries = [sweep.Entry("a|b", ["divergence"], "a", sweep.FAILED, fault="no | yes", mendable=True)]
+    sweep.write_overview(tmp_path, entries)
+    text = (tmp_path / "overview.json").read_text()
+    assert json.loads(text)["conditions"] == [dataclasses.asdict(entries[0])]
+    row = (tmp_path / "overview.md").read_text().splitlines()[-1]
+    assert row.replace("\\|", "").count("|") == len(sweep._HEADER) + 1
+    monkeypatch.setattr("jaxkv.records.os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+    with pytest.raises(UserError, match="no space left"):
+        sweep.write_overview(tmp_path, [])
+    assert (tmp_path / "overview.json").read_text() == text

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -62,10 +62,19 @@ def run_reference(arms: Arms, state: nnx.State, batch: Batch, spec: DivergenceSp
     return Reference(layout, rows, force(rows, cached), np.asarray(cached.tokens), cached, uncached, findings)
 
 
-def find_fault(reference: Reference, row: int, others: Mapping[str, Rollout]) -> dict[str, Any] | None:
+class MayBreak(Protocol):
+    """A run, or what is kept of one."""
+
+    @property
+    def nonfinite_step(self) -> Any:
+        """[B] the step whose logits were not finite, -1 if none."""
+
+
+def find_fault(reference: Reference, row: int, others: Mapping[str, MayBreak]) -> dict[str, Any] | None:
     """Where a row's numbers stopped being finite in one of the arms, their audit, or another run; None if nowhere."""
     finding, newest = reference.findings[row], reference.layout.prompt - int(reference.rows.first[row]) - 1
-    for arm, run in [("cached", reference.cached), ("uncached", reference.uncached), *others.items()]:
+    runs: dict[str, MayBreak] = {"cached": reference.cached, "uncached": reference.uncached, **others}
+    for arm, run in runs.items():
         step = int(run.nonfinite_step[row])
         if step >= 0:
             return logits_fault(arm, step, newest + step) | (finding.invalid or {})

@@ -11,7 +11,14 @@ from jaxkv.errors import UserError
 from jaxkv.records import read_run
 
 torch = pytest.importorskip("torch")
-FEW = ["--num_problems=2", "--max_new_tokens=8", "--gate=off", "--bucket=64", "--control_problems=1", "--precision=fp32"]
+FEW = [
+    "--num_problems=2",
+    "--max_new_tokens=8",
+    "--gate=off",
+    "--bucket=64",
+    "--control_problems=1",
+    "--precision=fp32",
+]
 
 
 @pytest.fixture(scope="module")

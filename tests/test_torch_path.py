@@ -1,4 +1,4 @@
-"""The PyTorch path: the arms of transformers' models against ours, and that it does what its records say."""
+"""The PyTorch path: the arms of transformers' models against ours, and that they run what they say."""
 
 import dataclasses
 import functools
@@ -8,83 +8,34 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from small_models import SAMPLERS, bits, changed_state
-from test_divergence import Scoring
+from small_models import SAMPLERS, bits
 from test_parity import TORCH_DTYPES, TRANSFORMERS_TOLERANCE
 from tiny_models import FAMILIES, WINDOW, load_torch, make_text
+from torch_runs import (
+    FP32,
+    LENGTHS,
+    NEW,
+    OURS,
+    QUICK,
+    SPEC,
+    STOP_IDS,
+    arm_tokens,
+    make_items,
+    run,
+    run_cached_of_ours,
+    with_stops,
+)
 
-from jaxkv.analysis.summary import summarize
 from jaxkv.checkpoints import load
-from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
-from jaxkv.experiments import divergence
-from jaxkv.experiments.divergence import DivergenceSpec, Item, lay_out, plan_batches
-from jaxkv.generate import run_cached
-from jaxkv.schemas import CONTROLS, validate_sample
+from jaxkv.experiments.divergence import Item, plan_batches
+from jaxkv.experiments.divergence import run_batch as run_batch_of_ours
 from jaxkv.tasks import load_task
 from jaxkv.tasks.gsm8k import PromptSpec
 from jaxkv.torch_model import TorchModel, check_torch, describe_torch, true_fp32
 from jaxkv.torch_path import GROWING, TorchArms, run_batch, run_torch_divergence, segments
-
-NEW = 14
-LENGTHS = (9, 12, 12, 7)  # longer than the window, or soon to be
-SPEC = DivergenceSpec(
-    NEW, seed=3, batch_size=2, padding="left", bucket=8, uncached_length=GROWING, control_problems=2,
-    uncached="stepwise", stepwise_problems=2,
-)  # fmt: skip
-OURS = dataclasses.replace(SPEC, uncached_length="padded", uncached="draft", control_problems=0, stepwise_problems=0)
-QUICK = dataclasses.replace(SPEC, control_problems=0, stepwise_problems=0)
-STOP_IDS = tuple(range(200, 212))
-FP32 = make_precision("fp32")
-
-
-def make_items(lengths=LENGTHS):
-    rng = np.random.default_rng(4)
-    return [Item(20 + i, tuple(rng.integers(3, 190, n).tolist()), "a") for i, n in enumerate(lengths)]
-
-
-def with_stops(checkpoint):
-    """The checkpoint with a tokenizer that ends a row at any of STOP_IDS."""
-    decode = lambda ids: "".join(chr(33 + i) for i in ids)  # noqa: E731
-    return dataclasses.replace(checkpoint, tokenizer=types.SimpleNamespace(eos_ids=STOP_IDS, decode=decode))
-
-
-def run(checkpoint, spec=SPEC, precision=FP32, sampler="greedy", items=None, **options):
-    """All records of a run, each checked against the schema, and the problems of each batch that was run."""
-    records, batched = [], []
-    batches = run_torch_divergence(
-        with_stops(checkpoint), precision, SAMPLERS[sampler], items or make_items(), spec, Scoring(), **options
-    )
-    for new, timing in batches:
-        records += new
-        batched.append(timing["problems"])
-        assert set(timing["tokens"]) <= set(timing["seconds"])
-    for record in records:
-        validate_sample(record)
-    return records, batched
-
-
-def run_cached_of_ours(checkpoint, sampler, stop_ids=STOP_IDS, items=None, spec=SPEC):
-    """Tokens of our cached arm, by problem."""
-    arms, tokens = Arms(checkpoint.config, FP32, SAMPLERS[sampler], stop_ids, keep_logits=False), {}
-    for batch in plan_batches(items or make_items(), spec):
-        layout, buffer, rows = lay_out(batch, spec, checkpoint.config)
-        ran = run_cached(arms, arms.prepare(checkpoint.state), buffer, rows, layout)
-        taken = np.asarray(ran.tokens[:, layout.prompt :])
-        tokens |= {item.problem: taken[row, : ran.lengths[row]].tolist() for row, item in enumerate(batch.items)}
-    return tokens
-
-
-def arm_tokens(records, arm):
-    return {record["problem"]: record["arms"][arm]["tokens"] for record in records}
-
-
-@pytest.fixture(scope="module")
-def greedy(tiny):
-    """Records of a greedy fp32 run of each family, made once."""
-    return functools.cache(lambda family, attention="eager": run(tiny.checkpoint(family), attention=attention)[0])
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +47,8 @@ def ours(tiny):
         arms = Arms(checkpoint.config, FP32, SAMPLERS["greedy"], STOP_IDS)
         state, found = arms.prepare(checkpoint.state), []
         for batch in plan_batches(make_items(), OURS):
-            layout, tokens, rows = lay_out(batch, OURS, checkpoint.config)
-            found.append((batch, rows, divergence.run_arms(arms, state, tokens, rows, layout, OURS, batch)))
+            ran = run_batch_of_ours(arms, state, batch, OURS)
+            found.append((batch, ran.rows, ran.runs))
         return found
 
     return functools.cache(make)
@@ -132,14 +83,15 @@ def test_fp32_logits_and_tokens_are_ours(tiny, ours, family, attention):
 
 
 @pytest.mark.parametrize("sampler", ["temperature", "top_k", "top_p"])
-def test_sampled_tokens_are_ours(tiny, greedy, sampler):
+def test_sampled_tokens_are_ours(tiny, sampler):
     """The same noise and the same rule: near-equal logits give equal tokens."""
     checkpoint = tiny.checkpoint("llama")
     expected = run_cached_of_ours(checkpoint, sampler)
+    greedy = run(checkpoint, QUICK)[0]
     for arm in ("cached", "uncached"):
         assert arm_tokens(run(checkpoint, QUICK, sampler=sampler)[0], arm) == expected
         assert arm_tokens(run(checkpoint, dataclasses.replace(QUICK, seed=4), sampler=sampler)[0], arm) != expected
-        assert arm_tokens(greedy("llama"), arm) != expected
+        assert arm_tokens(greedy, arm) != expected
 
 
 def test_a_shipped_model_says_the_same_in_both():
@@ -241,149 +193,7 @@ def test_growing_is_a_bucket_of_one():
         segments("grown", layout)
 
 
-# Records.
-
-
-def test_records_are_those_of_the_study(greedy):
-    records = greedy("mistral")
-    assert [record["problem"] for record in records] == [item.problem for item in make_items()]
-    for record, item in zip(records, make_items(), strict=True):
-        assert record["framework"] == "torch"
-        assert record["attention"] == "eager"
-        assert record["versions"]["torch"] == torch.__version__
-        assert record["prompt_tokens"] == len(item.prompt)
-        steps = len(record["arms"]["cached"]["tokens"])
-        assert len(record["teacher_forced"]["kl"]) == steps
-        for arm in record["arms"].values():
-            assert (arm["stop"] == "eos") == (arm["tokens"][-1] in STOP_IDS)
-            assert arm["stop"] == "eos" or len(arm["tokens"]) == NEW
-            assert not set(arm["tokens"][:-1]) & set(STOP_IDS)
-    with_controls = [record for record in records if record["controls"]["cached_rerun"]]
-    assert [record["problem"] for record in with_controls] == [20, 21]
-    for record in with_controls:
-        for name in CONTROLS:
-            assert record["controls"][name] is not None
-        for name in CONTROLS[:2]:
-            assert all(record["controls"][name]["bit_equal"])
-    summary = summarize(records, {"config": {"num_problems": 4}, "fingerprint": "x"})
-    assert summary["status"] == "ok"
-    assert summary["teacher_forced"]["flips"]["count"] == 0
-    assert 0 < summary["teacher_forced"]["kl"]["max"] < 1e-9
-
-
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"framework": "tf"}, "framework"),
-        ({"attention": None}, "attention"),
-        ({"versions": {"torch": 2}}, "versions.t"),
-    ],
-)
-def test_a_record_says_which_framework_it_is_of(greedy, changes, field):
-    with pytest.raises(ValueError, match=f"^{field}"):
-        validate_sample(greedy("mistral")[0] | changes)
-
-
-def test_rows_end_at_stop_tokens(greedy):
-    stops = {arm["stop"] for family in FAMILIES for r in greedy(family) for arm in r["arms"].values()}
-    assert stops == {"eos", "length"}
-
-
-@pytest.mark.parametrize("done", [{20}, {20, 21}, {21, 22, 23}])
-def test_a_resumed_run_yields_the_same_records(tiny, greedy, done):
-    rest, batches = run(tiny.checkpoint("mistral"), done=frozenset(done))
-    assert rest == [record for record in greedy("mistral") if record["problem"] not in done]
-    assert batches == [batch for batch in ([20, 21], [22, 23]) if not set(batch) <= done]
-
-
-def test_nothing_is_run_when_all_is_done(tiny, monkeypatch):
-    monkeypatch.setattr("jaxkv.torch_path.TorchArms", None)
-    assert run(tiny.checkpoint("llama"), done=frozenset(range(20, 24))) == ([], [])
-
-
-@pytest.fixture
-def apart(monkeypatch):
-    """Sets the uncached arm's logits apart from the cached one's by noise of their slot, so that tokens flip."""
-    noise, original = np.random.default_rng(5).normal(size=(99, 260)).astype(np.float32) * 0.3, TorchModel.logits
-
-    def logits(model, tokens, first, begin, end, keep, cache=None):
-        plain = original(model, tokens, first, begin, end, keep, cache)
-        rows = list(range(end - keep, end)) if isinstance(keep, int) else keep
-        return plain if cache is not None else plain + noise[rows, : plain.shape[-1]]
-
-    monkeypatch.setattr(TorchModel, "logits", logits)
-
-
-@pytest.mark.parametrize("length", [GROWING, "padded", "bucket:8"])
-def test_free_runs_are_the_arms_own(tiny, apart, length):
-    """By steps from the first disagreement, by draft and check, and by brute force: the same tokens and flips."""
-    checkpoint, spec = tiny.checkpoint("llama"), dataclasses.replace(QUICK, stepwise_problems=9, uncached_length=length)
-    stepped = run(checkpoint, spec)[0]
-    drafted = run(checkpoint, dataclasses.replace(spec, uncached="draft"))[0]
-    parted, late = 0, 0
-    for a, b in zip(stepped, drafted, strict=True):
-        assert a["arms"] == b["arms"]
-        assert a["teacher_forced"]["flip"] == b["teacher_forced"]["flip"]
-        first = a["free_running"]["first_diverged"]
-        flips = a["teacher_forced"]["flip"]
-        assert first == (flips.index(True) if any(flips) else None)
-        parted += first is not None
-        late += bool(first) and a["free_running"]["compared_after"] > 1
-        for record in (a, b):  # each form has the other beside it
-            control = record["controls"]["uncached_stepwise"]
-            assert len(control["kl"]) == len(record["arms"]["uncached"]["tokens"])
-            assert not any(control["flip"])
-            assert max(control["max_abs"]) < TRANSFORMERS_TOLERANCE
-    assert parted >= 3
-    assert late >= 2
-
-
-# Faults.
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_cached_arm_off_by_one_position_shows(tiny, monkeypatch, family):
-    original = TorchModel.positions
-
-    def off(model, begin, end, first):
-        return original(model, begin, end, first) + (begin > 0)
-
-    monkeypatch.setattr(TorchModel, "positions", off)
-    for record in run(tiny.checkpoint(family), QUICK)[0]:
-        differences = record["teacher_forced"]["max_abs"]
-        assert differences[0] < TRANSFORMERS_TOLERANCE  # the prefill is sound
-        assert len(differences) == 1 or max(differences) > 100 * TRANSFORMERS_TOLERANCE
-
-
-def test_a_broken_sample_is_invalid_and_its_neighbour_is_not(tiny):
-    checkpoint, fp16 = tiny.checkpoint("llama", "mha", "fp16"), make_precision("fp16")
-    quick = dataclasses.replace(SPEC, control_problems=0)
-    items = make_items()[:2]
-    token = next(t for t in items[1].prompt if t not in items[0].prompt)
-    clean = run(checkpoint, quick, fp16, items=items)[0][0]
-    assert token not in clean["arms"]["cached"]["tokens"]
-    state = changed_state(checkpoint.state, "embed", (token, 4), np.inf)
-    good, bad = run(dataclasses.replace(checkpoint, state=state), quick, fp16, items=items)[0]
-    del good["controls"], clean["controls"]
-    assert good["status"] == "ok"
-    assert bad["status"] == "invalid"
-    assert bad["invalid"] == {
-        "arm": "cached", "step": 0, "layer": None, "op": "embed_tokens", "position": items[1].prompt.index(token),
-        "value": "inf",
-    }  # fmt: skip
-    assert bad["teacher_forced"] is bad["free_running"] is None
-    assert {arm["stop"] for arm in bad["arms"].values()} == {"invalid"}
-
-
-def test_an_overflow_that_a_softcap_hides_is_found(tiny):
-    checkpoint = tiny.checkpoint("gemma2", precision="fp16")
-    leaves = {path: leaf[...] for path, leaf in flat_paths(checkpoint.state).items()}
-    for name in ("q", "k"):
-        leaves[f"layers/1/attn/{name}"] = leaves[f"layers/1/attn/{name}"] * 90
-    checkpoint = dataclasses.replace(checkpoint, state=with_leaves(checkpoint.state, leaves))
-    for record in run(checkpoint, QUICK, make_precision("fp16"))[0]:
-        assert record["status"] == "invalid"
-        assert (record["invalid"]["op"], record["invalid"]["layer"]) == ("qk", 1)
+# What is told and refused.
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,0 +1,67 @@
+"""Runs of the PyTorch path for tests."""
+
+import dataclasses
+import types
+
+import numpy as np
+from small_models import SAMPLERS
+from test_divergence import Scoring
+
+from jaxkv.config import make_precision
+from jaxkv.decode import Arms
+from jaxkv.experiments.divergence import DivergenceSpec, Item, lay_out, plan_batches
+from jaxkv.generate import run_cached
+from jaxkv.schemas import validate_sample
+from jaxkv.torch_path import GROWING, run_torch_divergence
+
+NEW = 14
+LENGTHS = (9, 12, 12, 7)  # longer than the window, or soon to be
+SPEC = DivergenceSpec(
+    NEW, seed=3, batch_size=2, padding="left", bucket=8, uncached_length=GROWING, control_problems=2,
+    uncached="stepwise", stepwise_problems=2,
+)  # fmt: skip
+OURS = dataclasses.replace(SPEC, uncached_length="padded", uncached="draft", control_problems=0, stepwise_problems=0)
+QUICK = dataclasses.replace(SPEC, control_problems=0, stepwise_problems=0)
+STOP_IDS = tuple(range(200, 212))
+FP32 = make_precision("fp32")
+
+
+def make_items(lengths=LENGTHS):
+    rng = np.random.default_rng(4)
+    return [Item(20 + i, tuple(rng.integers(3, 190, n).tolist()), "a") for i, n in enumerate(lengths)]
+
+
+def with_stops(checkpoint):
+    """The checkpoint with a tokenizer that ends a row at any of STOP_IDS."""
+    decode = lambda ids: "".join(chr(33 + i) for i in ids)  # noqa: E731
+    return dataclasses.replace(checkpoint, tokenizer=types.SimpleNamespace(eos_ids=STOP_IDS, decode=decode))
+
+
+def run(checkpoint, spec=SPEC, precision=FP32, sampler="greedy", items=None, **options):
+    """All records of a run, each checked against the schema, and the problems of each batch that was run."""
+    records, batched = [], []
+    batches = run_torch_divergence(
+        with_stops(checkpoint), precision, SAMPLERS[sampler], items or make_items(), spec, Scoring(), **options
+    )
+    for new, timing in batches:
+        records += new
+        batched.append(timing["problems"])
+        assert set(timing["tokens"]) <= set(timing["seconds"])
+    for record in records:
+        validate_sample(record)
+    return records, batched
+
+
+def run_cached_of_ours(checkpoint, sampler, stop_ids=STOP_IDS, items=None, spec=SPEC):
+    """Tokens of our cached arm, by problem."""
+    arms, tokens = Arms(checkpoint.config, FP32, SAMPLERS[sampler], stop_ids, keep_logits=False), {}
+    for batch in plan_batches(items or make_items(), spec):
+        layout, buffer, rows = lay_out(batch, spec, checkpoint.config)
+        ran = run_cached(arms, arms.prepare(checkpoint.state), buffer, rows, layout)
+        taken = np.asarray(ran.tokens[:, layout.prompt :])
+        tokens |= {item.problem: taken[row, : ran.lengths[row]].tolist() for row, item in enumerate(batch.items)}
+    return tokens
+
+
+def arm_tokens(records, arm):
+    return {record["problem"]: record["arms"][arm]["tokens"] for record in records}

@@ -90,6 +90,8 @@ def load_workload(
 def time_jaxkv(work: Workload) -> dict[str, Any]:
     """Seconds a batch of the cached arm and of the uncached one by draft and check and by steps.
 
+    All batches draft together, as a study's do; `check` is the part of it that checks the first drafts.
+
     The first draft is the cached arm's own generation, which a study has anyway: the figure is given with it and
     without.
 
@@ -100,51 +102,51 @@ def time_jaxkv(work: Workload) -> dict[str, Any]:
     import numpy as np
 
     from jaxkv.decode import Arms, make_layout, make_rows, start_rollout
-    from jaxkv.generate import free_by_drafts, run_cached_keeping, run_forced, run_uncached
+    from jaxkv.drafts import Forced, free_by_drafts
+    from jaxkv.generate import run_cached, run_forced, run_uncached
 
     config = work.checkpoint.config
     arms = Arms(config, work.precision)
     state = arms.prepare(work.checkpoint.state)
-    names = ("cached", "check", "uncached_by_drafts", "uncached_stepwise")
-    totals: dict[str, float] = dict.fromkeys(names, 0.0)
-    drafts = parted = 0
+    totals: dict[str, float] = dict.fromkeys(("cached", "check", "uncached_by_drafts", "uncached_stepwise"), 0.0)
+    longest = max(len(prompt) for batch in work.batches for prompt in batch)
 
-    def timed(name: str, counts: bool, run: Callable[..., Any], *args: Any) -> Any:
+    def timed(name: str, run: Callable[..., Any], *args: Any) -> Any:
         begin = time.perf_counter()
-        result = jax.block_until_ready(run(*args))
-        totals[name] += (time.perf_counter() - begin) * counts
+        result = jax.block_until_ready(run(arms, state, *args))
+        totals[name] += time.perf_counter() - begin
         return result
 
-    longest = max(len(prompt) for batch in work.batches for prompt in batch)
-    for number, prompts in enumerate(work.batches):
-        layout = make_layout(prompts, work.new_tokens, longest, config)
-        tokens, rows = make_rows(prompts, list(range(len(prompts))), 0, layout)
+    def generate(batches: Batches) -> tuple[list[Any], list[Any], list[Any]]:
+        """The cached runs, the uncached ones by drafts with their counts, and those by steps."""
+        cached, forced, stepped = [], [], []
+        for prompts in batches:
+            layout = make_layout(prompts, work.new_tokens, longest, config)
+            tokens, rows = make_rows(prompts, list(range(len(prompts))), 0, layout)
+            cached.append(timed("cached", run_cached, tokens, rows, layout))
+            forced.append(Forced(timed("check", run_forced, cached[-1], rows, layout), rows, layout))
+            start = start_rollout(arms, tokens, rows, layout)
+            stepped.append(timed("uncached_stepwise", run_uncached, start, rows, layout))
+        return cached, timed("uncached_by_drafts", free_by_drafts, forced), stepped
 
-        def by_drafts(cached, cache, rows=rows, layout=layout):
-            forced = run_forced(arms, state, cached, rows, layout)
-            return free_by_drafts(arms, state, forced, cache, rows, layout)
-
-        def by_steps(tokens=tokens, rows=rows, layout=layout):
-            return run_uncached(arms, state, start_rollout(arms, tokens, rows, layout), rows, layout)
-
-        counts = number > 0
-        cached, cache = timed("cached", counts, run_cached_keeping, arms, state, tokens, rows, layout)
-        timed("check", counts, run_forced, arms, state, cached, rows, layout)
-        free, more = timed("uncached_by_drafts", counts, by_drafts, cached, cache)
-        stepped = timed("uncached_stepwise", counts, by_steps)
-        if not np.array_equal(free.tokens, stepped.tokens):
+    generate(work.batches[:1])
+    totals |= dict.fromkeys(totals, 0.0)
+    cached, free, stepped = generate(work.batches[1:])
+    for (own, _), brute in zip(free, stepped, strict=True):
+        if not np.array_equal(own.tokens, brute.tokens):
             raise UserError("draft and check gave other tokens than stepping; report it")
-        drafts += int(more) * counts
-        parted += int(np.any(np.asarray(free.tokens) != np.asarray(cached.tokens), axis=1).sum()) * counts
-    seconds = {name: total / (len(work.batches) - 1) for name, total in totals.items()}
+    pairs = zip(free, cached, strict=True)
+    parted = [np.any(np.asarray(own.tokens) != np.asarray(c.tokens), axis=1) for (own, _), c in pairs]
+    totals["uncached_by_drafts"] += totals["check"]
+    seconds = {name: total / len(cached) for name, total in totals.items()}
     return {
         "engine": "jaxkv",
         "device": jax.devices()[0].device_kind,
         "versions": {"jax": jax.__version__},
         "longest_prompt": longest,
         "seconds_a_batch": seconds,
-        "rows_that_part": parted,
-        "drafts_beyond_the_first": drafts,
+        "rows_that_part": int(np.sum(parted)),
+        "most_drafts_of_a_batch": 1 + max(count for _, count in free),
         "drafts_over_cached": seconds["uncached_by_drafts"] / seconds["cached"],
         "drafts_with_the_first_over_cached": 1 + seconds["uncached_by_drafts"] / seconds["cached"],
         "stepwise_over_drafts": seconds["uncached_stepwise"] / seconds["uncached_by_drafts"],
@@ -214,13 +216,15 @@ def main(argv: list[str]) -> None:
     """Prints a line per engine."""
     del argv
     if FLAGS.worker:
-        print(json.dumps(_TIMERS[FLAGS.worker](load_workload(**{name: FLAGS[name].value for name in WORKLOAD}))))
+        settings: dict[str, Any] = {name: FLAGS[name].value for name in WORKLOAD}
+        print(json.dumps(_TIMERS[FLAGS.worker](load_workload(**settings))))
         return
     results = []
     for engine in FLAGS.engines:
         shape = {name: FLAGS[name].value for name in SHAPE}
-        results.append(shape | _run_worker(engine))
-        seconds = ", ".join(f"{name} {value:.3f} s" for name, value in results[-1]["seconds_a_batch"].items())
+        figures = _run_worker(engine)
+        results.append(shape | figures)
+        seconds = ", ".join(f"{name} {value:.3f} s" for name, value in figures["seconds_a_batch"].items())
         print(f"{engine}, {FLAGS.precision}, {FLAGS.shots} shots, batch of {FLAGS.batch_size}: {seconds}", flush=True)
     if FLAGS.out:
         pathlib.Path(FLAGS.out).write_text(json.dumps(results, indent=1) + "\n")

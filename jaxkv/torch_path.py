@@ -28,6 +28,7 @@ from jaxkv.audit import audit_rows
 from jaxkv.checkpoints.checkpoint import Checkpoint
 from jaxkv.config import Precision
 from jaxkv.decode import COMPILER_OPTIONS, PAD_ID, Layout, Rollout, Rows, emit, start_rollout
+from jaxkv.drafts import first_disagreement, settle
 from jaxkv.errors import UserError
 from jaxkv.experiments.divergence import (
     Batch,
@@ -41,7 +42,7 @@ from jaxkv.experiments.divergence import (
     make_record,
     plan_batches,
 )
-from jaxkv.generate import first_disagreement, force, settle, uncached_lengths
+from jaxkv.generate import force, uncached_lengths
 from jaxkv.sampling import Sampler
 from jaxkv.torch_model import TorchModel, describe_torch, true_fp32
 

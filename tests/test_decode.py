@@ -27,8 +27,9 @@ from small_models import (
 from jaxkv.cache import empty_cache
 from jaxkv.config import make_precision
 from jaxkv.decode import PAD_ID, Arms, Layout, make_layout, round_up, start_rollout
+from jaxkv.drafts import first_disagreement, free_stepwise
 from jaxkv.errors import UserError
-from jaxkv.generate import first_disagreement, force, free_stepwise, run_cached, uncached_lengths
+from jaxkv.generate import force, run_cached, uncached_lengths
 
 # Two ways to add up a fp32 product of these sizes: logits of a few units differ by some 1e-6.
 FP32_LOGITS = {"rtol": 0, "atol": 5e-5}

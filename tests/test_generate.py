@@ -27,7 +27,8 @@ from small_models import (
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms, make_layout, make_rows
-from jaxkv.generate import first_disagreement, force, free_by_drafts, run_cached_keeping, run_forced
+from jaxkv.drafts import Forced, first_disagreement, free_by_drafts
+from jaxkv.generate import force, run_cached, run_cached_keeping, run_forced
 
 PRECISIONS = ("fp16", "bf16", "fp32")
 UNEQUAL = (4, 7, 6)
@@ -65,11 +66,11 @@ def test_aligned_arms_are_bit_equal(family, precision):
     state = arms.prepare(small_state(family, precision))
     layout, tokens, rows = set_up(arms, seed=5)
     assert int(rows.first.max()) > 0  # left padding
-    cached, cache = run_cached_keeping(arms, state, tokens, rows, layout)
+    cached = run_cached(arms, state, tokens, rows, layout)
     assert same_bits(cached.logits, step_uncached(arms, state, tokens, rows, layout).logits)
     forced = run_forced(arms, state, cached, rows, layout)
     assert same_bits(cached.logits, forced.logits)
-    free, drafts = free_by_drafts(arms, state, forced, cache, rows, layout)
+    free, drafts = free_by_drafts(arms, state, [Forced(forced, rows, layout)])[0]
     assert drafts == 0
     assert taken(free, layout) == taken(cached, layout)
 
@@ -79,7 +80,7 @@ def test_aligned_arms_are_bit_equal_under_every_sampler(sampler):
     arms = make_arms("gemma2", "fp16", sampler, 8)
     state = arms.prepare(small_state("gemma2", "fp16"))
     layout, tokens, rows = set_up(arms, make_prompts((9, 9)), seed=1)
-    cached, _ = run_cached_keeping(arms, state, tokens, rows, layout)
+    cached = run_cached(arms, state, tokens, rows, layout)
     uncached = step_uncached(arms, state, tokens, rows, layout)
     assert same_bits(
         (cached.logits, cached.tokens, cached.lengths), (uncached.logits, uncached.tokens, uncached.lengths)
@@ -97,14 +98,14 @@ def test_tiles_of_any_size(tile, lengths, new_tokens):
     prompts = make_prompts(lengths, seed=tile)
     layout = make_layout(prompts, new_tokens, 1, arms.config, tile)
     tokens, rows = make_rows(prompts, list(range(len(prompts))), 3, layout)
-    cached, _ = run_cached_keeping(arms, state, tokens, rows, layout)
+    cached = run_cached(arms, state, tokens, rows, layout)
     stepped = step_uncached(arms, state, tokens, rows, layout)
     assert same_bits(cached, stepped)
     foreign = dataclasses.replace(rows, seed=jnp.asarray(9, jnp.int32))
-    reference, cache = run_cached_keeping(arms, state, tokens, foreign, layout)
+    reference = run_cached(arms, state, tokens, foreign, layout)
     forced = run_forced(arms, state, reference, rows, layout)
     assert same_bits(forced, run_forced(arms, state, reference, rows, layout, stepwise=True))
-    free, drafts = free_by_drafts(arms, state, forced, cache, rows, layout)
+    free, drafts = free_by_drafts(arms, state, [Forced(forced, rows, layout)])[0]
     assert drafts <= 2  # aligned drafts are right once they begin from settled tokens
     assert_same_run(free, stepped, layout)
 
@@ -124,9 +125,7 @@ def test_aligned_fp32_stays_near_the_plain_regime():
     for tile in (None, 8):
         arms = make_arms("gemma3", "fp32", "greedy", tile)
         layout, tokens, rows = set_up(arms)
-        logits.append(
-            run_cached_keeping(arms, arms.prepare(small_state("gemma3", "fp32")), tokens, rows, layout)[0].logits
-        )
+        logits.append(run_cached(arms, arms.prepare(small_state("gemma3", "fp32")), tokens, rows, layout).logits)
     np.testing.assert_allclose(*logits, rtol=0, atol=5e-5)
     assert np.abs(logits[0]).max() > 1
 
@@ -142,7 +141,7 @@ def test_the_cached_arm_does_not_recompute():
     changed[0, 1] = (changed[0, 1] + 1) % VOCAB
     going_on = dataclasses.replace(half, tokens=jnp.asarray(changed), ended=jnp.zeros(1, bool))
     run, _ = arms.tile_loop(state, going_on, rows, layout.prompt + 8, cache, False, False, tile=4)
-    whole, _ = run_cached_keeping(arms, state, tokens, rows, layout)
+    whole = run_cached(arms, state, tokens, rows, layout)
     assert same_bits(run.logits[:, :8], whole.logits[:, :8])
     other = step_uncached(arms, state, changed, rows, layout)
     assert not same_bits(other.logits[:, :1], whole.logits[:, :1])
@@ -161,7 +160,7 @@ def test_a_check_is_the_stepped_run(precision, sampler, length):
     state = arms.prepare(small_state("mistral", precision))
     layout, tokens, rows = set_up(arms, seed=2)
     foreign = dataclasses.replace(rows, seed=jnp.asarray(9, jnp.int32))
-    reference, _ = run_cached_keeping(arms, state, tokens, foreign, layout)
+    reference = run_cached(arms, state, tokens, foreign, layout)
     check = run_forced(arms, state, reference, rows, layout, length)
     stepped = run_forced(arms, state, reference, rows, layout, length, stepwise=True)
     assert same_bits(check, stepped)
@@ -169,14 +168,14 @@ def test_a_check_is_the_stepped_run(precision, sampler, length):
 
 
 def random_reference(arms, state, tokens, rows, layout, rng):
-    """The cached arm along random tokens, each row up to a stop token of its own or to the end, and its cache."""
+    """The cached arm along random tokens, each row up to a stop token of its own or to the end."""
     given = np.array(tokens)
     new = rng.integers(12, VOCAB, (layout.batch, layout.new_tokens))
     for row, length in enumerate(rng.integers(1, layout.new_tokens + 3, layout.batch)):
         if length <= layout.new_tokens:
             new[row, length - 1] = STOP_IDS[length % 2]
     given[:, layout.prompt : layout.prompt + layout.new_tokens] = new
-    return run_cached_keeping(arms, state, given, dataclasses.replace(rows, forced_until=rows.limit), layout)
+    return run_cached(arms, state, given, dataclasses.replace(rows, forced_until=rows.limit), layout)
 
 
 @pytest.mark.parametrize(
@@ -197,13 +196,13 @@ def test_drafts_give_the_stepped_free_run(precision, sampler):
             limit = layout.prompt + rng.integers(0, NEW_TOKENS + 1, layout.batch)
             rows = dataclasses.replace(rows, limit=jnp.asarray(limit, jnp.int32))
         if seed % 3:
-            reference, cache = random_reference(arms, state, tokens, rows, layout, rng)
+            reference = random_reference(arms, state, tokens, rows, layout, rng)
         else:
             foreign = dataclasses.replace(rows, seed=jnp.asarray(100 + seed, jnp.int32))
-            reference, cache = run_cached_keeping(arms, state, tokens, foreign, layout)
+            reference = run_cached(arms, state, tokens, foreign, layout)
         forced = run_forced(arms, state, reference, rows, layout)
         disagreed += int((first_disagreement(forced, layout.prompt) < np.asarray(forced.lengths)).sum())
-        free, drafts = free_by_drafts(arms, state, forced, cache, rows, layout)
+        free, drafts = free_by_drafts(arms, state, [Forced(forced, rows, layout)])[0]
         assert_same_run(free, step_uncached(arms, state, tokens, rows, layout), layout)
         revived += int((np.asarray(free.lengths) > np.asarray(reference.lengths)).sum())
         seen.append(drafts)
@@ -240,9 +239,9 @@ def test_a_row_that_breaks_in_a_later_check_stays_broken():
         prompted = set(tokens[:, : layout.prompt].ravel().tolist()) | {0}
         bad = next(t for t in np.random.default_rng(seed).permutation(VOCAB).tolist() if t not in prompted)
         state = changed_state(clean, "embed", (bad, 0), np.inf)
-        reference, cache = random_reference(arms, state, tokens, rows, layout, np.random.default_rng(seed))
+        reference = random_reference(arms, state, tokens, rows, layout, np.random.default_rng(seed))
         forced = run_forced(arms, state, reference, rows, layout)
-        free, drafts = free_by_drafts(arms, state, forced, cache, rows, layout)
+        free, drafts = free_by_drafts(arms, state, [Forced(forced, rows, layout)])[0]
         stepped = step_uncached(arms, state, tokens, rows, layout)
         assert_same_run(free, stepped, layout)
         own = np.asarray(stepped.nonfinite_step) > first_disagreement(forced, layout.prompt)
@@ -257,7 +256,7 @@ def test_a_broken_check_is_stepped():
     arms = make_arms("mistral", "fp16")
     clean = arms.prepare(small_state("mistral", "fp16"))
     layout, tokens, rows = set_up(arms, make_prompts((7, 7, 7), seed=1))
-    reference, cache = run_cached_keeping(arms, clean, tokens, rows, layout)
+    reference = run_cached(arms, clean, tokens, rows, layout)
     row = taken(reference, layout)[1]
     before = {t for prompt in tokens[:, : layout.prompt].tolist() for t in prompt}
     before |= {t for other in (0, 2) for t in taken(reference, layout)[other]}
@@ -267,24 +266,53 @@ def test_a_broken_check_is_stepped():
     stepped = run_forced(arms, broken, reference, rows, layout, stepwise=True)
     assert same_bits(forced, stepped)
     assert forced.nonfinite_step.tolist() == [-1, step + 1, -1]
-    free, _ = free_by_drafts(arms, broken, forced, cache, rows, layout)
+    free, _ = free_by_drafts(arms, broken, [Forced(forced, rows, layout)])[0]
     assert taken(free, layout) == taken(step_uncached(arms, broken, tokens, rows, layout), layout)
 
 
 def test_a_draft_that_breaks_is_stepped():
     """The cached arm may overflow on tokens of the uncached arm where that one does not."""
-    arms = Arms(small_config(), make_precision("fp16"), SAMPLERS["greedy"], backend="cuda")
-    state = arms.prepare(near_ties("fp16"))
-    layout, tokens, rows = set_up(arms, make_prompts((7,), seed=3))
-    reference, cache = run_cached_keeping(arms, state, tokens, rows, layout)
-    changed = np.array(reference.tokens)
-    changed[0, layout.prompt + 3] = (changed[0, layout.prompt + 3] + 2) % VOCAB
-    forced = run_forced(arms, state, dataclasses.replace(reference, tokens=jnp.asarray(changed)), rows, layout)
-    assert first_disagreement(forced, layout.prompt).tolist() == [3]
-    v = (cache.v[0].at[:, 1].set(jnp.inf), *cache.v[1:])
-    free, _ = free_by_drafts(arms, state, forced, dataclasses.replace(cache, v=v), rows, layout)
-    assert_same_run(free, step_uncached(arms, state, tokens, rows, layout), layout)
+    whole = Arms(small_config(), make_precision("fp16"), SAMPLERS["greedy"], backend="cuda")
+    state = whole.prepare(near_ties("fp16"))
+    for seed in range(3, 20):
+        layout, tokens, rows = set_up(whole, make_prompts((7,), seed=seed))
+        reference = run_cached(whole, state, tokens, rows, layout)
+        changed = np.array(reference.tokens)
+        changed[0, layout.prompt + 3] = (changed[0, layout.prompt + 3] + 2) % VOCAB
+        draft = dataclasses.replace(reference, tokens=jnp.asarray(changed))
+        forced = run_forced(whole, state, draft, rows, layout)
+        own = int(forced.choices[0, 3])
+        if own not in changed[0, : layout.prompt + 3] and first_disagreement(forced, layout.prompt).tolist() == [3]:
+            break
+    broken = changed_state(state, "embed", (own, 0), np.inf)
+    arms, drafted = copy.copy(whole), []
+    arms.prefill = lambda _, *rest: whole.prefill(broken, *rest)
+    arms.cached_loop = lambda _, *rest: drafted.append(whole.cached_loop(broken, *rest)) or drafted[-1]
+    free, _ = free_by_drafts(arms, state, [Forced(forced, rows, layout)])[0]
+    assert [run.nonfinite_step.tolist() for run, _ in drafted] == [[4]]
+    assert_same_run(free, step_uncached(whole, state, tokens, rows, layout), layout)
     assert free.nonfinite_step.tolist() == [-1]
+
+
+def test_batches_that_draft_together():
+    """Rows of several batches, whose shapes differ, in one draft; each batch gets what it gets alone."""
+    arms = Arms(small_config(), make_precision("bf16"), SAMPLERS["temperature"], STOP_IDS, backend="cuda")
+    state = arms.prepare(near_ties("bf16"))
+    together, stepped = [], []
+    for seed, lengths in enumerate([(4, 7, 6), (14, 9, 10), (7, 7, 7), (16, 1, 3)]):
+        prompts = make_prompts(lengths, seed=seed)
+        layout = make_layout(prompts, NEW_TOKENS, BUCKET, arms.config)
+        tokens, rows = make_rows(prompts, list(range(seed, seed + 3)), 4, layout)
+        reference = random_reference(arms, state, tokens, rows, layout, np.random.default_rng(seed))
+        together.append(Forced(run_forced(arms, state, reference, rows, layout), rows, layout))
+        stepped.append(step_uncached(arms, state, tokens, rows, layout))
+    assert len({one.layout.slots for one in together}) > 1
+    drafts = 0
+    for one, (free, count), brute in zip(together, free_by_drafts(arms, state, together), stepped, strict=True):
+        assert_same_run(free, brute, one.layout)
+        assert same_bits(free, free_by_drafts(arms, state, [one])[0][0])
+        drafts += count
+    assert drafts >= 4
 
 
 def test_a_program_that_does_not_repeat_itself_ends():
@@ -299,15 +327,15 @@ def test_a_program_that_does_not_repeat_itself_ends():
 
     arms.tile_loop = restless
     layout, tokens, rows = set_up(arms)
-    reference, cache = run_cached_keeping(arms, state, tokens, rows, layout)
+    reference = run_cached(arms, state, tokens, rows, layout)
     forced = run_forced(arms, state, reference, rows, layout)
-    _, drafts = free_by_drafts(arms, state, forced, cache, rows, layout)
+    _, drafts = free_by_drafts(arms, state, [Forced(forced, rows, layout)])[0]
     assert drafts <= NEW_TOKENS + 1
 
 
 def test_forcing_ends_rows_where_the_reference_ended():
     arms = make_arms()
     layout, tokens, rows = set_up(arms)
-    reference, _ = run_cached_keeping(arms, arms.prepare(small_state("mistral", "fp16")), tokens, rows, layout)
+    reference = run_cached(arms, arms.prepare(small_state("mistral", "fp16")), tokens, rows, layout)
     forced = force(rows, reference)
     np.testing.assert_array_equal(forced.limit, layout.prompt + np.asarray(reference.lengths))

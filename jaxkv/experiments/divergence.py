@@ -11,7 +11,7 @@ arm is also stepped by brute force and compared with its draft-and-check form.
 import dataclasses
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -24,17 +24,8 @@ from jaxkv.audit import Finding, audit_rows
 from jaxkv.compare import compare_logits
 from jaxkv.config import ModelConfig
 from jaxkv.decode import Arms, Layout, Rollout, Rows, make_layout, make_rows, round_up, start_rollout
-from jaxkv.generate import (
-    first_disagreement,
-    force,
-    free_by_drafts,
-    free_stepwise,
-    run_cached,
-    run_cached_keeping,
-    run_forced,
-    run_uncached,
-    uncached_lengths,
-)
+from jaxkv.drafts import Forced, first_disagreement, free_by_drafts, free_stepwise
+from jaxkv.generate import force, run_cached, run_forced, run_uncached, uncached_lengths
 
 
 class Scoring(Protocol):
@@ -153,45 +144,53 @@ def control_length(layout: Layout, spec: DivergenceSpec, tile: int | None = None
     return round_up(longest + spec.bucket, tile or 1)
 
 
-def run_arms(
-    arms: Arms, state: nnx.State, tokens: np.ndarray, rows: Rows, layout: Layout, spec: DivergenceSpec, batch: Batch
-) -> Runs:
-    """Runs both arms, and the controls that the batch asks for."""
-    seconds: dict[str, float] = {}
+class ArmRuns:
+    """Both arms on one batch, in two parts: what comes before the uncached arm's own run, and after it.
 
-    def timed(name, function, *args):
+    Between them stands the own run, which batches share the drafts of.
+    """
+
+    def __init__(
+        self, arms: Arms, state: nnx.State, tokens: np.ndarray, rows: Rows, layout: Layout, spec: DivergenceSpec
+    ):
+        self.arms, self.state, self.tokens, self.rows = arms, state, tokens, rows
+        self.layout, self.spec = layout, spec
+        self.seconds: dict[str, float] = {}
+        self.cached = self._timed("cached", run_cached, tokens, rows, layout)
+        self.forced = self._forced("uncached_forced")
+
+    def _timed(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
         begin = time.perf_counter()
-        result = jax.block_until_ready(function(*args))
-        seconds[name] = time.perf_counter() - begin
+        result = jax.block_until_ready(function(self.arms, self.state, *args))
+        self.seconds[name] = time.perf_counter() - begin
         return result
 
-    stepwise = spec.uncached == "stepwise"
+    def _forced(self, name: str, length: str | None = None) -> Rollout:
+        length = length or self.spec.uncached_length
+        stepwise = self.spec.uncached == "stepwise"
+        return self._timed(name, run_forced, self.cached, self.rows, self.layout, length, stepwise)
 
-    def forced_run(length: str = spec.uncached_length) -> Rollout:
-        return run_forced(arms, state, cached, rows, layout, length, stepwise)
-
-    def free_run() -> tuple[Rollout, int]:
-        if stepwise:
-            return free_stepwise(arms, state, forced, rows, layout, spec.uncached_length), 0
-        return free_by_drafts(arms, state, forced, cache, rows, layout, spec.uncached_length)
-
-    def brute_force() -> Rollout:
-        return run_uncached(arms, state, start_rollout(arms, tokens, rows, layout), rows, layout, spec.uncached_length)
-
-    cached, cache = timed("cached", run_cached_keeping, arms, state, tokens, rows, layout)
-    forced = timed("uncached_forced", forced_run)
-    free, drafts = timed("uncached_free", free_run)
-    again: dict[str, Rollout | None] = dict.fromkeys(("cached_again", "forced_again", "forced_longer", "stepwise"))
-    if batch.controls:
-        longer = f"bucket:{control_length(layout, spec, arms.tile)}"
-        again["cached_again"] = timed(
-            "control_cached", run_cached, arms, state, np.asarray(cached.tokens), force(rows, cached), layout
+    def step_freely(self) -> Rollout:
+        """The own run by brute force, from the first disagreement on."""
+        return self._timed(
+            "uncached_free", free_stepwise, self.forced, self.rows, self.layout, self.spec.uncached_length
         )
-        again["forced_again"] = timed("control_uncached", forced_run)
-        again["forced_longer"] = timed("control_length", forced_run, longer)
-    if batch.stepwise:
-        again["stepwise"] = timed("uncached_stepwise", brute_force)
-    return Runs(cached, forced, free, drafts, seconds=seconds, **again)
+
+    def finish(self, batch: Batch, free: Rollout, drafts: int) -> Runs:
+        """Runs the controls that the batch asks for."""
+        again: dict[str, Rollout | None] = dict.fromkeys(("cached_again", "forced_again", "forced_longer", "stepwise"))
+        if batch.controls:
+            tokens, forced = np.asarray(self.cached.tokens), force(self.rows, self.cached)
+            again["cached_again"] = self._timed("control_cached", run_cached, tokens, forced, self.layout)
+            again["forced_again"] = self._forced("control_uncached")
+            longer = f"bucket:{control_length(self.layout, self.spec, self.arms.tile)}"
+            again["forced_longer"] = self._forced("control_length", longer)
+        if batch.stepwise:
+            start = start_rollout(self.arms, self.tokens, self.rows, self.layout)
+            again["stepwise"] = self._timed(
+                "uncached_stepwise", run_uncached, start, self.rows, self.layout, self.spec.uncached_length
+            )
+        return Runs(self.cached, self.forced, free, drafts, seconds=self.seconds, **again)
 
 
 def _arm_record(tokens: list[int], broke: bool, stop_ids, tokenizer, scoring: Scoring, gold: str) -> dict[str, Any]:
@@ -234,14 +233,47 @@ def lay_out(
     return layout, *make_rows(prompts, [item.problem for item in filled], spec.seed, layout)
 
 
+def run_batches(arms: Arms, state: nnx.State, batches: Sequence[Batch], spec: DivergenceSpec) -> list[BatchRun]:
+    """Runs and audits both arms on batches, whose rows that part are drafted together.
+
+    The time of their own uncached runs is shared evenly by the batches.
+    """
+    begun = []
+    for batch in batches:
+        layout, tokens, rows = lay_out(batch, spec, arms.config, arms.tile)
+        begun.append(ArmRuns(arms, state, tokens, rows, layout, spec))
+    if spec.uncached == "stepwise":
+        free = [(one.step_freely(), 0) for one in begun]
+    else:
+        begin = time.perf_counter()
+        forced = [Forced(one.forced, one.rows, one.layout) for one in begun]
+        free = jax.block_until_ready(free_by_drafts(arms, state, forced, spec.uncached_length))
+        for one in begun:
+            one.seconds["uncached_free"] = (time.perf_counter() - begin) / len(begun)
+    finished = []
+    for batch, one, (own, drafts) in zip(batches, begun, free, strict=True):
+        runs = one.finish(batch, own, drafts)
+        findings = free_findings = audit_rows(arms, state, runs.cached, one.rows)
+        if np.any(first_disagreement(runs.forced, one.layout.prompt) < np.asarray(runs.forced.lengths)):
+            free_findings = audit_rows(arms, state, runs.free, one.rows)  # tokens that the other arm never took
+        finished.append(BatchRun(one.layout, one.rows, runs, findings, free_findings))
+    return finished
+
+
 def run_batch(arms: Arms, state: nnx.State, batch: Batch, spec: DivergenceSpec) -> BatchRun:
     """Runs and audits both arms on a batch."""
-    layout, tokens, rows = lay_out(batch, spec, arms.config, arms.tile)
-    runs = run_arms(arms, state, tokens, rows, layout, spec, batch)
-    findings = free_findings = audit_rows(arms, state, runs.cached, rows)
-    if np.any(first_disagreement(runs.forced, layout.prompt) < np.asarray(runs.forced.lengths)):
-        free_findings = audit_rows(arms, state, runs.free, rows)  # tokens that the other arm never took
-    return BatchRun(layout, rows, runs, findings, free_findings)
+    return run_batches(arms, state, [batch], spec)[0]
+
+
+# Batches that draft together, and the bytes of logits that they may hold meanwhile.
+TOGETHER, LOGITS_BYTES = 8, 4 << 30
+
+
+def group_batches(batches: Sequence[Batch], arms: Arms, spec: DivergenceSpec) -> list[Sequence[Batch]]:
+    """The batches in groups that draft together; single ones if of one row, which none can join, or of large logits."""
+    logits = 2 * spec.batch_size * spec.new_tokens * arms.config.vocab_size * np.dtype(arms.precision.logits).itemsize
+    size = 1 if spec.batch_size == 1 else max(1, min(TOGETHER, LOGITS_BYTES // logits))
+    return [batches[i : i + size] for i in range(0, len(batches), size)]
 
 
 def logits_fault(arm: str, step: int, position: int) -> dict[str, Any]:
@@ -361,17 +393,16 @@ def run_divergence(
     Raises:
       UserError: a prompt that does not fit the context.
     """
-    for batch in plan_batches(items, spec):
-        if all(item.problem in done for item in batch.items):
-            continue
-        ran = run_batch(arms, state, batch, spec)
-        records = [
-            make_record(arms, item, row, ran, spec, tokenizer, scoring)
-            for row, item in enumerate(batch.items)
-            if item.problem not in done
-        ]
-        runs = ran.runs
-        steps = {"cached": int(jnp.sum(runs.cached.lengths)), "uncached_forced": int(jnp.sum(runs.forced.lengths))}
-        problems = [item.problem for item in batch.items]
-        timing = {"problems": problems, "seconds": runs.seconds, "tokens": steps, "drafts": runs.drafts}
-        yield records, timing
+    missing = [batch for batch in plan_batches(items, spec) if not all(item.problem in done for item in batch.items)]
+    for group in group_batches(missing, arms, spec):
+        for batch, ran in zip(group, run_batches(arms, state, group, spec), strict=True):
+            records = [
+                make_record(arms, item, row, ran, spec, tokenizer, scoring)
+                for row, item in enumerate(batch.items)
+                if item.problem not in done
+            ]
+            runs = ran.runs
+            steps = {"cached": int(jnp.sum(runs.cached.lengths)), "uncached_forced": int(jnp.sum(runs.forced.lengths))}
+            problems = [item.problem for item in batch.items]
+            timing = {"problems": problems, "seconds": runs.seconds, "tokens": steps, "drafts": runs.drafts}
+            yield records, timing

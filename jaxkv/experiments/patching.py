@@ -21,6 +21,7 @@ from flax import nnx
 
 from jaxkv.compare import compare_logits
 from jaxkv.decode import PAD_ID, Arms, Layout, Rollout, Rows
+from jaxkv.drafts import first_disagreement, free_stepwise
 from jaxkv.experiments.divergence import DivergenceSpec, Item, plan_batches
 from jaxkv.experiments.traced_runs import (
     Reference,
@@ -30,7 +31,7 @@ from jaxkv.experiments.traced_runs import (
     require_one_length,
     run_reference,
 )
-from jaxkv.generate import first_disagreement, force, free_stepwise
+from jaxkv.generate import force
 from jaxkv.interventions.patches import make_patch
 from jaxkv.schema_patching import (
     CONTROLS,

@@ -93,9 +93,15 @@ class TracedArms(Arms):
         self.held = arms.held
         model = nnx.eval_shape(lambda: TracedDecoder(arms.config, arms.held, nnx.Rngs(0)))
         self.graphdef, self.abstract_state = nnx.split(model)
+        self._listed: dict[tuple[int, int], dict[str, jax.ShapeDtypeStruct]] = {}
 
     def list_values(self, batch: int, slots: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Named values of the decoder up to `final_norm`, in order of execution, as a TracedCache holds them."""
+        if (batch, slots) not in self._listed:
+            self._listed[batch, slots] = self._list_values(batch, slots)
+        return self._listed[batch, slots]
+
+    def _list_values(self, batch: int, slots: int) -> dict[str, jax.ShapeDtypeStruct]:
         order: dict[str, None] = {}
 
         def forward(state: nnx.State) -> dict[str, jax.Array]:

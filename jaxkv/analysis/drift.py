@@ -1,0 +1,334 @@
+"""What the records of experiment 'drift' say: a summary, a table, a report. Reads records alone.
+
+Means are over positions, their intervals a bootstrap over problems. Relative distances are those of the cached value
+from the uncached one.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from jaxkv.analysis import statistics
+from jaxkv.analysis.format import format_mean, format_number, format_percent
+from jaxkv.analysis.samples import (
+    Record,
+    collect,
+    count_problems,
+    describe_problems,
+    list_invalid,
+    mean_over_problems,
+    say_few,
+)
+from jaxkv.schema_drift import SEGMENTS, TENSORS, WATCHED, validate_drift
+
+Summary = Mapping[str, Any]
+ARMS = ("cached", "uncached")
+LABELS = {"resid_pre": "residual", "k": "K", "v": "V", "attn_out": "attention", "mlp_out": "MLP"}
+NOTE = (
+    "Relative L2 distance of cached from uncached, mean over the decoded positions. residual: the stream entering a "
+    "layer, in the last line what leaves the last one. K and V as they stand in the cache."
+)
+
+
+def summarize_drift(records: Sequence[Record], run: Mapping[str, Any]) -> dict[str, Any]:
+    """Summarizes the 'drift' records of a run.
+
+    Args:
+      records: in any order; those of other experiments are left out.
+      run: content of run.json.
+
+    Returns:
+      Plain values. `status` is 'ok', 'invalid' (no valid sample) or 'empty'. `layers` and `repeated.layers` hold
+      tensor -> segment -> columns with one entry a layer.
+
+    Raises:
+      ValueError: a record breaks its schema; starts with its key and the field.
+    """
+    samples = collect(records, "drift", validate_drift)
+    valid = [s for s in samples if s["status"] == "ok"]
+    summary: dict[str, Any] = {
+        "experiment": "drift",
+        "fingerprint": run.get("fingerprint"),
+        "status": "ok" if valid else "invalid" if samples else "empty",
+        "problems": count_problems(samples, run),
+        "invalid": list_invalid(samples),
+    }
+    if not valid:
+        return summary
+    repeated = [{"places": s["places"]} | s["repeated"] for s in valid if s["repeated"] is not None]
+    return summary | {
+        "num_layers": valid[0]["num_layers"],
+        "heads": valid[0]["heads"],
+        "tiles": sorted({s["shapes"]["tile"] for s in valid}, key=str),
+        "steps": sum(s["steps"] for s in valid),
+        "places": {segment: sum(s["places"][segment] for s in valid) for segment in SEGMENTS},
+        "instrumented_bit_equal": {
+            kind: {arm: sum(s["instrumented_bit_equal"][kind][arm] for s in valid) for arm in ARMS} for kind in WATCHED
+        },
+        "layers": _summarize_layers(valid),
+        "logits": _summarize_logits(valid),
+        "first_layer": _share_of_first_layer(valid),
+        "first": {segment: _count_first(valid, segment) for segment in SEGMENTS},
+        "path": _average_path(valid),
+        "repeated": {
+            "layers": _summarize_layers(repeated),
+            "logits": _summarize_logits([s | {"steps": t["steps"]} for s, t in zip(repeated, valid, strict=True)]),
+            "first_layer": _share_of_first_layer(repeated),
+            "compared": {tensor: _compare_to_repeated(valid, tensor) for tensor in TENSORS},
+        }
+        if repeated
+        else None,
+    }
+
+
+def _with_places(samples: Sequence[Record], segment: str) -> list[Record]:
+    return [s for s in samples if s["places"][segment]]
+
+
+def _summarize_layers(samples: Sequence[Record]) -> dict[str, Any]:
+    def summarize(tensor: str, segment: str) -> dict[str, Any] | None:
+        kept = _with_places(samples, segment)
+        if not kept:
+            return None
+        sizes = [s["places"][segment] for s in kept]
+        columns = [s["layers"][tensor][segment] for s in kept]
+
+        def means(figure: str) -> list[dict[str, Any]]:
+            layers = range(len(columns[0][figure]))
+            return [
+                mean_over_problems([c[figure][n] * size for c, size in zip(columns, sizes, strict=True)], sizes)
+                for n in layers
+            ]
+
+        return {
+            "relative": means("relative"),
+            "cosine": [entry["mean"] for entry in means("cosine")],
+            "max_abs": np.max([c["max_abs"] for c in columns], axis=0).tolist(),
+            "bit_equal": np.sum([c["bit_equal"] for c in columns], axis=0).tolist(),
+            "places": sum(sizes),
+        }
+
+    return {tensor: {segment: summarize(tensor, segment) for segment in SEGMENTS} for tensor in TENSORS}
+
+
+def _summarize_logits(samples: Sequence[Record]) -> dict[str, Any] | None:
+    kept = [s for s in samples if s["steps"]]
+    if not kept:
+        return None
+    logits = [s["logits"] for s in kept]
+    return {
+        "kl": mean_over_problems([x["kl"] for x in logits], [s["steps"] for s in kept]),
+        "flips": sum(x["flips"] for x in logits),
+        "bit_equal": sum(x["bit_equal"] for x in logits),
+        "max_abs": max(x["max_abs"] for x in logits),
+    }
+
+
+def _share_of_first_layer(samples: Sequence[Record]) -> dict[str, Any] | None:
+    """How much of the drift that leaves the last layer leaves the first one; None where there is no drift."""
+    kept = _with_places(samples, "decoded")
+    columns = [s["layers"]["resid_pre"]["decoded"]["relative"] for s in kept]
+    first, last = ([c[n] * s["places"]["decoded"] for c, s in zip(columns, kept, strict=True)] for n in (1, -1))
+    return mean_over_problems(first, last) if sum(last) else None
+
+
+def _count_first(samples: Sequence[Record], segment: str) -> dict[str, Any]:
+    """Where values first differ, most frequent first, and in how many problems nowhere."""
+    kept = _with_places(samples, segment)
+    found = [s["first"][segment] for s in kept if s["first"][segment] is not None]
+    counts = Counter((d["op"], d["layer"], *d["dtypes"]) for d in found)
+
+    def largest(place: tuple, figure: str) -> float:
+        return max(d[figure] for d in found if (d["op"], d["layer"], *d["dtypes"]) == place)
+
+    return {
+        "problems": len(kept),
+        "equal": len(kept) - len(found),
+        "places": [
+            {
+                "op": place[0],
+                "layer": place[1],
+                "dtypes": list(place[2:]),
+                "problems": count,
+                "max_abs": largest(place, "max_abs"),
+                "relative": largest(place, "relative"),
+            }
+            for place, count in counts.most_common()
+        ],
+    }
+
+
+def _average_path(samples: Sequence[Record]) -> list[dict[str, Any]]:
+    """Every value from the first that differs in any problem to the logits; where it does not differ yet it is 0."""
+    kept = [s for s in _with_places(samples, "decoded") if s["path"]["name"]]
+    if not kept:
+        return []
+    longest = max((s["path"]["name"] for s in kept), key=len)
+    total = sum(s["places"]["decoded"] for s in _with_places(samples, "decoded"))
+    path: dict[str, dict[str, Any]] = {name: {"name": name, "relative": 0.0, "max_abs": 0.0} for name in longest}
+    for sample in kept:
+        places, columns = sample["places"]["decoded"], sample["path"]
+        for name, relative, max_abs in zip(columns["name"], columns["relative"], columns["max_abs"], strict=True):
+            path[name]["relative"] += relative * places / total
+            path[name]["max_abs"] = max(path[name]["max_abs"], max_abs)
+    return list(path.values())
+
+
+def _mean_over_layers(layers: Mapping[str, Any], tensor: str) -> float:
+    column = layers[tensor]["decoded"]["relative"]
+    return float(np.mean(column[1:] if tensor == "resid_pre" else column))  # the embedding has no drift
+
+
+def _compare_to_repeated(samples: Sequence[Record], tensor: str) -> dict[str, Any] | None:
+    """Drift of the model and of itself with repeated heads, mean over layers, paired by problem."""
+    kept = [s for s in _with_places(samples, "decoded") if s["repeated"] is not None]
+    if not kept:
+        return None
+    given = [_mean_over_layers(s["layers"], tensor) for s in kept]
+    repeated = [_mean_over_layers(s["repeated"]["layers"], tensor) for s in kept]
+    interval = statistics.paired_interval(given, repeated)
+    return {
+        "given": float(np.mean(given)),
+        "repeated": float(np.mean(repeated)),
+        "difference": float(np.mean(given) - np.mean(repeated)),
+        "interval": None if interval is None else list(interval),
+    }
+
+
+def name_value(op: str, layer: int | None) -> str:
+    """'k of layer 3', 'logits'."""
+    return op if layer is None else f"{op} of layer {layer}"
+
+
+def conclude(summary: Summary) -> list[str]:
+    """What the figures allow to say, one sentence each; never more than their intervals do."""
+    if summary["status"] != "ok":
+        kind = "no sample yet" if summary["status"] == "empty" else "no sample with finite numbers"
+        return [f"There is {kind}, so nothing can be said of drift."]
+    lines = [*_conclude_watching(summary), *_conclude_embedding(summary)]
+    if not summary["places"]["decoded"]:
+        return [*lines, "No generated token was fed back, so the cached steps were not compared."]
+    lines += [_conclude_first(summary, segment) for segment in SEGMENTS]
+    if (first := summary["first_layer"]) is None:
+        return lines
+    last = summary["layers"]["resid_pre"]["decoded"]["relative"][-1]
+    lines.append(f"What leaves the last layer differs by {format_mean(last)} of its size; {_portion(first)} of that "
+                 "leaves the first layer already.")  # fmt: skip
+    return lines + _conclude_repeated(summary) + say_few(summary["problems"]["ok"])
+
+
+def _portion(entry: Mapping[str, Any]) -> str:
+    text = f"{format_number(100 * entry['mean'], 3)} %"
+    if entry["interval"] is None:
+        return text
+    low, high = entry["interval"]
+    return f"{text} [{format_number(100 * low, 3)}, {format_number(100 * high, 3)}]"
+
+
+def _conclude_watching(summary: Summary) -> list[str]:
+    steps, lines = summary["steps"], []
+    for kind, what in (("figures", "these values"), ("walk", "every value, for the first difference,")):
+        equal = summary["instrumented_bit_equal"][kind]
+        if all(equal[arm] == steps for arm in ARMS):
+            lines.append(f"Watching {what} changed no bit of either arm's logits at {steps} steps.")
+        else:
+            lines.append(f"Watching {what} left the logits of {equal['cached']} (cached) and {equal['uncached']} "
+                         f"(uncached) of {steps} steps as they were: the compiler made other programs of the watched "
+                         "arms, whose drift is of the same kind but not bit for bit that of the arms.")  # fmt: skip
+    return lines
+
+
+def _conclude_embedding(summary: Summary) -> list[str]:
+    columns = [summary["layers"]["resid_pre"][segment] for segment in SEGMENTS]
+    places = sum(column["places"] for column in columns if column)
+    equal = sum(column["bit_equal"][0] for column in columns if column)
+    if equal == places:
+        return [f"The embedding is equal in every bit at {places} of {places} positions, as it must be."]
+    return [f"THE EMBEDDING DIFFERS at {places - equal} of {places} positions: the arms were not fed the same tokens."]
+
+
+def _conclude_first(summary: Summary, segment: str) -> str:
+    found = summary["first"][segment]
+    what = {"prompt": "In the prompt", "decoded": "In decoded positions"}[segment]
+    if found["equal"] == found["problems"]:
+        return f"{what} no value of any operation differs in {found['problems']} problems."
+    place = found["places"][0]
+    others = len(found["places"]) - 1
+    text = (
+        f"{what} the first value that differs is {name_value(place['op'], place['layer'])} "
+        f"({' beside '.join(dict.fromkeys(place['dtypes']))}) in {place['problems']} of {found['problems']} problems, "
+        f"by at most {format_number(place['relative'])} of its size ({format_number(place['max_abs'])})"
+    )
+    return text + (f"; {others} other places come first elsewhere." if others else ".")
+
+
+def _conclude_repeated(summary: Summary) -> list[str]:
+    if (repeated := summary["repeated"]) is None:
+        return [f"The model has one K/V head for each of its {summary['heads']['query']} query heads; there is no "
+                "grouping to take out."]  # fmt: skip
+    lines = []
+    if repeated["first_layer"] is not None:
+        lines.append("With K/V heads repeated to one for each query head, a model of equal mathematics, "
+                     f"{_portion(repeated['first_layer'])} of the drift that leaves the last layer leaves the first; "
+                     f"as it is, {_portion(summary['first_layer'])}.")  # fmt: skip
+    for tensor in TENSORS:
+        found = repeated["compared"][tensor]
+        if found is None or found["interval"] is None:
+            continue
+        low, high = found["interval"]
+        if low <= 0 <= high:
+            verdict = "not distinguishable"
+        else:
+            verdict = "less with repeated heads" if low > 0 else "more with repeated heads"
+        lines.append(f"Drift of {LABELS[tensor]}, mean over layers: {format_number(found['given'])} as it is, "
+                     f"{format_number(found['repeated'])} with repeated heads (difference "
+                     f"{format_number(found['difference'])} [{format_number(low)}, {format_number(high)}]): "
+                     f"{verdict}.")  # fmt: skip
+    return lines
+
+
+HEADER = ["layer", *(LABELS[tensor] for tensor in TENSORS), "residual bit-equal"]
+
+
+def make_rows(summary: Summary) -> list[list[str]]:
+    """The cells of the table, a row a layer: mean relative distance over decoded positions."""
+    columns = {tensor: summary["layers"][tensor]["decoded"] for tensor in TENSORS}
+    if any(column is None for column in columns.values()):
+        return []
+    rows = []
+    for layer in range(summary["num_layers"] + 1):
+        cells = [
+            format_number(column["relative"][layer]["mean"]) if layer < len(column["relative"]) else "-"
+            for column in columns.values()
+        ]
+        equal = columns["resid_pre"]["bit_equal"][layer] / columns["resid_pre"]["places"]
+        rows.append([str(layer) if layer < summary["num_layers"] else "out", *cells, f"{format_percent(equal)} %"])
+    return rows
+
+
+def render_drift(summary: Summary) -> Group:
+    """The summary for a terminal of 80 columns or more."""
+    parts: list[Any] = [Text(describe_problems(summary))]
+    if summary["status"] == "ok" and (rows := make_rows(summary)):
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+        for name in HEADER:
+            table.add_column(name, no_wrap=True, justify="left" if name == "layer" else "right")
+        for row in rows:
+            table.add_row(*row)
+        parts += [table, Text(NOTE)]
+    return Group(*parts, Text(), *(Text(f"- {sentence}") for sentence in conclude(summary)))
+
+
+def to_markdown(summary: Summary) -> str:
+    """The summary as a section of a report."""
+    lines = ["## How far the arms drift apart, layer by layer", "", f"{describe_problems(summary)}.", ""]
+    if summary["status"] == "ok" and (rows := make_rows(summary)):
+        cells = [HEADER, ["---"] * len(HEADER), *rows]
+        lines += [*("| " + " | ".join(row) + " |" for row in cells), "", NOTE, ""]
+    return "\n".join([*lines, *(f"* {sentence}" for sentence in conclude(summary)), ""])

@@ -1,0 +1,382 @@
+"""What the records of experiment 'patching' say: a summary, a table, a report, a verdict. Reads records alone.
+
+The share of the gap that a patch closes is 1 - (KL left) / (KL before), both summed over problems; its interval is a
+bootstrap over problems. It is negative where a patch moves the recipient further from the donor. Patches are compared
+problem by problem, each of the same weight.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from jaxkv.analysis import statistics
+from jaxkv.analysis.format import format_counted_share, format_number, format_percent
+from jaxkv.analysis.samples import Record, collect, count_problems, describe_problems, list_invalid, say_few
+from jaxkv.analysis.summary import clustered_share, share
+from jaxkv.schema_patching import (
+    CONTROLS,
+    DIRECTIONS,
+    EVERYTHING,
+    INTO_CACHED,
+    ITSELF,
+    KEYS_VALUES,
+    PATCHES,
+    RESIDUAL,
+    RESIDUAL_NOW,
+    validate_patching,
+)
+
+Summary = Mapping[str, Any]
+COMPARED = ((RESIDUAL, RESIDUAL_NOW), (KEYS_VALUES, RESIDUAL_NOW), (RESIDUAL, KEYS_VALUES))
+REPRODUCED, NOT_REPRODUCED, CANNOT_TELL = "reproduced", "not reproduced", "cannot tell"
+NOTE = (
+    "Patched in all layers. closed: share of the KL between donor and recipient that the patch takes away, in % with a "
+    "95 % interval over problems. flips back: argmax flips undone. ways back: free runs that keep to the donor's "
+    "tokens to the end, of those that parted. residual now: the stream at the newest position of each step alone; "
+    "residual: at all positions."
+)
+
+
+def summarize_patching(records: Sequence[Record], run: Mapping[str, Any]) -> dict[str, Any]:
+    """Summarizes the 'patching' records of a run.
+
+    Args:
+      records: in any order; those of other experiments are left out.
+      run: content of run.json.
+
+    Returns:
+      Plain values. `status` is 'ok', 'invalid' (no valid sample) or 'empty'; `directions` holds direction -> patch ->
+      figures over its valid samples (None without any), `differences` how much more of the gap one patch closes than
+      another, and `claim` the verdict on C5.
+
+    Raises:
+      ValueError: a record breaks its schema; starts with its key and the field.
+    """
+    samples = collect(records, "patching", validate_patching)
+    valid = [s for s in samples if s["status"] == "ok"]
+    problems = {s["problem"] for s in samples}
+    summary: dict[str, Any] = {
+        "experiment": "patching",
+        "fingerprint": run.get("fingerprint"),
+        "status": "ok" if valid else "invalid" if samples else "empty",
+        "problems": count_problems(samples, run),
+        "samples_missing": len(problems) * len(DIRECTIONS) * len(PATCHES) - len(samples),
+        "invalid": list_invalid(samples),
+    }
+    if not valid:
+        return summary
+    by_patch = {
+        direction: {
+            patch: [s for s in valid if (s["direction"], s["patch"]) == (direction, patch)] for patch in PATCHES
+        }
+        for direction in DIRECTIONS
+    }
+    summary |= {
+        "num_layers": valid[0]["num_layers"],
+        "directions": {
+            direction: {patch: _summarize_patch(found) for patch, found in patches.items()}
+            for direction, patches in by_patch.items()
+        },
+        "differences": {
+            direction: [_compare(patches[a], patches[b], a, b) for a, b in COMPARED]
+            for direction, patches in by_patch.items()
+        },
+        "instrumented_bit_equal": _count_instrumented(valid),
+    }
+    return summary | {"claim": judge_claim(summary)}
+
+
+def _count_instrumented(samples: Sequence[Record]) -> dict[str, int]:
+    once = {s["problem"]: s for s in samples}.values()
+    counts = {arm: sum(s["instrumented_bit_equal"][arm] for s in once) for arm in ("cached", "uncached")}
+    return counts | {"steps": sum(s["steps"] for s in once)}
+
+
+def _closed(left: Sequence[float], before: Sequence[float]) -> dict[str, Any] | None:
+    """The share of the gap closed; None where there was none."""
+    if not sum(before):
+        return None
+    interval = None
+    if len(before) > 1:
+        low, high = statistics.cluster_bootstrap(np.subtract(before, left), before)
+        interval = [low, high]
+    return {"share": 1 - sum(left) / sum(before), "interval": interval}
+
+
+def _summarize_patch(samples: Sequence[Record]) -> dict[str, Any] | None:
+    kept = [s for s in samples if s["steps"]]
+    if not kept:
+        return None
+    steps, flips = [s["steps"] for s in kept], [s["gap"]["flips"] for s in kept]
+    gaps = [s["gap"]["kl"] for s in kept]
+    return {
+        "problems": len(kept),
+        "steps": sum(steps),
+        "gap": {name: sum(s["gap"][name] for s in kept) for name in ("kl", "flips", "bit_equal")},
+        "closed": _closed([s["all"]["kl"] for s in kept], gaps),
+        "recovered": clustered_share([s["all"]["recovered"] for s in kept], flips),
+        "broken": clustered_share([s["all"]["broken"] for s in kept], np.subtract(steps, flips).tolist()),
+        "bit_equal": sum(s["all"]["bit_equal"] for s in kept),
+        "unchanged": sum(s["unchanged"] for s in kept),
+        "trajectory": _summarize_trajectories([s["trajectory"] for s in kept if s["trajectory"] is not None]),
+        "by_layer": _summarize_layers([s for s in kept if s["by_layer"] is not None]),
+        "grid": _summarize_grid([s for s in kept if s["grid"] is not None]),
+    }
+
+
+def _summarize_trajectories(found: Sequence[Record]) -> dict[str, Any] | None:
+    """Free runs, where recipient and donor part."""
+    if not found:
+        return None
+    rest = [max(t["steps"] - t["parted"], 0) for t in found]
+    counted = [t["agreeing"] for t in found]
+    return {
+        "recovered": share(sum(t["until"] is None for t in found), len(found)),
+        "agreeing": None if None in counted else clustered_share(counted, rest),
+    }
+
+
+def _summarize_layers(samples: Sequence[Record]) -> dict[str, Any] | None:
+    """Share of the gap closed by one layer at a time."""
+    gaps = [s["gap"]["kl"] for s in samples]
+    if not samples or not sum(gaps):
+        return None
+    columns = list(zip(*(s["by_layer"]["kl"] for s in samples), strict=True))
+    closed = [_closed(column, gaps) for column in columns]
+    return {"layer": samples[0]["by_layer"]["layer"], "closed": closed}
+
+
+def _summarize_grid(samples: Sequence[Record]) -> dict[str, Any] | None:
+    """Share of the gap closed by one layer in one bin of positions; a bin is a part of each problem's own text."""
+    bins = min((len(s["grid"]["bins"]) for s in samples), default=0)
+    kept = [s for s in samples if len(s["grid"]["bins"]) == bins]
+    gap = sum(s["gap"]["kl"] for s in kept)
+    if not kept or not gap:
+        return None
+    left = np.sum([s["grid"]["kl"] for s in kept], axis=0)
+    return {"layer": kept[0]["grid"]["layer"], "bins": bins, "closed": (1 - left / gap).tolist()}
+
+
+def _compare(first: Sequence[Record], second: Sequence[Record], name: str, other: str) -> dict[str, Any]:
+    """How much more of its gap a problem closes under the first patch than under the second, mean over problems.
+
+    Each problem counts alike: one close call can hold most of the KL of a run.
+    """
+    left, right = (
+        {s["problem"]: 1 - s["all"]["kl"] / s["gap"]["kl"] for s in samples if s["gap"]["kl"]}
+        for samples in (first, second)
+    )
+    shared = [problem for problem in left if problem in right]
+    entry: dict[str, Any] = {"patch": name, "other": other, "problems": len(shared), "share": None, "interval": None}
+    if shared:
+        ours, theirs = ([side[problem] for problem in shared] for side in (left, right))
+        interval = statistics.paired_interval(ours, theirs)
+        entry["share"] = float(np.mean(ours) - np.mean(theirs))
+        entry["interval"] = None if interval is None else list(interval)
+    return entry
+
+
+def find_broken_controls(summary: Summary) -> list[str]:
+    """Controls that did not come out, one sentence each."""
+    lines = []
+    for direction, patches in summary["directions"].items():
+        whole, own = patches[EVERYTHING], patches[ITSELF]
+        if whole is not None and whole["bit_equal"] < whole["steps"]:
+            lines.append(f"Control failed: with every value of the donor ({direction}) the logits are the donor's at "
+                         f"{whole['bit_equal']} of {whole['steps']} steps.")  # fmt: skip
+        if own is not None and own["unchanged"] < own["steps"]:
+            lines.append(f"Control failed: patched with itself ({direction}) the recipient changes at "
+                         f"{own['steps'] - own['unchanged']} of {own['steps']} steps.")  # fmt: skip
+    return lines
+
+
+def _difference(summary: Summary, name: str, other: str) -> Mapping[str, Any]:
+    entries = summary["differences"][INTO_CACHED]
+    return next(entry for entry in entries if (entry["patch"], entry["other"]) == (name, other))
+
+
+def judge_claim(summary: Summary) -> dict[str, str]:
+    """C5: patching the whole residual stream does not bring back the cache-free trajectory, so the cached state is the
+    cause.
+
+    Reproduced if the residual stream patched at each current position brings back fewer than half of the trajectories,
+    K and V more than half, and K and V close more of the gap than the stream at all positions; not reproduced if the
+    stream at the current position brings back more than half, or the stream at all positions closes more of the gap
+    than K and V. Each by its 95 % interval.
+
+    Returns:
+      verdict: 'reproduced', 'not reproduced' or 'cannot tell'.
+      why: one sentence.
+    """
+
+    def say(verdict: str, why: str) -> dict[str, str]:
+        return {"verdict": verdict, "why": why}
+
+    if broken := find_broken_controls(summary):
+        return say(CANNOT_TELL, broken[0])
+    patches = summary["directions"][INTO_CACHED]
+    now, state = patches[RESIDUAL_NOW], patches[KEYS_VALUES]
+    if now is None or state is None or patches[RESIDUAL] is None:
+        return say(CANNOT_TELL, "Not every patch has a sample.")
+    if not now["gap"]["kl"]:
+        return say(CANNOT_TELL, f"The arms have equal logits at {now['steps']} steps: there is no gap to close.")
+    back, back_state = (p["trajectory"] and p["trajectory"]["recovered"] for p in (now, state))
+    gap = _difference(summary, RESIDUAL, KEYS_VALUES)
+    if back is not None and back["interval"][0] > 0.5:
+        return say(NOT_REPRODUCED, "The residual stream patched at each current position brings back "
+                                   f"{format_counted_share(back)} of the trajectories.")  # fmt: skip
+    if gap["interval"] is not None and gap["interval"][0] > 0:
+        return say(NOT_REPRODUCED, "The residual stream patched at all positions closes more of the gap than K and V, "
+                                   f"by {_portion(gap)} of it in the mean of {gap['problems']} problems.")  # fmt: skip
+    if back is None or back_state is None:
+        return say(CANNOT_TELL, "No free run parted, so that there is no trajectory to bring back.")
+    if back["interval"][1] < 0.5 < back_state["interval"][0] and gap["interval"] is not None and gap["interval"][1] < 0:
+        return say(REPRODUCED, f"The residual stream brings back {format_counted_share(back)} of the trajectories, K "
+                               f"and V {format_counted_share(back_state)}, and K and V close more of the gap than the "
+                               "stream at all positions.")  # fmt: skip
+    return say(CANNOT_TELL, "The intervals leave it open: the residual stream brings back "
+                            f"{format_counted_share(back)} of the trajectories, K and V "
+                            f"{format_counted_share(back_state)}.")  # fmt: skip
+
+
+def _portion(entry: Mapping[str, Any] | None) -> str:
+    """A share of the gap with its interval; no share of a whole, since it may be negative."""
+    if entry is None or entry["share"] is None:
+        return "-"
+    text = f"{format_number(100 * entry['share'], 3)} %"
+    if entry["interval"] is None:
+        return text
+    low, high = entry["interval"]
+    return f"{text} [{format_number(100 * low, 3)}, {format_number(100 * high, 3)}]"
+
+
+def conclude(summary: Summary) -> list[str]:
+    """What the figures allow to say, one sentence each; never more than their intervals do."""
+    if summary["status"] != "ok":
+        kind = "no sample yet" if summary["status"] == "empty" else "no sample with finite numbers"
+        return [f"There is {kind}, so nothing was patched."]
+    lines, watched = [], summary["instrumented_bit_equal"]
+    if watched["cached"] == watched["uncached"] == watched["steps"]:
+        lines.append(f"The programs that can be patched, unpatched, have the bits of the arms at {watched['steps']} "
+                     "steps.")  # fmt: skip
+    else:
+        lines.append(f"The programs that can be patched, unpatched, have the bits of the arms at {watched['cached']} "
+                     f"(cached) and {watched['uncached']} (uncached) of {watched['steps']} steps: what is patched is "
+                     "this pair of programs, whose gap is of the same kind.")  # fmt: skip
+    broken = find_broken_controls(summary)
+    if broken:
+        lines += broken
+    else:
+        lines.append("Controls: with every value of the donor the recipient has the donor's logits, with its own it "
+                     "does not change, bit for bit at every step, in both directions.")  # fmt: skip
+    for direction in DIRECTIONS:
+        for entry in summary["differences"][direction]:
+            lines += _conclude_difference(direction, entry)
+    lines.append("A patch of the residual stream at the current position leaves the K and V of earlier positions as "
+                 "they are, so that what it does not close is no proof of anything by itself.")  # fmt: skip
+    claim = summary["claim"]
+    lines.append(f"C5, the residual stream does not bring back the trajectory and so the cached state is the cause: "
+                 f"{claim['verdict']}. {claim['why']}")  # fmt: skip
+    return lines + say_few(summary["problems"]["ok"])
+
+
+def _conclude_difference(direction: str, entry: Mapping[str, Any]) -> list[str]:
+    if entry["share"] is None or entry["interval"] is None:
+        return []
+    low, high = entry["interval"]
+    if low <= 0 <= high:
+        return [f"{direction}: which of {entry['patch']} and {entry['other']} closes more of the gap the interval "
+                f"leaves open ({_portion(entry)})."]  # fmt: skip
+    word = "more" if low > 0 else "less"
+    return [f"{direction}: {entry['patch']} closes {word} of the gap than {entry['other']}, by {_portion(entry)} of "
+            f"it in the mean of {entry['problems']} problems."]  # fmt: skip
+
+
+HEADER = ["patched", "gap closed", "flips back", "new flips", "equal bits", "ways back", "tokens met"]
+
+
+def make_rows(summary: Summary, direction: str) -> list[list[str]]:
+    """The cells of a direction's table, a row a patch."""
+    rows = []
+    for patch, figures in summary["directions"][direction].items():
+        if figures is None:
+            continue
+        trajectory = figures["trajectory"] or {"recovered": None, "agreeing": None}
+        rows.append(
+            [
+                patch + (" (control)" if patch in CONTROLS else ""),
+                _portion(figures["closed"]),
+                _count(figures["recovered"]),
+                _count(figures["broken"]),
+                f"{figures['bit_equal']} of {figures['steps']}",
+                _count(trajectory["recovered"]),
+                "-" if trajectory["agreeing"] is None else f"{format_percent(trajectory['agreeing']['rate'])} %",
+            ]
+        )
+    return rows
+
+
+def _count(entry: Mapping[str, Any] | None) -> str:
+    return "-" if entry is None else f"{entry['count']} of {entry['total']}"
+
+
+def make_layer_rows(summary: Summary, direction: str) -> list[list[str]]:
+    """Share of the gap closed by one layer at a time: a row a layer, a column a patch; the first row names them."""
+    found = {
+        patch: dict(zip(figures["by_layer"]["layer"], figures["by_layer"]["closed"], strict=True))
+        for patch, figures in summary["directions"][direction].items()
+        if figures is not None and figures["by_layer"] is not None
+    }
+    layers = sorted({layer for column in found.values() for layer in column})
+    cells = [
+        [
+            str(layer) if layer < summary["num_layers"] else "out",
+            *(_percent(column.get(layer)) for column in found.values()),
+        ]
+        for layer in layers
+    ]
+    return [["layer", *found], *cells] if layers else []
+
+
+def _percent(entry: Mapping[str, Any] | None) -> str:
+    return "-" if entry is None else f"{format_number(100 * entry['share'], 3)} %"
+
+
+def render_patching(summary: Summary) -> Group:
+    """The summary for a terminal of 80 columns or more."""
+    parts: list[Any] = [Text(describe_problems(summary))]
+    for direction in DIRECTIONS if summary["status"] == "ok" else ():
+        table = Table(
+            title=direction, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False,
+            show_edge=False,
+        )  # fmt: skip
+        for name in (*HEADER[:3], "ways back"):
+            table.add_column(name, no_wrap=True)
+        for row in make_rows(summary, direction):
+            table.add_row(*(Text(cell) for cell in (*row[:3], row[5])))
+        parts += [table, Text()]
+    if summary["status"] == "ok":
+        parts.append(Text(NOTE))
+    return Group(*parts, Text(), *(Text(f"- {sentence}") for sentence in conclude(summary)))
+
+
+def to_markdown(summary: Summary) -> str:
+    """The summary as a section of a report."""
+
+    def table(cells: Sequence[Sequence[str]]) -> list[str]:
+        rows = [cells[0], ["---"] * len(cells[0]), *cells[1:]]
+        return ["| " + " | ".join(row) + " |" for row in rows]
+
+    lines = ["## Activation patching", "", f"{describe_problems(summary)}.", ""]
+    for direction in DIRECTIONS if summary["status"] == "ok" else ():
+        lines += [f"### {direction}", "", *table([HEADER, *make_rows(summary, direction)]), ""]
+        if layers := make_layer_rows(summary, direction):
+            lines += ["Share of the gap closed by one layer at a time:", "", *table(layers), ""]
+    if summary["status"] == "ok":
+        lines += [NOTE, ""]
+    return "\n".join([*lines, *(f"* {sentence}" for sentence in conclude(summary)), ""])

@@ -60,6 +60,38 @@ def mcnemar_exact(only_first: int, only_second: int) -> float:
     return sign_test(only_first, only_second)
 
 
+def mcnemar_mid_p(only_first: int, only_second: int) -> float:
+    """One-sided mid-p that the first arm is not the better one: P(X > b) + P(X = b) / 2 with X binomial(b + c, 1/2).
+
+    Never 0 or 1, so that it can be turned into a z score (Fagerland, Lydersen & Laake 2013, sec. 2).
+    """
+    total = only_first + only_second
+    coin = stats.binom(total, 0.5)
+    return float(coin.sf(only_first) + coin.pmf(only_first) / 2)
+
+
+def stouffer(tables: Sequence[tuple[int, int]]) -> float | None:
+    """Two-sided p-value of McNemar tables put together by Stouffer's z, weighted by the root of their discordant pairs.
+
+    Tables without a discordant pair say nothing and are left out; None if none is left. The tables must be independent,
+    which conditions on the same problems are not quite.
+
+    Args:
+      tables: (only first right, only second right) of each condition.
+    """
+    kept = [table for table in tables if sum(table)]
+    if not kept:
+        return None
+    weights = np.sqrt([sum(table) for table in kept])
+    up = float(stats.combine_pvalues([mcnemar_mid_p(*t) for t in kept], method="stouffer", weights=weights).pvalue)
+    return min(1.0, 2 * min(up, 1 - up))
+
+
+def fisher_exact(table: Sequence[Sequence[int]]) -> float:
+    """p-value that the rows and columns of a 2 x 2 table are independent (Fisher's exact test, two-sided)."""
+    return float(stats.fisher_exact(table).pvalue)
+
+
 @functools.lru_cache(maxsize=2)
 def _draws(clusters: int, resamples: int, seed: int) -> np.ndarray:
     """How often each resample drew each cluster, [resamples, clusters]."""
@@ -86,6 +118,29 @@ def cluster_bootstrap(
     totals = draws @ denominator
     ratios = (draws @ numerator)[totals > 0] / totals[totals > 0]
     low, high = np.quantile(ratios, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return float(low), float(high)
+
+
+def ratio_bootstrap(
+    first: tuple[Array, Array], second: tuple[Array, Array], *, confidence: float = 0.95, resamples: int = RESAMPLES
+) -> tuple[float, float] | None:
+    """Percentile bootstrap interval of a ratio of two means over the same clusters, resampled together.
+
+    Args:
+      first: per cluster the sum over its tokens, and its number of tokens, both [clusters].
+      second: the same of the denominator; positive.
+
+    Returns:
+      Low and high end; None for one cluster, or where a resample has a mean of 0 below.
+    """
+    (a, n), (b, m) = (tuple(np.asarray(x, np.float64) for x in pair) for pair in (first, second))
+    if len(a) < 2:
+        return None
+    draws = _draws(len(a), resamples, 0)
+    below = (draws @ b) / (draws @ m)
+    if not np.all(below > 0):
+        return None
+    low, high = np.quantile((draws @ a) / (draws @ n) / below, [(1 - confidence) / 2, (1 + confidence) / 2])
     return float(low), float(high)
 
 

@@ -1,0 +1,222 @@
+"""Figures that need several runs: accuracy over conditions, fp32 against 16 bits, the same run twice."""
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxkv.analysis import statistics
+from jaxkv.analysis.gather import Run, describe_condition
+from jaxkv.analysis.summary import clustered_share, share
+from jaxkv.schemas import SCORERS
+
+Record = Mapping[str, Any]
+Samples = Mapping[Any, Record]
+QUADRATIC = ("kl", "js")  # in the perturbation of the logits
+LINEAR = ("max_abs", "mean_abs")
+ARMS = ("cached", "uncached")
+ZERO_BOUND = "no problem differs: upper bound of the share that would"
+
+
+def find_valid(run: Run) -> dict[tuple[int, str], Record]:
+    """Valid 'divergence' samples by problem and prompt."""
+    return {(s["problem"], s["prompt_sha256"]): s for s in run.of("divergence") if s["status"] == "ok"}
+
+
+def base_precision(condition: Mapping[str, Any]) -> str | None:
+    """'fp16' of 'fp16+residual=fp32'."""
+    name = condition["precision"]
+    return name.split("+")[0] if name else None
+
+
+def pool_accuracy(conditions: Sequence[tuple[Mapping[str, Any], Samples]], scorer: str) -> dict[str, Any] | None:
+    """Which arm is right more often, over conditions that ask the same problems.
+
+    Problems are the unit: their conditions are averaged first, since they are not independent. The tests that put
+    McNemar tables together take conditions as independent and stand beside it.
+
+    Args:
+      conditions: description and valid samples by (problem, prompt) of each.
+      scorer: one of SCORERS.
+
+    Returns:
+      None without a sample.
+    """
+    tables, by_problem = [], defaultdict(list)
+    for condition, samples in conditions:
+        right = {
+            key: [bool(sample["arms"][arm]["scores"][scorer]["correct"]) for arm in ARMS]
+            for key, sample in samples.items()
+        }
+        if not right:
+            continue
+        only = [sum(a and not b for a, b in right.values()), sum(b and not a for a, b in right.values())]
+        tables.append(
+            {
+                "condition": condition["name"],
+                "problems": len(right),
+                "right": [sum(a for a, _ in right.values()), sum(b for _, b in right.values())],
+                "only_cached": only[0],
+                "only_uncached": only[1],
+                "mcnemar_p": statistics.mcnemar_exact(*only),
+            }
+        )
+        for (problem, _), (a, b) in right.items():
+            by_problem[problem].append(float(a) - float(b))
+    if not tables:
+        return None
+    differences = [float(np.mean(values)) for values in by_problem.values()]
+    pairs = [(t["only_cached"], t["only_uncached"]) for t in tables]
+    if any(map(any, by_problem.values())):
+        found = statistics.paired_interval(differences, np.zeros(len(differences)))
+        interval, method = found and list(found), "paired bootstrap over problems, widened to Student's t"
+    else:
+        bound = statistics.zero_upper_bound(len(differences))
+        interval, method = [-bound, bound], ZERO_BOUND
+    ahead = [sum(a > b for a, b in pairs), sum(a < b for a, b in pairs), sum(a == b for a, b in pairs)]
+    return {
+        "scorer": scorer,
+        "problems": len(differences),
+        "difference": {"mean": float(np.mean(differences)), "interval": interval, "method": method},
+        "conditions": dict(zip(("cached_ahead", "uncached_ahead", "equal"), ahead, strict=True)),
+        "sign_p": statistics.sign_test(ahead[0], ahead[1]),
+        "stouffer_p": statistics.stouffer(pairs),
+        "tables": tables,
+    }
+
+
+def pool_scorers(conditions: Sequence[tuple[Mapping[str, Any], Samples]]) -> dict[str, Any]:
+    """`pool_accuracy` for every scorer."""
+    return {scorer: pool_accuracy(conditions, scorer) for scorer in SCORERS}
+
+
+def _total(samples: Sequence[Record], name: str) -> tuple[list[float], list[int]]:
+    columns = [sample["teacher_forced"][name] for sample in samples]
+    return [float(np.sum(np.asarray(c, np.float64))) for c in columns], [len(c) for c in columns]
+
+
+def compare_precisions(narrow: Samples, wide: Samples) -> dict[str, Any] | None:
+    """By how many orders of ten the arms of a wide precision are nearer to each other than those of a narrow one.
+
+    Returns:
+      None without a problem that both compared. `orders` of a metric is log10 of the ratio of its means over tokens,
+      with an interval over problems; None where the wide arms do not differ at all.
+    """
+    shared = [
+        key
+        for key in narrow
+        if key in wide and all(s[key]["teacher_forced"] and s[key]["teacher_forced"]["flip"] for s in (narrow, wide))
+    ]
+    if not shared:
+        return None
+    metrics: dict[str, Any] = {}
+    for name in (*QUADRATIC, *LINEAR):
+        first, second = (_total([samples[key] for key in shared], name) for samples in (narrow, wide))
+        means = [sum(sums) / sum(sizes) for sums, sizes in (first, second)]
+        interval = statistics.ratio_bootstrap(first, second) if all(means) else None
+        metrics[name] = {
+            "narrow": means[0],
+            "wide": means[1],
+            "orders": math.log10(means[0] / means[1]) if all(means) else None,
+            "interval": None if interval is None or not interval[0] else [math.log10(end) for end in interval],
+        }
+    return {"problems": len(shared), "metrics": metrics}
+
+
+MATCHED = ("model", "sampler", "seed", "framework", "attention", "regime", "device")
+
+
+def pair_precisions(runs: Sequence[tuple[Mapping[str, Any], Samples]]) -> list[dict[str, Any]]:
+    """`compare_precisions` of every 16-bit condition with the fp32 one that differs in precision alone."""
+    wide = [(c, s) for c, s in runs if c["precision"] == "fp32"]
+    found = []
+    for condition, samples in runs:
+        if base_precision(condition) not in ("fp16", "bf16"):
+            continue
+        for other, others in wide:
+            if any(condition[name] != other[name] for name in MATCHED):
+                continue
+            compared = compare_precisions(samples, others)
+            if compared:
+                shown = {name: condition[name] for name in (*MATCHED, "precision", "accumulation")}
+                found.append({"narrow": condition["name"], "wide": other["name"], **shown, **compared})
+    return found
+
+
+def count_flips(runs: Sequence[tuple[Mapping[str, Any], Samples]]) -> dict[str, Any] | None:
+    """Flips per token over several conditions, with an interval over problems; None without a token."""
+    counts: dict[int, int] = defaultdict(int)
+    sizes: dict[int, int] = defaultdict(int)
+    sequences = flipped = 0
+    for _, samples in runs:
+        for (problem, _), sample in samples.items():
+            if sample["teacher_forced"] and (flips := sample["teacher_forced"]["flip"]):
+                counts[problem] += sum(flips)
+                sizes[problem] += len(flips)
+                sequences, flipped = sequences + 1, flipped + any(flips)
+    if not sequences:
+        return None
+    return {
+        "flips": clustered_share([counts[p] for p in sizes], list(sizes.values())),
+        "sequences_with_flip": share(flipped, sequences),
+        "conditions": len(runs),
+        "problems": len(sizes),
+    }
+
+
+def count_reruns(runs: Sequence[tuple[Mapping[str, Any], Samples]]) -> dict[str, Any]:
+    """Steps at which an arm run again has other bits, by arm, over all conditions; None where no arm was run again."""
+    found: dict[str, Any] = {}
+    for arm in ARMS:
+        differing, total = [], []
+        for _, samples in runs:
+            for sample in samples.values():
+                again = sample["controls"][f"{arm}_rerun"]
+                if again and again["bit_equal"]:
+                    total.append(len(again["bit_equal"]))
+                    differing.append(total[-1] - sum(again["bit_equal"]))
+        found[arm] = clustered_share(differing, total) if total else None
+    return found
+
+
+def find_replicates(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Runs of one configuration, made more than once: whether tokens, bits of the comparison and direction are one."""
+    groups = defaultdict(list)
+    for run in runs:
+        if run.run.get("fingerprint") and run.of("divergence"):
+            groups[run.run["fingerprint"]].append(run)
+    found = []
+    for members in groups.values():
+        for first, second in itertools.combinations(members, 2):
+            a, b = find_valid(first), find_valid(second)
+            shared = [key for key in a if key in b]
+            if not shared:
+                continue
+            signs = [
+                np.sign(sum(_lead(samples[key]) for key in shared)).item() for samples in (a, b)
+            ]  # of cached minus uncached right answers
+            found.append(
+                {
+                    "runs": [first.name, second.name],
+                    "condition": describe_condition(first),
+                    "problems": len(shared),
+                    "other_tokens": share(sum(_tokens(a[key]) != _tokens(b[key]) for key in shared), len(shared)),
+                    "other_figures": share(
+                        sum(a[key]["teacher_forced"] != b[key]["teacher_forced"] for key in shared), len(shared)
+                    ),
+                    "signs": signs,
+                }
+            )
+    return found
+
+
+def _tokens(sample: Record) -> list[list[int]]:
+    return [sample["arms"][arm]["tokens"] for arm in ARMS]
+
+
+def _lead(sample: Record) -> int:
+    right = [sample["arms"][arm]["scores"]["numeric"]["correct"] for arm in ARMS]
+    return int(right[0]) - int(right[1])

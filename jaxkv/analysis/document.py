@@ -1,0 +1,199 @@
+"""A report as blocks, rendered to one HTML file and to Markdown from the same blocks.
+
+Text may hold `code` between backticks; everything else is shown as it stands. HTML is built as a tree, so that nothing
+a record says can become markup.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from importlib import resources
+from xml.etree import ElementTree as ET
+
+
+@dataclasses.dataclass(frozen=True)
+class Heading:
+    """A heading; `name` is the anchor of a section in the table of contents, empty for none."""
+
+    text: str
+    level: int = 2
+    name: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Paragraph:
+    """A paragraph; `kind` is a CSS class."""
+
+    text: str
+    kind: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bullets:
+    """A list of sentences."""
+
+    items: Sequence[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows of text under a header; wide ones scroll inside their own box.
+
+    Attributes:
+      header: one cell a column.
+      rows: cells; a tuple of sentences becomes lines of one cell.
+      caption: shown above, empty for none.
+      kind: CSS class. In a table of kind 'claims' each row becomes a card on a phone, and its second cell a verdict.
+    """
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str | tuple[str, ...]]]
+    caption: str = ""
+    kind: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Code:
+    """Commands, line by line."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """Drawings side by side, as many as fit, under one caption; Markdown shows the caption alone."""
+
+    drawings: Sequence[ET.Element]
+    caption: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Fold:
+    """Blocks behind a line that opens them; printed open."""
+
+    text: str
+    blocks: Sequence["Block"]
+
+
+Block = Heading | Paragraph | Bullets | Table | Code | Figure | Fold
+
+
+def add(parent: ET.Element, tag: str, text: str | None = None, **attributes: str) -> ET.Element:
+    """Appends an element; a trailing underscore of an attribute's name is dropped, others become hyphens."""
+    names = {name.rstrip("_").replace("_", "-"): value for name, value in attributes.items() if value}
+    element = ET.SubElement(parent, tag, names)
+    element.text = text
+    return element
+
+
+def _inline(parent: ET.Element, text: str) -> None:
+    """Adds text in which backticks mark code."""
+    last: ET.Element | None = None
+    for index, part in enumerate(text.split("`")):
+        if index % 2:
+            last = add(parent, "code", part)
+        elif last is None:
+            parent.text = (parent.text or "") + part
+        else:
+            last.tail = part
+
+
+def _add_table(parent: ET.Element, block: Table) -> None:
+    box = add(parent, "div", class_=f"scroll {block.kind}".strip(), tabindex="0", role="region")
+    box.set("aria-label", block.caption or "table")
+    table = add(box, "table", class_=block.kind)
+    if block.caption:
+        add(table, "caption", block.caption)
+    head = add(add(table, "thead"), "tr")
+    for name in block.header:
+        add(head, "th", name, scope="col")
+    body = add(table, "tbody")
+    for row in block.rows:
+        line = add(body, "tr")
+        for column, (name, cell) in enumerate(zip(block.header, row, strict=True)):
+            element = add(line, "td" if column else "th", data_label=name, scope="" if column else "row")
+            if block.kind == "claims" and column == 1 and isinstance(cell, str):
+                add(element, "span", cell, class_=f"verdict {cell.replace(' ', '-')}")
+            elif isinstance(cell, str):
+                _inline(element, cell)
+            else:
+                for sentence in cell:
+                    _inline(add(element, "p"), sentence)
+
+
+def _add_block(parent: ET.Element, block: Block) -> None:
+    if isinstance(block, Heading):
+        add(parent, f"h{block.level}", block.text, id=block.name)
+    elif isinstance(block, Paragraph):
+        _inline(add(parent, "p", class_=block.kind), block.text)
+    elif isinstance(block, Bullets):
+        items = add(parent, "ul")
+        for text in block.items:
+            _inline(add(items, "li"), text)
+    elif isinstance(block, Table):
+        _add_table(parent, block)
+    elif isinstance(block, Code):
+        add(add(parent, "pre", tabindex="0"), "code", block.text)
+    elif isinstance(block, Figure):
+        figure = add(parent, "figure")
+        add(figure, "div", class_="panels").extend(block.drawings)
+        _inline(add(figure, "figcaption"), block.caption)
+    else:
+        fold = add(parent, "details")
+        add(fold, "summary", block.text)
+        for inner in block.blocks:
+            _add_block(fold, inner)
+
+
+def to_html(title: str, blocks: Sequence[Block]) -> str:
+    """One self-contained page: style and figures inline, no script, nothing fetched."""
+    page = ET.Element("html", {"lang": "en"})
+    head = add(page, "head")
+    add(head, "meta", charset="utf-8")
+    add(head, "meta", name="viewport", content="width=device-width, initial-scale=1")
+    add(head, "meta", name="color-scheme", content="light dark")
+    add(head, "title", title)
+    style = resources.files("jaxkv.analysis").joinpath("report.css").read_text(encoding="utf-8")
+    add(head, "style", style)
+    main = add(add(page, "body"), "main")
+    add(main, "h1", title)
+    first = next((i for i, block in enumerate(blocks) if isinstance(block, Heading)), len(blocks))
+    for block in blocks[:first]:
+        _add_block(main, block)
+    contents = add(main, "nav", aria_label="contents")
+    for block in blocks:
+        if isinstance(block, Heading) and block.name:
+            add(contents, "a", block.text, href=f"#{block.name}")
+    for block in blocks[first:]:
+        _add_block(main, block)
+    return "<!DOCTYPE html>\n" + ET.tostring(page, encoding="unicode", method="html") + "\n"
+
+
+def _cell(cell: str | tuple[str, ...]) -> str:
+    text = cell if isinstance(cell, str) else "; ".join(cell)
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _markdown(block: Block) -> list[str]:
+    if isinstance(block, Heading):
+        return [f"{'#' * block.level} {block.text}", ""]
+    if isinstance(block, Paragraph):
+        return [block.text, ""]
+    if isinstance(block, Bullets):
+        return [*(f"- {text}" for text in block.items), ""]
+    if isinstance(block, Table):
+        lines = [block.header, ["---"] * len(block.header), *block.rows]
+        title = [f"**{block.caption}**", ""] if block.caption else []
+        return [*title, *("| " + " | ".join(map(_cell, line)) + " |" for line in lines), ""]
+    if isinstance(block, Code):
+        return ["```", block.text, "```", ""]
+    if isinstance(block, Figure):
+        return [f"Figure (in report.html): {block.caption}", ""]
+    return [line for inner in (Paragraph(f"{block.text}:"), *block.blocks) for line in _markdown(inner)]
+
+
+def to_markdown(title: str, blocks: Sequence[Block]) -> str:
+    """The same report without its figures."""
+    lines = [f"# {title}", ""]
+    for block in blocks:
+        lines += _markdown(block)
+    return "\n".join(lines).rstrip() + "\n"

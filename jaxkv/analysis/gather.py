@@ -1,0 +1,156 @@
+"""Run directories read for a study, and what each of them is: condition, origin, command."""
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxkv import records
+from jaxkv.errors import UserError
+from jaxkv.schemas import DEFAULT_FRAMEWORK
+
+LOCAL = ("--out=", "--compilation_cache=")  # say where, not what
+PATHS = ("--checkpoint=", "--data=", "--fewshot_data=")
+Record = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run directory as it was read.
+
+    Attributes:
+      name: of the directory, with as much of its path as tells it from the others.
+      run: content of run.json.
+      records: samples.
+      timings: lines of timing.jsonl.
+      flags: content of run.flags, empty if there is none.
+    """
+
+    name: str
+    run: Mapping[str, Any]
+    records: Sequence[Record]
+    timings: Sequence[Record] = ()
+    flags: str = ""
+
+    def of(self, experiment: str) -> list[Record]:
+        """The records of one experiment."""
+        return [record for record in self.records if record.get("experiment") == experiment]
+
+
+def find_runs(paths: Sequence[str | os.PathLike[str]]) -> list[pathlib.Path]:
+    """Run directories among paths and below those that are none themselves, each once, in order.
+
+    Raises:
+      UserError: a path without a run.
+    """
+    found: list[pathlib.Path] = []
+    for path in map(pathlib.Path, paths):
+        if not path.is_dir():
+            raise UserError(f"{path} is not a directory; give run directories, or one that holds them")
+        inside = [path] if (path / "run.json").exists() else sorted(p.parent for p in path.rglob("run.json"))
+        if not inside:
+            raise UserError(f"{path} is not a run directory and holds none (there is no run.json); check the path")
+        found += [run for run in inside if run.resolve() not in {other.resolve() for other in found}]
+    return found
+
+
+def name_runs(paths: Sequence[pathlib.Path]) -> list[str]:
+    """Short names that are all different: the last part of each path, or as many as it takes."""
+    whole = [path.resolve().parts for path in paths]
+    for depth in range(1, max(map(len, whole), default=1) + 1):
+        names = ["/".join(parts[-depth:]) for parts in whole]
+        if len(set(names)) == len(names):
+            return names
+    return names
+
+
+def read_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Run]:
+    """Reads run directories, or all below a directory.
+
+    Raises:
+      UserError: no run, another format, or corrupt records.
+    """
+    found = find_runs(paths)
+    runs = []
+    for path, name in zip(found, name_runs(found), strict=True):
+        run, samples = records.read_run(path)
+        timings, _ = records.read_lines(path / "timing.jsonl")
+        flags = path / "run.flags"
+        text = flags.read_text(encoding="utf-8") if flags.exists() else ""
+        runs.append(Run(name, run, samples, timings, text))
+    return runs
+
+
+def describe_command(flags: str) -> str | None:
+    """The command of a flagfile, files named without their directories; None without flags."""
+    words = []
+    for line in flags.splitlines():
+        if line.startswith(PATHS):
+            name, _, value = line.partition("=")
+            line = f"{name}={value if value.startswith('random:') else pathlib.PurePath(value).name}"
+        if line and not line.startswith(LOCAL):
+            words.append(line)
+    return " ".join(["python -m jaxkv.launch", *words]) if words else None
+
+
+def _name(value: Any) -> str | None:
+    """The name of a model or precision, which is a mapping, a string or missing."""
+    return value.get("name") if isinstance(value, Mapping) else value
+
+
+def describe_condition(run: Run) -> dict[str, Any]:
+    """What was run: model, precision, sampler, framework, regime, device. What is not known is None."""
+    config = run.run["config"]
+    first: Record = next((record for record in run.records if "experiment" in record), {})
+    model, precision = config.get("model"), config.get("precision")
+    parts = precision if isinstance(precision, Mapping) else {}
+    device = config.get("device")
+    shapes = first.get("shapes") or {}
+    tile = shapes.get("tile", (config.get("decoding") or {}).get("tile"))
+    sampling = first.get("sampling") or config.get("sampling") or {}
+    heads = (model.get("num_query_heads"), model.get("num_kv_heads")) if isinstance(model, Mapping) else (None, None)
+    return {
+        "name": run.name,
+        "model": _name(model),
+        "layers": model.get("num_layers") if isinstance(model, Mapping) else None,
+        "heads": {"query": heads[0], "kv": heads[1]},
+        "precision": _name(precision),
+        "accumulation": parts.get("accumulation"),
+        "sampler": sampling.get("sampler"),
+        "seed": sampling.get("seed"),
+        "framework": first.get("framework") or config.get("framework") or DEFAULT_FRAMEWORK,
+        "attention": first.get("attention") or config.get("attention"),
+        "regime": "plain" if tile is None else "aligned",
+        "uncached": shapes.get("uncached"),
+        "new_tokens": (config.get("decoding") or {}).get("new_tokens"),
+        "device": device.get("kind") if isinstance(device, Mapping) else device,
+        "fingerprint": run.run.get("fingerprint"),
+    }
+
+
+def describe_origin(run: Run) -> dict[str, Any]:
+    """Where a run's figures came from: command, dates, revisions, versions, hashes."""
+    config, sessions = run.run["config"], run.run["sessions"]
+    last = sessions[-1] if sessions else {}
+    checkpoint = dict(last.get("checkpoint") or config.get("checkpoint") or {})
+    source = checkpoint.pop("source", None)
+    first: Record = next((record for record in run.records if "experiment" in record), {})
+    data = config.get("data")
+    return {
+        "command": describe_command(run.flags),
+        "dates": sorted({session["started"][:10] for session in sessions if "started" in session}),
+        "revisions": sorted({session["git"] for session in sessions if session.get("git")}),
+        "device": config.get("device"),
+        "versions": (last.get("packages") or config.get("versions") or {}) | (first.get("versions") or {}),
+        "variables": last.get("variables") or {},
+        "checkpoint": {"source": source and pathlib.PurePath(source).name, **checkpoint},
+        "data": {
+            part: {key: found[key] for key in ("sha256", "rows") if key in found}
+            for part, found in data.items()
+            if isinstance(found, Mapping)
+        }
+        if isinstance(data, Mapping)
+        else data,
+        "fingerprint": run.run.get("fingerprint"),
+    }

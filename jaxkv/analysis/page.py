@@ -1,0 +1,326 @@
+"""A study's report from its summary: what is said in which order. The same summary gives the same bytes."""
+
+import itertools
+import json
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxkv import records
+from jaxkv.analysis import figures
+from jaxkv.analysis.attribution import HEADER as ATTRIBUTION_HEADER
+from jaxkv.analysis.attribution import conclude as conclude_attribution
+from jaxkv.analysis.attribution import make_rows as make_attribution_rows
+from jaxkv.analysis.document import (
+    Block,
+    Bullets,
+    Code,
+    Fold,
+    Heading,
+    Paragraph,
+    Table,
+    to_html,
+    to_markdown,
+)
+from jaxkv.analysis.format import (
+    format_count,
+    format_counted_share,
+    format_mean,
+    format_number,
+    format_points,
+    format_share,
+)
+from jaxkv.analysis.gather import read_runs
+from jaxkv.analysis.mitigations import make_tables
+from jaxkv.analysis.page_parity import write_parity
+from jaxkv.analysis.report import LABELS, describe_gate
+from jaxkv.analysis.study import summarize_study
+from jaxkv.analysis.summary import share
+
+Study = Mapping[str, Any]
+TITLE = "Cached against uncached decoding: the claims, tested"
+PAPER = "arXiv 2604.15409"
+TIES_SHOWN = 20
+METHOD = (
+    "cached: a prefill of the prompt, then one row a step. uncached: the whole prefix at every step. The uncached arm "
+    "first follows the cached arm's tokens (teacher-forced: figures per token), then runs freely.",
+    "flip: the two arms' top tokens differ at a step, the lowest id winning an exact tie. A sequence of n tokens "
+    "diverges with probability 1 - (1 - p)^n at p flips per token, so flips and diverging sequences are two rates.",
+    "KL is KL(uncached to cached) in nats, taken in float64.",
+    "Intervals are 95 %. Those of per-token figures resample whole sequences and are never narrower than if tokens "
+    "were independent; over conditions problems are resampled, since conditions share them.",
+    "A count of zero stands with its one-sided 95 % bound, 1 - 0.05^(1/n), which takes trials as independent.",
+    "McNemar's test is exact. Over conditions the interval over problems decides; the sign test and Stouffer's z take "
+    "conditions as independent, which they are not, and stand beside it.",
+    "A sample in which a number was not finite is invalid and enters no figure: the argmax of NaN is no agreement.",
+    "A verdict speaks of these models, prompts, devices and versions. 'reproduced' needs the whole interval on the "
+    "claim's side, 'not reproduced' the whole interval on the other.",
+)
+
+
+def write_claims(study: Study) -> list[Block]:
+    """The claims table."""
+    rows = [
+        [f"{claim['id']}: {claim['claim']}", claim["verdict"], tuple(claim["figure"]), tuple(claim["control"])]
+        for claim in study["claims"]
+    ]
+    text = f"Claims of {PAPER}, on the models and devices of the {len(study['conditions'])} runs below."
+    return [Paragraph(text, "note"), Table(["claim", "verdict", "figure", "control"], rows, kind="claims")]
+
+
+def _valid(study: Study) -> list[Mapping[str, Any]]:
+    return [c for c in study["conditions"] if c.get("divergence") and c["divergence"]["status"] == "ok"]
+
+
+def write_conditions(study: Study) -> list[Block]:
+    """One row a run with divergence records, and why runs are invalid."""
+    head = ["run", "valid", "argmax flips per token", "sequences that diverge", "mean KL, nats", "bit-equal steps"]
+    head += ["right: cached", "uncached", "difference, points", "McNemar p"]
+    rows, notes = [], []
+    for condition in study["conditions"]:
+        found = condition.get("divergence")
+        if not found:
+            continue
+        problems = found["problems"]
+        valid = f"{problems['ok']} of {problems['total']}"
+        if problems["total"] < problems["asked"]:
+            valid += f" (UNFINISHED, {problems['asked']} asked)"
+        for group in found["invalid"]:
+            notes.append(
+                f"{condition['name']}: {group['samples']} samples invalid at {group['reason']} ({group['arm']}, "
+                f"{group['value']}, from position {group['first_position']}); counted nowhere."
+            )
+        if found["status"] != "ok":
+            rows.append([condition["name"], valid, *["none counted"] * 8])
+            continue
+        forced, free, right = found["teacher_forced"], found["free_running"], found["accuracy"]["numeric"]
+        rows.append(
+            [
+                condition["name"],
+                valid,
+                format_counted_share(forced and forced["flips"]),
+                format_counted_share(free and free["diverged"]),
+                format_mean(forced["kl"]) if forced else "-",
+                format_share(forced and forced["bit_equal"]),
+                format_count(right["cached"]),
+                format_count(right["uncached"]),
+                format_points(right["difference"]),
+                format_number(right["mcnemar_p"]),
+            ]
+        )
+    blocks: list[Block] = [Heading("Divergence", name="divergence")] if rows else []
+    if rows:
+        blocks.append(Table(head, rows))
+    if notes:
+        blocks.append(Bullets(notes))
+    return blocks
+
+
+def write_controls(study: Study) -> list[Block]:
+    """Each arm against itself, and the gate."""
+    names = list(LABELS)
+    rows = []
+    for condition in _valid(study):
+        controls = condition["divergence"]["controls"]
+        cells = [
+            f"{format_counted_share(c['flips'])} flips; KL {format_number(c['kl']['mean'])}" if c else "not run"
+            for c in (controls[name] for name in names)
+        ]
+        rows.append([condition["name"], *cells, describe_gate(condition["divergence"]["gate"])])
+    if not rows:
+        return []
+    return [
+        Heading("Controls", name="controls"),
+        Paragraph("Each is an arm against itself. Where another padded length differs too, a shape alone suffices."),
+        Table(["run", *(LABELS[name] for name in names), "gate"], rows),
+    ]
+
+
+def write_ties(study: Study) -> list[Block]:
+    """Exact ties, where the lowest id wins."""
+    rows, listed, without = [], [], []
+    for condition in _valid(study):
+        found = condition["divergence"]["teacher_forced"]
+        if not found:
+            continue
+        ties = found["ties"]
+        if not ties["count"]:
+            without.append(found["tokens"])
+            continue
+        steps = format_counted_share(share(ties["count"], found["tokens"]))
+        rows.append([condition["name"], steps, f"{ties['flips']} of {found['flips']['count']}"])
+        listed += [
+            [condition["name"], str(tie["problem"]), str(tie["step"]), "flip" if tie["flip"] else "no flip"]
+            for tie in ties["listed"]
+        ]
+    if not rows and not without:
+        return []
+    text = "Two best logits that are equal have margin 0; the lowest token id wins in both arms."
+    if without:
+        none = format_counted_share(share(0, sum(without)))
+        text += f" In {len(without)} of {len(without) + len(rows)} runs no step is a tie: {none}."
+    blocks: list[Block] = [Heading("Exact ties", 3), Paragraph(text)]
+    if listed:
+        shown = Table(["run", "problem", "step", "outcome"], listed[:TIES_SHOWN])
+        count = f"the first {TIES_SHOWN} of {len(listed)}" if len(listed) > TIES_SHOWN else f"all {len(listed)}"
+        blocks.append(Table(["run", "steps at an exact tie", "of the flips, at one"], rows))
+        blocks.append(Fold(f"Ties listed ({count})", [shown]))
+    return blocks
+
+
+def write_accuracy(study: Study) -> list[Block]:
+    """Paired accuracy over conditions, and distances to fp64."""
+    rows = []
+    for precision, scorers in study["accuracy"].items():
+        for scorer, pooled in scorers.items():
+            if pooled is None:
+                continue
+            found, points = pooled["conditions"], pooled["difference"]
+            shown = format_points(points) if points["interval"] else f"{100 * points['mean']:+.1f}"
+            p = "-" if pooled["stouffer_p"] is None else format_number(pooled["stouffer_p"])
+            ahead = f"{found['cached_ahead']}, {found['uncached_ahead']}, {found['equal']}"
+            rows.append([precision, scorer, str(pooled["problems"]), shown, ahead, format_number(pooled["sign_p"]), p])
+    if not rows:
+        return []
+    head = ["precision", "scorer", "problems", "cached - uncached, points", "conditions: cached ahead, behind, equal"]
+    blocks: list[Block] = [
+        Heading("Accuracy over conditions", name="accuracy"),
+        Table([*head, "sign test p", "Stouffer p"], rows),
+    ]
+    for condition in study["conditions"]:
+        if condition.get("mitigations"):
+            blocks.append(Heading(f"Which arm is nearer to fp64: {condition['name']}", 3))
+            tables = [Table(header, cells, title) for title, header, cells in make_tables(condition["mitigations"])]
+            blocks += [*tables[1:2], Fold("The other tables of these variants", [*tables[:1], *tables[2:]])]
+    return blocks
+
+
+def write_precisions(study: Study) -> list[Block]:
+    """FP32 against 16 bits."""
+    head = [
+        "16-bit run",
+        "fp32 run",
+        "problems",
+        *(f"orders of {n}" for n in ("KL", "JS", "max |diff|", "mean |diff|")),
+    ]
+    rows = []
+    for pair in study["precisions"]:
+        cells = []
+        for entry in pair["metrics"].values():
+            text = "-" if entry["orders"] is None else f"{entry['orders']:.2f}"
+            low, high = entry["interval"] or (None, None)
+            cells.append(text if low is None else f"{text} [{low:.2f}, {high:.2f}]")
+        rows.append([pair["narrow"], pair["wide"], str(pair["problems"]), *cells])
+    if not rows:
+        return []
+    text = (
+        "log10 of the ratio of means, with intervals over problems. KL and JS are quadratic in the error of the "
+        "logits, the differences linear. A dash: the arms do not differ at all in one of the two."
+    )
+    return [Heading("FP32 against 16 bits", name="fp32"), Paragraph(text), Table(head, rows)]
+
+
+def write_attribution(study: Study) -> list[Block]:
+    """Which operations make the arms part."""
+    blocks: list[Block] = []
+    for condition in study["conditions"]:
+        found = condition.get("attribution")
+        if found:
+            blocks += [Heading(f"Which operations make the arms part: {condition['name']}", 3)]
+            if rows := make_attribution_rows(found):
+                blocks.append(Table(ATTRIBUTION_HEADER, rows))
+            blocks.append(Bullets(conclude_attribution(found)))
+    return [Heading("Attribution", name="attribution"), *blocks] if blocks else []
+
+
+def write_doctor(study: Study) -> list[Block]:
+    """What the device itself does."""
+    found = [c for c in study["conditions"] if c.get("doctor")]
+    if not found:
+        return []
+    blocks: list[Block] = [Heading("The device", name="device")]
+    for condition in found:
+        blocks += [Heading(condition["name"], 3), Bullets(condition["doctor"]["conclusions"])]
+    return blocks
+
+
+def _shorten(revision: str) -> str:
+    return revision[:12] + ("-dirty" if revision.endswith("-dirty") else "")
+
+
+def write_provenance(study: Study) -> list[Block]:
+    """Commands, versions, hashes."""
+    commands = [c["origin"]["command"] for c in study["conditions"] if c["origin"]["command"]]
+    blocks: list[Block] = [Heading("Provenance and commands", name="provenance")]
+    if commands:
+        blocks += [Paragraph("Each run was made by:"), Code("\n".join(dict.fromkeys(commands)))]
+    blocks += [Paragraph("This report was made of their directories by:"), Code("python -m jaxkv.report RUN...")]
+    rows = []
+    for condition in study["conditions"]:
+        origin = condition["origin"]
+        device = origin["device"]
+        kind = ", ".join(map(str, device.values())) if isinstance(device, Mapping) else str(device)
+        versions = ", ".join(f"{n} {v}" for n, v in origin["versions"].items() if v)
+        hashes = [f"{name} `{digest[:16]}`" for name, digest in (origin["checkpoint"].get("files") or {}).items()]
+        data = origin["data"] if isinstance(origin["data"], Mapping) else {}
+        hashes += [f"{part} `{found['sha256'][:16]}`" for part, found in data.items() if found.get("sha256")]
+        rows.append(
+            [
+                condition["name"],
+                ", ".join(origin["dates"]) or "-",
+                ", ".join(map(_shorten, origin["revisions"])) or "-",
+                kind,
+                versions,
+                "; ".join(hashes) or "-",
+                f"`{(origin['fingerprint'] or '-')[:16]}`",
+            ]
+        )
+    head = ["run", "date (UTC)", "revision", "device", "versions", "SHA-256 of files, begun", "fingerprint"]
+    blocks.append(Fold("Dates, devices, versions, hashes of each run", [Table(head, rows, kind="wrap")]))
+    return blocks
+
+
+def _write_missing(study: Study) -> list[Block]:
+    odd = [f"{c['name']}: {', '.join(c['not_reported'])}" for c in study["conditions"] if c.get("not_reported")]
+    return [Paragraph(f"Records this report has no section for: {'; '.join(odd)}.", "note")] if odd else []
+
+
+def write_blocks(study: Study) -> list[Block]:
+    """The whole report in order."""
+    drawn = [*figures.draw_position(study), *figures.draw_margins(study)]
+    parts: list[list[Block]] = [
+        write_claims(study),
+        _write_missing(study),
+        [Heading("Where the arms part", name="figures"), *drawn] if drawn else [],
+        write_conditions(study),
+        write_ties(study),
+        write_controls(study),
+        write_precisions(study),
+        write_accuracy(study),
+        write_parity(study),
+        write_attribution(study),
+        write_doctor(study),
+        [Heading("Method", name="method"), Bullets(METHOD)],
+        write_provenance(study),
+    ]
+    return list(itertools.chain.from_iterable(parts))
+
+
+def write_study(paths: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> dict[str, Any]:
+    """Writes report.html, report.md and summary.json of several runs into a directory, from their records alone.
+
+    Returns:
+      The summary.
+
+    Raises:
+      UserError: no runs, corrupt records, or not writable.
+    """
+    study = summarize_study(read_runs(paths))
+    directory = pathlib.Path(out)
+    blocks = write_blocks(study)
+    text = json.dumps(records.to_plain(study), allow_nan=False, indent=1) + "\n"
+    records.write_atomically(directory / "summary.json", text)
+    records.write_atomically(directory / "report.md", to_markdown(TITLE, blocks))
+    records.write_atomically(directory / "report.html", to_html(TITLE, blocks))
+    return study

@@ -1,0 +1,284 @@
+"""JAX beside PyTorch (and engines elsewhere), cached and uncached: is the framework gap larger than the cache gap?
+
+Two sources. Runs of 'divergence' and 'foreign' of several frameworks on the same prompts give free-running figures:
+tokens, first divergence, accuracy. Records of 'parity' give logits of four cells along the same tokens: flips, KL,
+direction, and the residual stream of each layer.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxkv.analysis import statistics
+from jaxkv.analysis.gather import Run, describe_condition
+from jaxkv.analysis.metrics import free_running
+from jaxkv.analysis.summary import clustered_share, group_invalid, share, summarize_comparisons
+from jaxkv.schema_parity import CACHE_PAIRS, CELLS, FRAMEWORK_PAIRS, PAIRS, name_pair, validate_parity
+
+Record = Mapping[str, Any]
+ARMS = ("uncached", "cached")
+
+
+def judge_gap(framework: Sequence[float], cache: Sequence[float]) -> dict[str, Any]:
+    """Whether the framework gap is larger or smaller than the cache gap, problems being the unit.
+
+    Returns:
+      means of both, their difference with an interval, and `larger`: 'framework', 'cache' or None where the interval
+      holds 0, or where there is none, problems being too few or all equal.
+    """
+    differ = [a - b for a, b in zip(framework, cache, strict=True)]
+    found = statistics.paired_interval(framework, cache) if any(differ) else None
+    if len(set(differ)) == 1 and statistics.sign_test(len(differ), 0) > 0.05:
+        found = None  # an interval of no width, of so few problems that they may lean one way by chance
+    larger = None
+    if found is not None:
+        larger = "framework" if found[0] > 0 else "cache" if found[1] < 0 else None
+    return {
+        "problems": len(differ),
+        "framework": float(np.mean(framework)),
+        "cache": float(np.mean(cache)),
+        "difference": float(np.mean(differ)),
+        "interval": found and list(found),
+        "larger": larger,
+    }
+
+
+# Free-running, from the records of each framework.
+
+
+def find_cells(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Groups of runs of one model, precision and sampling in several frameworks, each as cells of arms by prompt."""
+    groups: dict[tuple, dict[str, dict]] = defaultdict(dict)
+    foreign = []
+    for run in runs:
+        condition = describe_condition(run)
+        if run.of("foreign"):
+            foreign.append((condition, run.of("foreign")))
+            continue
+        samples = [s for s in run.of("divergence") if s["status"] == "ok"]
+        if samples and condition["regime"] == "plain":
+            key = tuple(condition[name] for name in ("model", "precision", "sampler", "seed"))
+            label = condition["framework"]
+            if condition["attention"] not in (None, "eager"):
+                label += f" ({condition['attention']})"
+            groups[key].setdefault(label, {"run": run.name, "samples": {_prompt(s): s for s in samples}})
+    for condition, records in foreign:
+        for key, group in groups.items():
+            asked = {prompt for member in group.values() for prompt in member["samples"]}
+            same = [r for r in records if _prompt(r) in asked]
+            sampler = (records[0].get("sampling") or {}).get("sampler")
+            if same and condition["precision"] in (None, key[1]) and sampler in (None, key[2]):
+                group.setdefault(
+                    records[0]["framework"], {"run": condition["name"], "samples": {_prompt(s): s for s in same}}
+                )
+    return [
+        dict(zip(("model", "precision", "sampler", "seed"), key, strict=True)) | {"members": group}
+        for key, group in groups.items()
+        if len(group) > 1
+    ]
+
+
+def _prompt(record: Record) -> tuple[int, str]:
+    return record["problem"], record["prompt_sha256"]
+
+
+def _compare_tokens(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Two cells' own generations, problem by problem."""
+    found = [free_running(a, b) for a, b in zip(first, second, strict=True)]
+    sizes = [max(len(a), len(b)) for a, b in zip(first, second, strict=True)]
+    differing = [f["differing_after"] + f["diverged"] for f in found]
+    starts = [f["first_diverged"] for f in found if f["diverged"]]
+    return {
+        "problems": len(found),
+        "diverged": share(sum(f["diverged"] for f in found), len(found)),
+        "agreement": clustered_share([n - d for n, d in zip(sizes, differing, strict=True)], sizes),
+        "first_diverged": float(np.median(starts)) if starts else None,
+        "parted": [f["diverged"] for f in found],
+    }
+
+
+def _right(record: Record, arm: str) -> bool | None:
+    scores = record["arms"][arm].get("scores")
+    return None if not scores else bool(scores["numeric"]["correct"])
+
+
+def summarize_free(group: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Figures of a group of `find_cells` on the problems that all its cells have; None if there are none."""
+    members = group["members"]
+    shared = sorted(set.intersection(*(set(member["samples"]) for member in members.values())))
+    if not shared:
+        return None
+    cells: dict[str, list[Record]] = {}
+    for framework, member in members.items():
+        records = [member["samples"][prompt] for prompt in shared]
+        for arm in ARMS:
+            if all(arm in record["arms"] for record in records):
+                cells[f"{framework} {arm}"] = records
+    arm_of = {cell: cell.rsplit(" ", 1)[1] for cell in cells}
+    tokens = {cell: [r["arms"][arm_of[cell]]["tokens"] for r in records] for cell, records in cells.items()}
+    right = {cell: [_right(r, arm_of[cell]) for r in records] for cell, records in cells.items()}
+    pairs: dict[str, dict[str, Any]] = {}
+    for a, b in itertools.combinations(cells, 2):
+        pairs[name_pair(a, b)] = _compare_tokens(tokens[a], tokens[b]) | {"accuracy": _compare(right[a], right[b])}
+    both = [f for f in members if f"{f} cached" in cells and f"{f} uncached" in cells]
+    contrasts = [_contrast(first, second, pairs, members, shared) for first, second in itertools.combinations(both, 2)]
+    for pair in pairs.values():
+        del pair["parted"]
+    return {
+        **{name: group[name] for name in ("model", "precision", "sampler", "seed")},
+        "runs": {framework: member["run"] for framework, member in members.items()},
+        "problems": len(shared),
+        "cells": {
+            cell: share(sum(map(bool, right[cell])), len(shared)) if None not in right[cell] else None for cell in cells
+        },
+        "pairs": pairs,
+        "contrasts": contrasts,
+    }
+
+
+def _compare(first: Sequence[bool | None], second: Sequence[bool | None]) -> dict[str, Any] | None:
+    """Numeric accuracy of two cells on the same problems; None where one has no scores."""
+    if None in (*first, *second):
+        return None
+    table = _count((bool(a), bool(b)) for a, b in zip(first, second, strict=True))
+    only = table[1][0], table[0][1]
+    return {"only_first": only[0], "only_second": only[1], "mcnemar_p": statistics.mcnemar_exact(*only)}
+
+
+def _contrast(first: str, second: str, pairs: Mapping, members: Mapping, shared: Sequence) -> dict[str, Any]:
+    """The cache gap of two frameworks beside the gap between them, and whether the same sequences and steps part."""
+
+    def parted(a: str, b: str) -> list[bool]:
+        return pairs[name_pair(a, b)]["parted"]
+
+    inside = [parted(f"{f} uncached", f"{f} cached") for f in (first, second)]
+    between = [parted(f"{first} {arm}", f"{second} {arm}") for arm in ARMS]
+    halves = [np.mean(np.asarray(found, np.float64), axis=0).tolist() for found in (between, inside)]
+    flips = [[0, 0], [0, 0]]
+    for prompt in shared:
+        ours, theirs = (members[f]["samples"][prompt] for f in (first, second))
+        if not (ours.get("teacher_forced") and theirs.get("teacher_forced")):
+            continue
+        apart = free_running(ours["arms"]["cached"]["tokens"], theirs["arms"]["cached"]["tokens"])["first_diverged"]
+        columns = [record["teacher_forced"]["flip"] for record in (ours, theirs)]
+        # The step at which the tokens part still has the same text before it.
+        steps = min(*map(len, columns), len(columns[0]) if apart is None else apart + 1)
+        for a, b in zip(columns[0][:steps], columns[1][:steps], strict=True):
+            flips[int(a)][int(b)] += 1
+    return {
+        "frameworks": [first, second],
+        "gap": judge_gap(*halves),
+        "parted": {
+            kind: share(sum(map(any, zip(*found, strict=True))), len(shared))
+            for kind, found in (("framework", between), ("cache", inside))
+        },
+        "same_sequences": _same(_count(zip(*inside, strict=True))),
+        "same_flips": _same(flips) if sum(map(sum, flips)) else None,
+    }
+
+
+def _count(pairs: Any) -> list[list[int]]:
+    """2 x 2 counts of pairs of booleans."""
+    table = [[0, 0], [0, 0]]
+    for a, b in pairs:
+        table[int(a)][int(b)] += 1
+    return table
+
+
+def _same(table: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Whether two frameworks part at the same places: counts, what independence would give, and Fisher's p."""
+    total = sum(map(sum, table))
+    first, second = sum(table[1]), table[0][1] + table[1][1]
+    return {
+        "places": total,
+        "first": first,
+        "second": second,
+        "both": table[1][1],
+        "expected": first * second / total,
+        "fisher_p": statistics.fisher_exact(table),
+    }
+
+
+# Along the same tokens, from the records of 'parity'.
+
+
+def summarize_parity(records: Sequence[Record], run: Mapping[str, Any]) -> dict[str, Any]:
+    """Summarizes the 'parity' records of a run.
+
+    Args:
+      records: in any order; those of other experiments are left out.
+      run: content of run.json.
+
+    Returns:
+      Plain values. `status` is 'ok', 'invalid' (no sample is valid) or 'empty'.
+
+    Raises:
+      ValueError: a record breaks its schema; starts with its key and the field.
+    """
+    samples = sorted((r for r in records if r.get("experiment") == "parity"), key=lambda r: r.get("problem", 0))
+    for sample in samples:
+        try:
+            validate_parity(sample)
+        except ValueError as error:
+            raise ValueError(f"sample {sample.get('key')}: {error}") from error
+    valid = [s for s in samples if s["status"] == "ok" and s["tokens"]]
+    summary: dict[str, Any] = {
+        "experiment": "parity",
+        "fingerprint": run.get("fingerprint"),
+        "status": "ok" if valid else "invalid" if samples else "empty",
+        "problems": {"total": len(samples), "ok": len(valid)},
+        "invalid": group_invalid([s for s in samples if s["status"] == "invalid"]),
+        "attention": sorted({s["attention"] for s in samples}),
+        "torch_uncached": sorted({s["torch_uncached"] for s in samples}),
+        "versions": samples[0]["versions"] if samples else {},
+    }
+    if not valid:
+        return summary
+    sizes = [len(s["tokens"]) for s in valid]
+    summary["tokens"] = sum(sizes)
+    summary["pairs"] = {pair: summarize_comparisons([(s, s["pairs"][pair]) for s in valid]) for pair in PAIRS}
+    kl = {pair: [float(np.mean(s["pairs"][pair]["kl"])) for s in valid] for pair in PAIRS}
+    halves = [np.mean([kl[pair] for pair in kind.values()], axis=0).tolist() for kind in (FRAMEWORK_PAIRS, CACHE_PAIRS)]
+    ratio = statistics.ratio_bootstrap(*((half, np.ones(len(half))) for half in halves)) if sum(halves[1]) else None
+    summary["gap"] = judge_gap(*halves) | {
+        "ratio": sum(halves[0]) / sum(halves[1]) if sum(halves[1]) else None,
+        "ratio_interval": ratio and list(ratio),
+    }
+    summary["cosine"] = _summarize_cosine([[c for c in s["cosine"] if c is not None] for s in valid])
+    flips = [[s["pairs"][CACHE_PAIRS[f]]["flip"] for s in valid] for f in ("jax", "torch")]
+    steps = [pair for a, b in zip(*flips, strict=True) for pair in zip(a, b, strict=True)]
+    summary["same_flips"] = _same(_count(steps))
+    summary["same_choice"] = _same_choices(valid)
+    summary["layers"] = {
+        "bit_equal": {cell: sum(s["layers"]["bit_equal"][cell] for s in valid) for cell in CELLS},
+        "mean": {
+            pair: np.average([s["layers"]["distance"][pair]["mean"] for s in valid], axis=0, weights=sizes).tolist()
+            for pair in PAIRS
+        },
+        "max": {pair: np.max([s["layers"]["distance"][pair]["max"] for s in valid], axis=0).tolist() for pair in PAIRS},
+    }
+    return summary
+
+
+def _summarize_cosine(columns: Sequence[Sequence[float]]) -> dict[str, Any] | None:
+    """Mean cosine over the steps at which the cache moves both frameworks; None without such a step."""
+    kept = [column for column in columns if column]
+    if not kept:
+        return None
+    sums, sizes = [sum(column) for column in kept], [len(column) for column in kept]
+    interval = statistics.paired_interval([a / n for a, n in zip(sums, sizes, strict=True)], np.zeros(len(kept)))
+    return {"steps": sum(sizes), "mean": sum(sums) / sum(sizes), "interval": interval and list(interval)}
+
+
+def _same_choices(valid: Sequence[Record]) -> dict[str, int]:
+    """Of the steps at which both frameworks flip, at how many they flip between the same two tokens."""
+    flipped = [
+        [tuple(s["choices"][f"{f} {arm}"][step] for arm in ARMS) for f in ("jax", "torch")]
+        for s in valid
+        for step in range(len(s["tokens"]))
+        if all(s["pairs"][CACHE_PAIRS[f]]["flip"][step] for f in ("jax", "torch"))
+    ]
+    return {"count": sum(a == b for a, b in flipped), "total": len(flipped)}

@@ -1,0 +1,116 @@
+"""The summary of several runs as one study. A pure function of their records: same records, same summary."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxkv.analysis import claims, contrasts, curves, parity
+from jaxkv.analysis.attribution import summarize_attribution
+from jaxkv.analysis.doctor_findings import compare_processes, conclude, operand_kind
+from jaxkv.analysis.gather import Run, describe_condition, describe_origin
+from jaxkv.analysis.mitigations import summarize_mitigations
+from jaxkv.analysis.summary import summarize
+from jaxkv.errors import UserError
+from jaxkv.schema_doctor import validate_doctor
+from jaxkv.schema_foreign import validate_foreign
+
+Summary = dict[str, Any]
+SUMMARIES: dict[str, Callable[[Run], Mapping[str, Any]]] = {
+    "divergence": lambda run: summarize(run.records, run.run),
+    "attribution": lambda run: summarize_attribution(run.records, run.run),
+    "mitigations": lambda run: summarize_mitigations(run.records, run.timings, run.run),
+    "parity": lambda run: parity.summarize_parity(run.records, run.run),
+}
+CHECKED = {"doctor": validate_doctor, "foreign": validate_foreign}
+
+
+def summarize_study(runs: Sequence[Run]) -> Summary:
+    """Summarizes runs, and judges the claims by them.
+
+    Args:
+      runs: in the order of the report.
+
+    Returns:
+      Plain values for summary.json: `conditions`, one a run with what it is, where it came from, and the summary of
+      each experiment it has; figures over several runs; `claims`.
+
+    Raises:
+      UserError: a record breaks its schema; names run, key and field.
+    """
+    conditions = [_summarize_run(run) for run in runs]
+    samples = [(c, contrasts.find_valid(run)) for c, run in zip(conditions, runs, strict=True) if run.of("divergence")]
+    ours = [(c, s) for c, s in samples if c["framework"] == "jax"]
+    plain = [(c, s) for c, s in ours if c["regime"] == "plain" and s]
+    by_precision = {
+        name: [(c, s) for c, s in plain if contrasts.base_precision(c) == name] for name in ("fp16", "bf16", "fp32")
+    }
+    study: Summary = {
+        "experiment": "study",
+        "conditions": conditions,
+        "accuracy": {name: contrasts.pool_scorers(found) for name, found in by_precision.items() if found},
+        "precisions": contrasts.pair_precisions([(c, s) for c, s in samples if s]),
+        "flips": {name: contrasts.count_flips(found) for name, found in by_precision.items()},
+        "reruns": contrasts.count_reruns(ours),
+        "replicates": contrasts.find_replicates(runs),
+        "processes": [_describe_device(record) for run in runs for record in run.of("doctor")],
+        "truth": [truth for condition in conditions for truth in _find_truth(condition)],
+        "parity": [found for group in parity.find_cells(runs) if (found := parity.summarize_free(group))],
+    }
+    study["claims"] = claims.judge(study)
+    return study
+
+
+def _summarize_run(run: Run) -> Summary:
+    condition = describe_condition(run) | {"origin": describe_origin(run), "held": None}
+    held = run.run["config"].get("held")
+    if isinstance(held, Mapping):
+        condition["held"] = held.get("operand")
+    try:
+        for experiment, make in SUMMARIES.items():
+            if run.of(experiment):
+                condition[experiment] = dict(make(run))
+        for experiment, validate in CHECKED.items():
+            for record in run.of(experiment):
+                try:
+                    validate(record)
+                except ValueError as error:
+                    raise ValueError(f"sample {record.get('key')}: {error}") from error
+        known = {*SUMMARIES, *CHECKED}
+        if odd := sorted({str(r.get("experiment")) for r in run.records} - known):
+            condition["not_reported"] = odd
+    except ValueError as error:
+        raise UserError(f"{run.name}/samples.jsonl: {error}; was it written by another version?") from error
+    if run.of("divergence"):
+        condition["curves"] = curves.draw_condition(list(contrasts.find_valid(run).values()))
+    for record in run.of("doctor"):
+        condition["doctor"] = {"conclusions": conclude(record)}
+    if run.of("foreign"):
+        condition["foreign"] = {"problems": len(run.of("foreign"))}
+    return condition
+
+
+def _describe_device(record: Mapping[str, Any]) -> Summary:
+    """What a doctor record says of other processes, and of fp32."""
+    bits = record["dtypes"].get("fp32", {}).get("operand_bits", {}).get("highest", {})
+    kinds = sorted({operand_kind(found) for found in bits.values()})
+    kind = record["device"]["kind"]
+    return {
+        "device": kind,
+        "process": {dtype: compare_processes(record, dtype)[0] for dtype in record["dtypes"]},
+        "fp32": [f"FP32 products on {kind} have the errors of {' and '.join(kinds)}"] if kinds else [],
+    }
+
+
+def _find_truth(condition: Mapping[str, Any]) -> list[Summary]:
+    """Which arm is nearer to the fp64 run, by variant."""
+    return [
+        {
+            "condition": condition["name"],
+            "model": condition["model"],
+            "variant": entry["variant"],
+            "tile": entry["tile"],
+            "problems": entry["problems"]["ok"],
+            "nearer": entry["distance"]["given"]["nearer"],
+        }
+        for entry in (condition.get("mitigations") or {}).get("variants", [])
+        if entry["distance"] is not None
+    ]

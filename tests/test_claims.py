@@ -1,0 +1,225 @@
+"""Verdicts follow the records: each test changes records until a verdict turns, and no figure outlives them."""
+
+import copy
+
+import numpy as np
+import pytest
+from scipy import stats
+from study_records import align, as_torch, make_run, make_samples
+
+from jaxkv.analysis import contrasts, statistics
+from jaxkv.analysis.claims import CANNOT_TELL, NOT_REPRODUCED, REPRODUCED
+from jaxkv.analysis.gather import describe_condition
+from jaxkv.analysis.study import summarize_study
+
+SAMPLERS = ("greedy", "temperature", "top_p")
+
+
+def judge(*runs, name):
+    (claim,) = [claim for claim in summarize_study(runs)["claims"] if claim["id"] == name]
+    return claim
+
+
+def text_of(claim):
+    return "\n".join([*claim["figure"], *claim["control"]])
+
+
+def test_nothing_is_claimed_without_records():
+    study = summarize_study([make_run([], name="empty")])
+    assert [claim["id"] for claim in study["claims"]] == ["C1", "C2", "C3a", "C3b", "C4", "C5", "C6"]
+    assert {claim["verdict"] for claim in study["claims"]} == {CANNOT_TELL}
+
+
+# C1: all generations diverge.
+
+
+def test_c1_all_of_many_diverge():
+    assert judge(make_run(make_samples(count=80, flips=lambda p: (3,))), name="C1")["verdict"] == REPRODUCED
+
+
+def test_c1_all_of_a_few_do_not_tell():
+    claim = judge(make_run(make_samples(count=12, flips=lambda p: (3,))), name="C1")
+    assert claim["verdict"] == CANNOT_TELL
+    assert "95 % lower bound 78 %" in text_of(claim)
+
+
+def test_c1_one_that_agrees_refutes():
+    samples = make_samples(count=80, flips=lambda p: (3,) if p else ())
+    claim = judge(make_run(samples), name="C1")
+    assert claim["verdict"] == NOT_REPRODUCED
+    assert "79 of 80" in text_of(claim)
+
+
+def test_c1_the_other_precisions_and_regimes_do_not_count():
+    agreeing = make_samples(count=80)
+    whole = make_run(make_samples(count=80, flips=lambda p: (3,)))
+    aligned = make_run(align(make_samples(count=80)), name="aligned")
+    torch = make_run(as_torch(copy.deepcopy(agreeing)), name="torch")
+    claim = judge(whole, make_run(agreeing, name="bf16", precision="bf16"), aligned, torch, name="C1")
+    assert claim["verdict"] == REPRODUCED
+    assert "PyTorch, tiny fp16" in text_of(claim)
+    assert "logits differ at 0 of 1600 steps (95 % upper bound 0.19 %)" in text_of(claim)
+    assert judge(aligned, name="C1")["verdict"] == CANNOT_TELL
+
+
+# C2: more accurate with the cache.
+
+
+def lead(problems, arm=0):
+    """Problems that one arm alone gets right."""
+    return lambda p: ((True, False), (False, True))[arm] if p < problems else (True, True)
+
+
+def test_c2_follows_the_interval_over_problems():
+    for count, arm, verdict in ((20, 0, REPRODUCED), (20, 1, NOT_REPRODUCED), (1, 0, CANNOT_TELL), (0, 0, CANNOT_TELL)):
+        claim = judge(make_run(make_samples(count=40, right=lead(count, arm))), name="C2")
+        assert claim["verdict"] == verdict, (count, arm)
+
+
+def sampled(sampler, samples):
+    for sample in samples:
+        sample["sampling"]["sampler"] = sampler
+    return samples
+
+
+def test_c2_conditions_of_a_problem_are_not_independent():
+    """Three samplers that say the same are one test, not three, whatever the sign test makes of them."""
+    once = [make_run(sampled(s, make_samples(count=40, right=lead(4))), name=s) for s in SAMPLERS]
+    pooled = summarize_study(once)["accuracy"]["fp16"]["numeric"]
+    alone = summarize_study(once[:1])["accuracy"]["fp16"]["numeric"]
+    assert pooled["difference"]["interval"] == alone["difference"]["interval"]
+    assert pooled["conditions"] == {"cached_ahead": 3, "uncached_ahead": 0, "equal": 0}
+    assert pooled["stouffer_p"] < alone["stouffer_p"]
+
+
+def test_c2_no_difference_is_a_bound():
+    claim = judge(make_run(make_samples(count=40)), name="C2")
+    assert "+0.0 [-7.2, +7.2] points" in text_of(claim)
+
+
+# C3: fp32.
+
+
+def precisions(wide=None, **changes):
+    narrow = make_run(make_samples("fp16", **changes))
+    return narrow, make_run(wide or make_samples("fp32", **changes), name="fp32", precision="fp32")
+
+
+def test_c3a_orders():
+    claim = judge(*precisions(), name="C3a")
+    assert claim["verdict"] == REPRODUCED  # 1e-2 against 1e-6 is four orders, squared eight
+    assert "8.0 [" in text_of(claim)
+    near = make_samples("fp32")
+    for sample in near:
+        sample["teacher_forced"]["kl"] = [1e-8] * 20
+    claim = judge(*precisions(near), name="C3a")
+    assert claim["verdict"] == NOT_REPRODUCED
+    (pair,) = summarize_study(precisions(near))["precisions"]
+    assert pair["metrics"]["max_abs"]["orders"] == pytest.approx(4)
+    assert pair["metrics"]["kl"]["orders"] == pytest.approx(4, abs=0.2)
+
+
+def test_c3a_an_interval_across_the_line_does_not_tell():
+    wide = make_samples("fp32", count=6)
+    for sample in wide[1:]:
+        sample["teacher_forced"]["kl"] = [1e-18] * 20
+    wide[0]["teacher_forced"]["kl"] = [1e-10] * 20
+    assert judge(*precisions(wide, count=6), name="C3a")["verdict"] == CANNOT_TELL
+
+
+def test_c3a_conditions_must_match():
+    other = make_run(sampled("top_p", make_samples("fp32")), name="fp32", precision="fp32")
+    assert judge(make_run(make_samples()), other, name="C3a")["verdict"] == CANNOT_TELL
+
+
+def test_c3b_a_zero_is_worth_its_bound():
+    few = judge(make_run(make_samples("fp32"), precision="fp32"), name="C3b")
+    assert few["verdict"] == CANNOT_TELL
+    assert "0 of 240 (95 % upper bound 1.2 %)" in text_of(few)
+    many = make_samples("fp32", count=40, tokens=160)
+    assert judge(make_run(many, precision="fp32"), name="C3b")["verdict"] == REPRODUCED
+    many[3]["teacher_forced"]["flip"][7] = True
+    assert judge(make_run(many, precision="fp32"), name="C3b")["verdict"] == NOT_REPRODUCED
+
+
+# C6: deterministic.
+
+
+def test_c6_needs_another_process_or_run():
+    samples = make_samples(right=lead(6))
+    once = make_run(samples, name="a", fingerprint="same")
+    assert judge(once, name="C6")["verdict"] == CANNOT_TELL
+    again = make_run(copy.deepcopy(samples), name="b", fingerprint="same")
+    claim = judge(once, again, name="C6")
+    assert claim["verdict"] == REPRODUCED
+    assert "0 of 12 (95 % upper bound 22 %) problems have other tokens" in text_of(claim)
+    other = make_run(copy.deepcopy(samples), name="b", fingerprint="another")
+    assert judge(once, other, name="C6")["verdict"] == CANNOT_TELL
+    turned = make_run(make_samples(right=lead(6, 1)), name="b", fingerprint="same")
+    assert judge(once, turned, name="C6")["verdict"] == NOT_REPRODUCED
+
+
+def test_c6_a_rerun_with_other_bits():
+    samples = make_samples()
+    again = make_run(copy.deepcopy(samples), name="b", fingerprint="same")
+    samples[2]["controls"]["cached_rerun"]["bit_equal"][4] = False
+    claim = judge(make_run(samples, name="a", fingerprint="same"), again, name="C6")
+    assert claim["verdict"] == CANNOT_TELL
+    assert "1 of 480" in text_of(claim)
+
+
+@pytest.mark.parametrize("name", ["C1", "C2", "C3a", "C3b", "C6"])
+def test_no_zero_without_its_bound(name):
+    study = (*precisions(), make_run(align(make_samples()), name="aligned"))
+    for line in text_of(judge(*study, name=name)).splitlines():
+        if " 0 of " in line and "conditions" not in line:
+            assert "upper bound" in line, line
+
+
+# The statistics.
+
+
+def test_mid_p_is_the_textbook_sum():
+    for b, c in ((8, 1), (3, 3), (0, 5), (20, 0)):
+        terms = [stats.binom.pmf(k, b + c, 0.5) for k in range(b + c + 1)]
+        assert statistics.mcnemar_mid_p(b, c) == pytest.approx(sum(terms[b + 1 :]) + terms[b] / 2)
+        assert statistics.mcnemar_mid_p(b, c) == pytest.approx(1 - statistics.mcnemar_mid_p(c, b))
+
+
+def test_stouffer_by_hand():
+    """Stouffer et al. 1949: z = sum of weighted z over the root of the sum of squared weights."""
+    tables = [(8, 1), (5, 4), (0, 0), (2, 3)]
+    z = [stats.norm.isf(statistics.mcnemar_mid_p(*t)) for t in tables if sum(t)]
+    weights = np.sqrt([9, 9, 5])
+    combined = float(np.dot(weights, z) / np.sqrt(np.sum(weights**2)))
+    assert statistics.stouffer(tables) == pytest.approx(2 * stats.norm.sf(abs(combined)))
+    assert statistics.stouffer([(0, 0)]) is None
+    assert statistics.stouffer([(1, 8), (4, 5)]) == pytest.approx(statistics.stouffer([(8, 1), (5, 4)]))
+
+
+def test_fisher_is_the_lady_tasting_tea():
+    """Fisher 1935: three of four cups told right has a one-sided p of 17/70, two-sided 34/70."""
+    assert statistics.fisher_exact([[3, 1], [1, 3]]) == pytest.approx(34 / 70)
+
+
+def test_the_ratio_of_means_against_scipy():
+    rng = np.random.default_rng(0)
+    a, b = rng.gamma(4, size=(2, 60))
+    low, high = statistics.ratio_bootstrap((a, np.ones(60)), (b, np.ones(60)))
+    reference = stats.bootstrap(
+        (a, b), lambda x, y, axis: x.mean(axis) / y.mean(axis), paired=True, vectorized=True, method="percentile",
+        n_resamples=4000, rng=1,
+    ).confidence_interval  # fmt: skip
+    assert (low, high) == pytest.approx((reference.low, reference.high), rel=0.03)
+    assert statistics.ratio_bootstrap(([1], [1]), ([1], [1])) is None
+    assert statistics.ratio_bootstrap(([1, 2], [1, 1]), ([1, 0], [1, 1])) is None
+
+
+def test_an_offset_of_the_logits_ratio_is_exact():
+    narrow, wide = (contrasts.find_valid(run) for run in precisions())
+    found = contrasts.compare_precisions(narrow, wide)
+    assert found["metrics"]["kl"]["orders"] == pytest.approx(8)
+    assert found["metrics"]["max_abs"]["orders"] == pytest.approx(4)
+    same = contrasts.compare_precisions(narrow, {key: align([copy.deepcopy(s)])[0] for key, s in narrow.items()})
+    assert same["metrics"]["kl"]["orders"] is None
+    assert describe_condition(precisions()[1])["precision"] == "fp32"

@@ -1,0 +1,318 @@
+"""The report of several runs: every figure comes from records, one file without a network, life without jax."""
+
+import html.parser
+import json
+import re
+import subprocess
+import sys
+from xml.etree import ElementTree as ET
+
+import pytest
+from sample_records import make_invalid
+from study_records import align, as_torch, make_parity, make_run, make_samples
+
+from jaxkv import records
+from jaxkv.analysis import svg
+from jaxkv.analysis.curves import bin_steps, divergence_over_tokens, margin_points
+from jaxkv.analysis.document import Bullets, Code, Figure, Fold, Heading, Paragraph, Table, to_html, to_markdown
+from jaxkv.analysis.gather import describe_command, find_runs, name_runs
+from jaxkv.analysis.page import write_blocks
+from jaxkv.analysis.study import summarize_study
+from jaxkv.errors import UserError
+from jaxkv.report import main
+
+
+def flips(problem):
+    return (5, 9) if problem % 3 == 0 else ()
+
+
+def make_study(change=None):
+    """fp16, fp32, an aligned, a PyTorch and a parity run; `change` gets the fp16 samples first."""
+    samples = make_samples(flips=flips)
+    samples[1]["teacher_forced"]["margin"][2] = 0.0
+    if change:
+        change(samples)
+    return [
+        make_run(samples, name="fp16"),
+        make_run(make_samples("fp32"), name="fp32", precision="fp32"),
+        make_run(align(make_samples()), name="aligned"),
+        make_run(as_torch(make_samples(flips=lambda p: (5,) if p == 3 else ())), name="torch"),
+        make_run(make_parity(), name="parity"),
+    ]
+
+
+def render(runs):
+    study = summarize_study(runs)
+    blocks = write_blocks(study)
+    return json.dumps(study), to_html("title", blocks), to_markdown("title", blocks)
+
+
+@pytest.fixture(scope="module")
+def rendered():
+    return render(make_study())
+
+
+# Figures come from records.
+
+CHANGES = {
+    "a flip": lambda s: s[1]["teacher_forced"]["flip"].__setitem__(3, True),
+    "a KL": lambda s: s[1]["teacher_forced"]["kl"].__setitem__(3, 0.25),
+    "a margin": lambda s: s[1]["teacher_forced"]["margin"].__setitem__(3, 2e-3),
+    "a tie": lambda s: s[1]["teacher_forced"]["margin"].__setitem__(2, 1.0),
+    "an answer": lambda s: s[1]["arms"]["cached"]["scores"]["numeric"].__setitem__("correct", False),
+    "a token": lambda s: s[1]["arms"]["cached"]["tokens"].__setitem__(6, 77),
+    "a divergence": lambda s: s[0]["free_running"].__setitem__("first_diverged", 7),
+    "a rerun": lambda s: s[1]["controls"]["cached_rerun"]["bit_equal"].__setitem__(0, False),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_changed_record_changes_the_report(rendered, name):
+    summary, page, _ = render(make_study(CHANGES[name]))
+    assert summary != rendered[0]
+    assert page != rendered[1]
+
+
+def test_the_same_records_give_the_same_bytes(rendered):
+    assert render(make_study()) == rendered
+
+
+def test_markdown_and_page_say_the_same(rendered):
+    _, page, text = rendered
+    shown = " ".join(html.unescape(re.sub("<[^>]*>", " ", page)).split())
+    for line in text.splitlines():
+        if line.startswith("- "):
+            assert " ".join(line[2:].replace("`", " ").split()) in shown.replace(" ,", ","), line
+
+
+def test_parts_are_there_in_order(rendered):
+    headings = re.findall(r"^## (.*)", rendered[2], re.M)
+    assert headings == [
+        "Where the arms part", "Divergence", "Controls", "FP32 against 16 bits", "Accuracy over conditions",
+        "JAX beside PyTorch", "Method", "Provenance and commands",
+    ]  # fmt: skip
+    assert rendered[2].index("| claim | verdict | figure | control |") < rendered[2].index("## ")
+
+
+def test_case_9_exact_ties_are_listed(rendered):
+    """vllm-project/vllm 5543: margin 0 is a tie, and the rule is the lowest id."""
+    text = rendered[2]
+    assert "the lowest token id wins in both arms" in text
+    assert "| fp16 | 1 of 240 (0.42 % [" in text
+    assert "| fp16 | 1 | 2 | no flip |" in text
+
+
+def test_invalid_samples_are_named_and_counted_nowhere():
+    runs = make_study(lambda samples: samples.append(make_invalid(20)))
+    text = render(runs)[2]
+    assert "fp16: 1 samples invalid at resid_pre, layer 8 (cached, inf, from position 5); counted nowhere." in text
+    assert "12 of 13" in text
+    assert summarize_study(runs)["flips"]["fp16"]["flips"]["total"] == 240
+    alone = make_run([make_invalid(i) for i in range(3)], name="gemma")
+    assert "| gemma | 0 of 3 | none counted |" in render([alone])[2]
+
+
+def test_a_broken_record_names_run_and_field():
+    runs = make_study(lambda samples: samples[2]["sampling"].__setitem__("seed", None))
+    with pytest.raises(UserError, match=r"fp16/samples.jsonl: sample \['divergence', 2\]: sampling\.seed"):
+        summarize_study(runs)
+
+
+# The page.
+
+
+class Scan(html.parser.HTMLParser):
+    """Collects tags and attributes."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.attributes = [], []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(tag, *pair) for pair in attrs]
+
+
+def test_the_page_is_one_file_that_fetches_nothing(rendered):
+    scan = Scan(rendered[1])
+    assert not {"script", "link", "img", "iframe", "object"} & set(scan.tags)
+    for _, name, value in scan.attributes:
+        assert name not in ("src", "srcset", "style", "onload")
+        if name == "href":
+            assert value.startswith("#")
+    assert "http" not in rendered[1].replace("http-equiv", "")
+    assert "url(" not in rendered[1]
+    assert "@import" not in rendered[1]
+    anchors = {value for _, name, value in scan.attributes if name == "id"}
+    assert {value[1:] for _, name, value in scan.attributes if name == "href"} == anchors
+    assert ("meta", "content", "width=device-width, initial-scale=1") in scan.attributes
+    assert "prefers-color-scheme: dark" in rendered[1]
+    assert "@media print" in rendered[1]
+
+
+def test_what_records_say_is_no_markup():
+    runs = [make_run(make_samples(), name="<b>&amp;|`x`</b>", model={"name": "<script>alert(1)</script>"})]
+    _, page, text = render(runs)
+    assert not {"script", "b"} & set(Scan(page).tags)
+    assert "&lt;script&gt;" in page
+    assert "\\|" in text
+
+
+def test_charts_colour_by_class(rendered):
+    scan = Scan(rendered[1])
+    assert "svg" in scan.tags
+    assert not [a for a in scan.attributes if a[1] in ("fill", "stroke")]
+    for tag, name, value in scan.attributes:
+        if tag == "svg" and name == "aria-label":
+            assert value
+
+
+def test_blocks_in_both_forms():
+    drawing = ET.Element("svg")
+    blocks = [
+        Paragraph("before"), Heading("H", name="h"), Bullets(["a `b` c"]), Code("x\ny"), Figure([drawing], "shown"),
+        Fold("more", [Table(["p", "q"], [["1", ("2", "3")]], "T")]),
+    ]  # fmt: skip
+    text, page = to_markdown("t", blocks), to_html("t", blocks)
+    assert "# t\n\nbefore\n\n## H\n\n- a `b` c\n\n```\nx\ny\n```\n\nFigure (in report.html): shown" in text
+    assert "| 1 | 2; 3 |" in text
+    cell = '<td data-label="q"><p>2</p><p>3</p></td>'
+    for part in ("<li>a <code>b</code> c</li>", cell, "<summary>more</summary>"):
+        assert part in page
+
+
+# Charts.
+
+
+def test_ticks_are_round_and_inside():
+    assert svg.make_ticks(0, 1) == pytest.approx([0, 0.5, 1])
+    assert svg.make_ticks(0, 255) == [0, 100, 200]
+    assert svg.make_ticks(-3, 7, 6) == [-2, 0, 2, 4, 6]
+    assert svg.Scale(1e-5, 1e-2, 0, 300, log=True).ticks() == pytest.approx([1e-5, 1e-4, 1e-3, 1e-2])
+
+
+def test_scales_place_values():
+    assert svg.Scale(0, 10, 0, 100).place(5) == 50
+    assert svg.Scale(0, 10, 100, 0).place(10) == 0
+    assert svg.Scale(1e-4, 1, 0, 400, log=True).place(1e-2) == 200
+    assert svg.Scale(1e-4, 1, 0, 400, log=True).place(0) == 0  # what has no place is put on the edge
+    assert svg.limits([0.02, 3e-5, 0], log=True) == pytest.approx((1e-5, 0.1))
+    assert svg.limits([]) == (0, 1)
+    assert svg.limits([0.4, -1.0]) == (-1, 0.4)
+
+
+def test_a_line_goes_through_its_points():
+    chart = svg.Chart("t", (0, 10, "x", False), (0, 1, "y", False))
+    chart.line(2, [(0, 0), (10, 1)])
+    chart.dots(1, [(5, 0.5)], "mark")
+    line, mark = chart.svg.find("path[@class='line s2']"), chart.svg.find("path[@class='mark s1']")
+    floor = svg.HEIGHT - svg.BOTTOM
+    assert line.get("d") == f"M{float(svg.LEFT)} {float(floor)}L{float(svg.WIDTH - svg.RIGHT)} {float(svg.TOP)}"
+    middle = (svg.LEFT + svg.WIDTH - svg.RIGHT) / 2, (svg.TOP + floor) / 2
+    assert mark.get("d") == f"M{middle[0]} {middle[1]}h0"
+
+
+def test_cells_are_darker_the_larger():
+    drawing = svg.draw_cells("t", ["a", "b"], ["x", "y"], [[0.0, 1.0], [0.5, None]], str)
+    shades = [float(cell.get("fill-opacity")) for cell in drawing.findall("rect")]
+    assert shades == pytest.approx([0, 1, 0.53, 0], abs=0.01)
+
+
+# Curves.
+
+
+def test_means_are_taken_in_bins():
+    (first, second) = bin_steps([[1, 3, 5], [2, 4]], bins=2)
+    assert first == {"step": 0.5, "mean": 2.5, "tokens": 4}
+    assert second == {"step": 2.0, "mean": 5.0, "tokens": 1}
+    assert bin_steps([]) == []
+
+
+def test_divergence_is_a_step_function():
+    samples = make_samples(count=4, flips=lambda p: {0: (2,), 1: (2,), 2: (11,)}.get(p, ()))
+    assert divergence_over_tokens(samples) == [[0, 0.0], [3, 0.5], [12, 0.75], [20, 0.75]]
+
+
+def test_all_flips_are_drawn():
+    samples = make_samples(count=60, flips=flips)
+    found = margin_points(samples, points=100)
+    assert len(found["flips"]) == 40
+    assert found["every"] == 12
+    assert len(found["others"]) == 97
+
+
+# Directories and the command.
+
+
+def write(path, run):
+    with records.RunDirectory.open(path, run.run["config"], run.flags, {"git": "f" * 40}) as directory:
+        for record in run.records:
+            directory.append(record)
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    path = tmp_path_factory.mktemp("sweep")
+    for run in make_study():
+        write(path / run.name, run)
+    return path
+
+
+def test_a_sweep_is_one_report_without_jax(sweep, tmp_path):
+    code = f"""import runpy, sys
+class Block:
+    def find_spec(self, name, *_):
+        if name.split(".")[0] in ("jax", "jaxlib", "flax", "orbax", "transformers", "torch", "absl", "matplotlib"):
+            raise ImportError(name + " is blocked")
+sys.meta_path.insert(0, Block())
+sys.argv = ["report", {str(sweep)!r}, "--out={tmp_path}"]
+runpy.run_module("jaxkv.report", run_name="__main__")"""
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (child.returncode, child.stderr) == (0, "")
+    assert "not reproduced" in child.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"report.html", "report.md", "summary.json"}
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert [c["name"] for c in summary["conditions"]] == ["aligned", "fp16", "fp32", "parity", "torch"]
+    assert summary["conditions"][0]["origin"]["command"] == "python -m jaxkv.launch --precision=fp16"
+    assert not any(str(sweep) in (tmp_path / name).read_text() for name in ("report.html", "report.md", "summary.json"))
+
+
+def test_several_runs_go_where_they_are_told(sweep, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([str(sweep / "fp16"), str(sweep / "fp32")]) == 0
+    assert (tmp_path / "study-report" / "report.html").exists()
+    assert not (sweep / "fp16" / "report.md").exists()
+    assert main([str(sweep / "fp16")]) == 0
+    assert (sweep / "fp16" / "report.md").exists()
+    assert "argmax flips" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "said"), [("missing", "not a directory"), ("empty", "holds none")])
+def test_no_runs_are_one_line(tmp_path, capsys, name, said):
+    (tmp_path / "empty").mkdir()
+    assert main([str(tmp_path / name)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_runs_are_found_once_and_named_apart(sweep, tmp_path):
+    found = find_runs([sweep / "fp16", sweep])
+    assert [path.name for path in found] == ["fp16", "aligned", "fp32", "parity", "torch"]
+    other = tmp_path / "other" / "fp16"
+    other.mkdir(parents=True)
+    assert name_runs([sweep / "fp16", other]) == [f"{sweep.name}/fp16", "other/fp16"]
+
+
+def test_commands_name_no_place():
+    flags = "--model=m\n--checkpoint=/a/b/c.gguf\n--out=/runs/x\n--data=/d/t.jsonl\n--compilation_cache=/c\n"
+    assert describe_command(flags) == "python -m jaxkv.launch --model=m --checkpoint=c.gguf --data=t.jsonl"
+    assert describe_command("--checkpoint=random:0\n") == "python -m jaxkv.launch --checkpoint=random:0"
+    assert describe_command("") is None
+
+
+def test_records_without_a_section_are_named():
+    run = make_run([*make_samples(), {"experiment": "later", "key": ["later", 1]}])
+    assert "Records this report has no section for: fp16: later." in render([run])[2]

@@ -26,7 +26,7 @@ def text_of(claim):
 
 def test_nothing_is_claimed_without_records():
     study = summarize_study([make_run([], name="empty")])
-    assert [claim["id"] for claim in study["claims"]] == ["C1", "C2", "C3a", "C3b", "C4", "C5", "C6"]
+    assert [claim["id"] for claim in study["claims"]] == ["C1", "C2", "C3a", "C3b", "C4", "C5a", "C5b", "C6"]
     assert {claim["verdict"] for claim in study["claims"]} == {CANNOT_TELL}
 
 

@@ -7,103 +7,37 @@ those of the study, not those of the paper: 'not reproduced' says that it does n
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxkv.analysis import statistics
+from jaxkv.analysis.claims_common import (
+    CANNOT_TELL,
+    NOT_REPRODUCED,
+    REPRODUCED,
+    Claim,
+    Study,
+    by_model,
+    describe_aligned,
+    describe_reruns,
+    make_claim,
+    say_count,
+    select,
+)
+from jaxkv.analysis.claims_layers import judge_c4, judge_c5a, judge_c5b
 from jaxkv.analysis.contrasts import base_precision
 from jaxkv.analysis.format import (
     format_counted_share,
     format_number,
-    format_percent,
     format_points,
 )
 
-REPRODUCED, NOT_REPRODUCED, CANNOT_TELL = "reproduced", "not reproduced", "cannot tell"
-VERDICTS = (REPRODUCED, NOT_REPRODUCED, CANNOT_TELL)
 ALMOST_ALL = 0.95  # "100 % diverge" stands where at most one sequence in twenty may yet agree
 ZERO_PERCENT = 0.0005  # what "0.0 %" rounds from
 ORDERS = 7.5  # what "eight orders" rounds from
-Study = Mapping[str, Any]
-Claim = dict[str, Any]
-TEXTS = {
-    "C1": "100 % of FP16 generations diverge between cache on and off, greedy too",
-    "C2": "cache on is more accurate, in 8 of 9 conditions",
-    "C3a": "in FP32 divergence falls by eight orders of magnitude",
-    "C3b": "in FP32 flips are exactly 0.0 %",
-    "C4": "GQA models diverge sharply at layer 1, Gemma evenly over layers",
-    "C5": "patching the whole residual stream does not bring the cache-free trajectory back, so the cached state "
-    "is the cause",
-    "C6": "the direction is deterministic",
-}
-
-
-def make_claim(name: str, verdict: str, figure: Sequence[str], control: Sequence[str], **numbers: Any) -> Claim:
-    """A row of the claims table. `figure` and `control` are sentences; `numbers` what the verdict was read from."""
-    if verdict not in VERDICTS:
-        raise ValueError(f"'{verdict}' is no verdict")
-    return {
-        "id": name,
-        "claim": TEXTS[name],
-        "verdict": verdict,
-        "figure": list(figure),
-        "control": list(control),
-        "numbers": numbers,
-    }
-
-
-def select(study: Study, precision: str | None = None, regime: str = "plain", framework: str = "jax") -> list[Any]:
-    """Conditions with valid 'divergence' samples."""
-    return [
-        c
-        for c in study["conditions"]
-        if c.get("divergence")
-        and c["divergence"]["status"] == "ok"
-        and c["regime"] == regime
-        and c["framework"] == framework
-        and precision in (None, base_precision(c))
-    ]
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-def _describe_reruns(study: Study) -> list[str]:
-    lines = []
-    for arm, found in study["reruns"].items():
-        if found is not None:
-            lines.append(f"{arm} run again has other bits at {format_counted_share(found)} steps")
-    return lines or ["no arm was run again, so a difference between reruns is not ruled out"]
-
-
-def _describe_aligned(study: Study) -> list[str]:
-    lines = []
-    for condition in select(study, "fp16", "aligned"):
-        found = condition["divergence"]
-        equal, free = found["teacher_forced"], found["free_running"]
-        if equal and free:
-            lines.append(
-                f"aligned, cache on ({condition['name']}): logits differ at {_describe_differing(equal)}, and "
-                f"{format_counted_share(free['diverged'])} sequences part"
-            )
-    gates = [c["divergence"]["gate"] for c in study["conditions"] if c.get("divergence") and c["divergence"]["gate"]]
-    steps = sum(gate.get("steps", 0) for gate in gates if gate.get("passed"))
-    if steps:
-        lines.append(f"the aligned gate of {_plural(len(gates), 'condition')} found equal bits at all {steps} steps")
-    return lines or ["no aligned run, so a bug of the cache is not told from rounding"]
-
-
-def _describe_differing(found: Mapping[str, Any]) -> str:
-    """Steps of a comparison that are not bit-equal; none with its bound."""
-    total = found["tokens"]
-    count = total - found["bit_equal"]["count"]
-    bound = f" (95 % upper bound {format_percent(statistics.zero_upper_bound(total))} %)" if not count else ""
-    return f"{count} of {total} steps{bound}"
 
 
 def judge_c1(study: Study) -> Claim:
     """All FP16 generations diverge: refuted by one condition in which some do not."""
     conditions = [c for c in select(study, "fp16") if c["divergence"]["free_running"]]
     shares = [(c, c["divergence"]["free_running"]["diverged"]) for c in conditions]
-    control = [*_describe_reruns(study), *_describe_aligned(study)]
+    control = [*describe_reruns(study), *describe_aligned(study)]
     if not shares:
         return make_claim("C1", CANNOT_TELL, ["no valid FP16 run of the plain regime"], control)
     whole = [(c, s) for c, s in shares if s["count"] == s["total"]]
@@ -121,18 +55,10 @@ def judge_c1(study: Study) -> Claim:
     return make_claim("C1", verdict, lines, control, diverged=rates)
 
 
-def _by_model(entries: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """Conditions or pairs of one model and precision together."""
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for entry in entries:
-        groups.setdefault(f"{entry['model']} {entry['precision']}", []).append(entry)
-    return groups
-
-
 def _list_diverged(conditions: Sequence[Mapping[str, Any]]) -> list[str]:
     """Sequences that part, a line for each model and precision."""
     lines = []
-    for name, members in _by_model(conditions).items():
+    for name, members in by_model(conditions).items():
         tokens = sorted({c["new_tokens"] for c in members if c["new_tokens"]})
         within = f" within {' or '.join(map(str, tokens))} tokens" if tokens else ""
         shares = [
@@ -165,7 +91,7 @@ def judge_c2(study: Study) -> Claim:
         return make_claim("C2", CANNOT_TELL, ["no valid FP16 run of the plain regime"], control)
     found, interval = pooled["conditions"], pooled["difference"]["interval"]
     lines = [
-        f"cached minus uncached {_points(pooled)} points over {_plural(pooled['problems'], 'problem')}",
+        f"cached minus uncached {_points(pooled)} points over {say_count(pooled['problems'], 'problem')}",
         f"ahead in {found['cached_ahead']} of {sum(found.values())} conditions, behind in {found['uncached_ahead']}, "
         f"equal in {found['equal']} (sign test p = {format_number(pooled['sign_p'])})",
     ]
@@ -215,7 +141,7 @@ def judge_c3a(study: Study) -> Claim:
     lines = [
         f"{name}, orders of ten by which mean KL falls: "
         + ", ".join(f"{p['sampler']} {_orders(p['metrics']['kl'])}" for p in members)
-        for name, members in _by_model(ours).items()
+        for name, members in by_model(ours).items()
     ]
     linear = [p["metrics"]["max_abs"]["orders"] for p in ours if p["metrics"]["max_abs"]["orders"] is not None]
     if linear:
@@ -244,7 +170,7 @@ def judge_c3b(study: Study) -> Claim:
     flips, sequences = found["flips"], found["sequences_with_flip"]
     lines = [
         f"{format_counted_share(flips)} tokens flip, in {format_counted_share(sequences)} sequences; "
-        f"{_plural(found['conditions'], 'condition')} of {_plural(found['problems'], 'problem')}"
+        f"{say_count(found['conditions'], 'condition')} of {say_count(found['problems'], 'problem')}"
     ]
     if flips["count"]:
         verdict = NOT_REPRODUCED
@@ -260,7 +186,7 @@ def judge_c3b(study: Study) -> Claim:
 def judge_c6(study: Study) -> Claim:
     """Run again, in this process, in another one, and in another run of one configuration."""
     again = {arm: found for arm, found in study["reruns"].items() if found is not None}
-    lines, control = _describe_reruns(study), []
+    lines, control = describe_reruns(study), []
     for found in study["processes"]:
         dtypes = ", ".join(f"{dtype} {said}" for dtype, said in found["process"].items())
         control.append(f"another process, compiling for itself, on {found['device']}: {dtypes}")
@@ -291,17 +217,7 @@ def judge_c6(study: Study) -> Claim:
     return make_claim("C6", verdict, lines, control, reruns=again)
 
 
-def judge_c4(study: Study) -> Claim:
-    """Where along the layers the arms part, and whether grouping of K/V heads has to do with it."""
-    return make_claim("C4", CANNOT_TELL, ["no drift records: run --experiments=drift"], ["none"])
-
-
-def judge_c5(study: Study) -> Claim:
-    """What patching brings back, and whether rounding alone explains what it does not."""
-    return make_claim("C5", CANNOT_TELL, ["no patching records: run --experiments=patching"], _describe_aligned(study))
-
-
-JUDGES = (judge_c1, judge_c2, judge_c3a, judge_c3b, judge_c4, judge_c5, judge_c6)
+JUDGES = (judge_c1, judge_c2, judge_c3a, judge_c3b, judge_c4, judge_c5a, judge_c5b, judge_c6)
 
 
 def judge(study: Study) -> list[Claim]:

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxkv.schema_drift import TENSORS
+
 BINS = 16
 POINTS = 400  # at most so many are drawn of what does not flip
 Record = Mapping[str, Any]
@@ -79,3 +81,30 @@ def draw_condition(samples: Sequence[Record]) -> dict[str, Any]:
         "diverged": divergence_over_tokens(samples),
         "margins": margin_points(samples),
     }
+
+
+def average_grids(samples: Sequence[Record], bins: int = 24) -> dict[str, Any] | None:
+    """Relative drift by layer and position, mean over problems whose text reaches so far.
+
+    Args:
+      samples: valid 'drift' records.
+      bins: columns, of one width in positions.
+
+    Returns:
+      `bins` [begin, end), and tensor -> a row a layer; None without a position.
+    """
+    longest = max((s["grid"]["bins"][-1][1] for s in samples if s["grid"]["bins"]), default=0)
+    if not longest:
+        return None
+    width = math.ceil(longest / bins)
+    edges = [[begin, min(begin + width, longest)] for begin in range(0, longest, width)]
+    found: dict[str, Any] = {"bins": edges}
+    for tensor in TENSORS:
+        total = np.zeros((len(samples[0]["grid"][tensor]["relative"]), longest))
+        reached = np.zeros(longest)
+        for sample in samples:
+            for column, (begin, end) in enumerate(sample["grid"]["bins"]):
+                total[:, begin:end] += np.asarray([row[column] for row in sample["grid"][tensor]["relative"]])[:, None]
+                reached[begin:end] += 1
+        found[tensor] = [[_round(row[a:b].sum() / reached[a:b].sum()) for a, b in edges] for row in total]
+    return found

@@ -113,6 +113,7 @@ def describe_condition(run: Run) -> dict[str, Any]:
     return {
         "name": run.name,
         "model": _name(model),
+        "family": model.get("family") if isinstance(model, Mapping) else None,
         "layers": model.get("num_layers") if isinstance(model, Mapping) else None,
         "heads": {"query": heads[0], "kv": heads[1]},
         "precision": _name(precision),

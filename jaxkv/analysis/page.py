@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxkv import records
-from jaxkv.analysis import figures
+from jaxkv.analysis import drift, figures, patching
 from jaxkv.analysis.attribution import HEADER as ATTRIBUTION_HEADER
 from jaxkv.analysis.attribution import conclude as conclude_attribution
 from jaxkv.analysis.attribution import make_rows as make_attribution_rows
@@ -23,6 +23,7 @@ from jaxkv.analysis.document import (
     to_html,
     to_markdown,
 )
+from jaxkv.analysis.figures_layers import draw_drift, draw_patching
 from jaxkv.analysis.format import (
     format_count,
     format_counted_share,
@@ -37,6 +38,7 @@ from jaxkv.analysis.page_parity import write_parity
 from jaxkv.analysis.report import LABELS, describe_gate
 from jaxkv.analysis.study import summarize_study
 from jaxkv.analysis.summary import share
+from jaxkv.schema_patching import DIRECTIONS
 
 Study = Mapping[str, Any]
 TITLE = "Cached against uncached decoding: the claims, tested"
@@ -234,6 +236,32 @@ def write_attribution(study: Study) -> list[Block]:
     return [Heading("Attribution", name="attribution"), *blocks] if blocks else []
 
 
+def write_drift(study: Study) -> list[Block]:
+    """How far the arms drift apart, layer by layer."""
+    blocks: list[Block] = []
+    for condition in study["conditions"]:
+        if found := condition.get("drift"):
+            blocks += [Heading(condition["name"], 3), Bullets(drift.conclude(found))]
+            if found["status"] == "ok" and (rows := drift.make_rows(found)):
+                blocks.append(Fold("Relative distance by layer", [Table(drift.HEADER, rows), Paragraph(drift.NOTE)]))
+    return [Heading("Drift by layer", name="drift"), *draw_drift(study), *blocks] if blocks else []
+
+
+def write_patching(study: Study) -> list[Block]:
+    """What patching one arm's values into the other brings back."""
+    blocks: list[Block] = []
+    for condition in study["conditions"]:
+        if found := condition.get("patching"):
+            blocks += [Heading(condition["name"], 3), Bullets(patching.conclude(found))]
+            for direction in DIRECTIONS if found["status"] == "ok" else ():
+                rows = patching.make_rows(found, direction)
+                tables: list[Block] = [Table(patching.HEADER, rows), Paragraph(patching.NOTE, "note")]
+                if by_layer := patching.make_layer_rows(found, direction):
+                    tables.append(Table(by_layer[0], by_layer[1:], "Share closed, one layer at a time"))
+                blocks.append(Fold(direction, tables))
+    return [Heading("Activation patching", name="patching"), *draw_patching(study), *blocks] if blocks else []
+
+
 def write_doctor(study: Study) -> list[Block]:
     """What the device itself does."""
     found = [c for c in study["conditions"] if c.get("doctor")]
@@ -298,6 +326,8 @@ def write_blocks(study: Study) -> list[Block]:
         write_controls(study),
         write_precisions(study),
         write_accuracy(study),
+        write_drift(study),
+        write_patching(study),
         write_parity(study),
         write_attribution(study),
         write_doctor(study),

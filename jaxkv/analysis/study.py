@@ -6,8 +6,10 @@ from typing import Any
 from jaxkv.analysis import claims, contrasts, curves, parity
 from jaxkv.analysis.attribution import summarize_attribution
 from jaxkv.analysis.doctor_findings import compare_processes, conclude, operand_kind
+from jaxkv.analysis.drift import summarize_drift
 from jaxkv.analysis.gather import Run, describe_condition, describe_origin
 from jaxkv.analysis.mitigations import summarize_mitigations
+from jaxkv.analysis.patching import summarize_patching
 from jaxkv.analysis.summary import summarize
 from jaxkv.errors import UserError
 from jaxkv.schema_doctor import validate_doctor
@@ -18,6 +20,8 @@ SUMMARIES: dict[str, Callable[[Run], Mapping[str, Any]]] = {
     "divergence": lambda run: summarize(run.records, run.run),
     "attribution": lambda run: summarize_attribution(run.records, run.run),
     "mitigations": lambda run: summarize_mitigations(run.records, run.timings, run.run),
+    "drift": lambda run: summarize_drift(run.records, run.run),
+    "patching": lambda run: summarize_patching(run.records, run.run),
     "parity": lambda run: parity.summarize_parity(run.records, run.run),
 }
 CHECKED = {"doctor": validate_doctor, "foreign": validate_foreign}
@@ -81,6 +85,8 @@ def _summarize_run(run: Run) -> Summary:
         raise UserError(f"{run.name}/samples.jsonl: {error}; was it written by another version?") from error
     if run.of("divergence"):
         condition["curves"] = curves.draw_condition(list(contrasts.find_valid(run).values()))
+    if run.of("drift"):
+        condition["drift_grid"] = curves.average_grids([r for r in run.of("drift") if r["status"] == "ok"])
     for record in run.of("doctor"):
         condition["doctor"] = {"conclusions": conclude(record)}
     if run.of("foreign"):

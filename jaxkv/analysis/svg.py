@@ -79,12 +79,14 @@ def label_tick(value: float, log: bool) -> str:
 
 
 class Chart:
-    """One panel with a title, a legend line and axes.
+    """One panel with a title, a legend and axes.
 
     Args:
       title: above the panel; also what a screen reader is told, with `said`.
       x, y: (low, high, label, log) of each axis.
       said: what the chart shows, for those who cannot see it.
+      notes: lines of text under the panel, two to a row; with `keys`, the names of series 0, 1, ...
+      ticks: whether x has labelled ticks.
     """
 
     def __init__(
@@ -93,28 +95,44 @@ class Chart:
         x: tuple[float, float, str, bool],
         y: tuple[float, float, str, bool],
         said: str = "",
-        height: int = HEIGHT,
+        notes: Sequence[str] = (),
+        ticks: bool = True,
+        keys: bool = False,
     ):
+        floor = HEIGHT - BOTTOM
         self.x = Scale(x[0], x[1], LEFT, WIDTH - RIGHT, x[3])
-        self.y = Scale(y[0], y[1], height - BOTTOM, TOP, y[3])
-        self.svg, self._legend = start_svg(title, height, said), float(LEFT)
+        self.y = Scale(y[0], y[1], floor, TOP, y[3])
+        self.svg = start_svg(title, HEIGHT + 14 * -(-len(notes) // 2), said)
+        self._legend = float(LEFT)
         for tick in self.y.ticks():
             at = str(self.y.place(tick))
             add(self.svg, "line", class_="grid", x1=str(LEFT), x2=str(WIDTH - RIGHT), y1=at, y2=at)
             write(self.svg, LEFT - 5, self.y.place(tick) + 3.5, label_tick(tick, y[3]), "end")
-        for tick in self.x.ticks():
-            write(self.svg, self.x.place(tick), height - BOTTOM + 14, label_tick(tick, x[3]), "middle")
-        floor = str(height - BOTTOM)
-        add(self.svg, "line", class_="axis", x1=str(LEFT), x2=str(WIDTH - RIGHT), y1=floor, y2=floor)
-        write(self.svg, (LEFT + WIDTH - RIGHT) / 2, height - 5, x[2], "middle", "label")
+        for tick in self.x.ticks() if ticks else ():
+            write(self.svg, self.x.place(tick), floor + 14, label_tick(tick, x[3]), "middle")
+        base = str(self.y.place(0) if not y[3] and y[0] < 0 else floor)
+        add(self.svg, "line", class_="axis", x1=str(LEFT), x2=str(WIDTH - RIGHT), y1=base, y2=base)
+        write(self.svg, (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 5, x[2], "middle", "label")
         up = write(self.svg, 0, 0, y[2], "middle", "label")
-        up.set("transform", f"translate(11 {(TOP + height - BOTTOM) / 2}) rotate(-90)")
+        up.set("transform", f"translate(11 {(TOP + floor) / 2}) rotate(-90)")
+        for index, note in enumerate(notes):
+            left, line = LEFT + (index % 2) * 150, HEIGHT + 11 + 14 * (index // 2)
+            if keys:
+                self._swatch(index, left, line)
+            write(self.svg, left + 13 * keys, line, note)
 
     def legend(self, series: int, name: str) -> None:
         """A swatch and a name, after those before it."""
-        add(self.svg, "rect", class_=f"fill s{series}", x=str(self._legend), y="24", width="9", height="9", rx="2")
+        self._swatch(series, self._legend, 32)
         write(self.svg, self._legend + 13, 32, name)
-        self._legend += 13 + 6.3 * len(name) + 12
+        self._legend += 13 + 5.6 * len(name) + 11
+
+    def _swatch(self, series: int, x: float, line: float) -> None:
+        add(self.svg, "rect", class_=f"fill s{series}", x=f"{x:.1f}", y=f"{line - 8:.1f}", width="9", height="9")
+
+    def tick(self, x: float, text: str) -> None:
+        """A label under the x axis."""
+        write(self.svg, self.x.place(x), HEIGHT - BOTTOM + 14, text, "middle")
 
     def line(self, series: int, points: Sequence[tuple[float, float]], steps: bool = False) -> None:
         """A line through points; `steps` holds each value until the next."""
@@ -139,7 +157,7 @@ class Chart:
             add(self.svg, "path", class_=f"{kind} s{series}", d=d)
 
     def bar(self, series: int, x: float, width: float, value: float, said: str = "") -> None:
-        """A bar from the floor of the axis, `width` in pixels, centred at x."""
+        """A bar from 0 or the floor of the axis, `width` in pixels, centred at x."""
         top, floor = sorted((self.y.place(value), self.y.place(max(0.0, self.y.low))))
         at = {"x": str(self.x.place(x) - width / 2), "y": str(top), "width": str(width)}
         rect = add(self.svg, "rect", class_=f"fill s{series}", height=str(round(max(floor - top, 0.5), 1)), **at)

@@ -1,0 +1,95 @@
+"""What the judges of claims share: verdicts, texts, and the controls that several claims rest on."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxkv.analysis import statistics
+from jaxkv.analysis.contrasts import base_precision
+from jaxkv.analysis.format import format_counted_share, format_percent
+
+REPRODUCED, NOT_REPRODUCED, CANNOT_TELL = "reproduced", "not reproduced", "cannot tell"
+VERDICTS = (REPRODUCED, NOT_REPRODUCED, CANNOT_TELL)
+Study = Mapping[str, Any]
+Claim = dict[str, Any]
+TEXTS = {
+    "C1": "100 % of FP16 generations diverge between cache on and off, greedy too",
+    "C2": "cache on is more accurate, in 8 of 9 conditions",
+    "C3a": "in FP32 divergence falls by eight orders of magnitude",
+    "C3b": "in FP32 flips are exactly 0.0 %",
+    "C4": "GQA models diverge sharply at layer 1, Gemma evenly over layers",
+    "C5a": "patching the whole residual stream does not bring the cache-free trajectory back",
+    "C5b": "so the cached state is the cause of the divergence",
+    "C6": "the direction is deterministic",
+}
+
+
+def make_claim(name: str, verdict: str, figure: Sequence[str], control: Sequence[str], **numbers: Any) -> Claim:
+    """A row of the claims table. `figure` and `control` are sentences; `numbers` what the verdict was read from."""
+    if verdict not in VERDICTS:
+        raise ValueError(f"'{verdict}' is no verdict")
+    return {
+        "id": name,
+        "claim": TEXTS[name],
+        "verdict": verdict,
+        "figure": list(figure),
+        "control": list(control),
+        "numbers": numbers,
+    }
+
+
+def select(study: Study, precision: str | None = None, regime: str = "plain", framework: str = "jax") -> list[Any]:
+    """Conditions with valid 'divergence' samples."""
+    return [
+        c
+        for c in study["conditions"]
+        if c.get("divergence")
+        and c["divergence"]["status"] == "ok"
+        and c["regime"] == regime
+        and c["framework"] == framework
+        and precision in (None, base_precision(c))
+    ]
+
+
+def say_count(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def describe_reruns(study: Study) -> list[str]:
+    lines = []
+    for arm, found in study["reruns"].items():
+        if found is not None:
+            lines.append(f"{arm} run again has other bits at {format_counted_share(found)} steps")
+    return lines or ["no arm was run again, so a difference between reruns is not ruled out"]
+
+
+def describe_aligned(study: Study) -> list[str]:
+    lines = []
+    for condition in select(study, "fp16", "aligned"):
+        found = condition["divergence"]
+        equal, free = found["teacher_forced"], found["free_running"]
+        if equal and free:
+            lines.append(
+                f"aligned, cache on ({condition['name']}): logits differ at {_describe_differing(equal)}, and "
+                f"{format_counted_share(free['diverged'])} sequences part"
+            )
+    gates = [c["divergence"]["gate"] for c in study["conditions"] if c.get("divergence") and c["divergence"]["gate"]]
+    steps = sum(gate.get("steps", 0) for gate in gates if gate.get("passed"))
+    if steps:
+        lines.append(f"the aligned gate of {say_count(len(gates), 'condition')} found equal bits at all {steps} steps")
+    return lines or ["no aligned run, so a bug of the cache is not told from rounding"]
+
+
+def _describe_differing(found: Mapping[str, Any]) -> str:
+    """Steps of a comparison that are not bit-equal; none with its bound."""
+    total = found["tokens"]
+    count = total - found["bit_equal"]["count"]
+    bound = f" (95 % upper bound {format_percent(statistics.zero_upper_bound(total))} %)" if not count else ""
+    return f"{count} of {total} steps{bound}"
+
+
+def by_model(entries: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Conditions or pairs of one model and precision together."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for entry in entries:
+        groups.setdefault(f"{entry['model']} {entry['precision']}", []).append(entry)
+    return groups

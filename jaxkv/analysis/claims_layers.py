@@ -1,0 +1,160 @@
+"""C4 and C5: where along the layers the arms part, what patching brings back, and whether the cache is the cause."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxkv.analysis import statistics
+from jaxkv.analysis.claims_common import (
+    CANNOT_TELL,
+    NOT_REPRODUCED,
+    REPRODUCED,
+    Claim,
+    Study,
+    by_model,
+    describe_aligned,
+    make_claim,
+)
+from jaxkv.analysis.contrasts import base_precision
+from jaxkv.analysis.format import format_counted_share, format_number
+from jaxkv.analysis.report import LABELS
+from jaxkv.analysis.summary import share
+
+HALF = 0.5  # "sharply at layer 1": more than half of the drift that leaves the last layer leaves the first
+NARROW = ("fp16", "bf16")
+
+
+def _percent(entry: Mapping[str, Any] | None) -> str:
+    if entry is None:
+        return "not defined (no drift)"
+    text = f"{format_number(100 * entry['mean'], 3)} %"
+    if entry["interval"] is None:
+        return f"{text} (one problem, no interval)"
+    return f"{text} [{format_number(100 * entry['interval'][0], 3)}, {format_number(100 * entry['interval'][1], 3)}]"
+
+
+def judge_c4(study: Study) -> Claim:
+    """Sharp at the first layer in grouped-query models other than Gemma, even in Gemma.
+
+    'Sharp' is more than half of the drift that leaves the last layer leaving the first one already, 'even' less; the
+    paper gives no measure. A model of either kind whose interval is on the other side refutes the claim, and both kinds
+    are needed to reproduce it.
+    """
+    found = [
+        c
+        for c in study["conditions"]
+        if c.get("drift") and c["drift"]["status"] == "ok" and c["regime"] == "plain" and base_precision(c) in NARROW
+    ]
+    if not found:
+        return make_claim("C4", CANNOT_TELL, ["no valid 16-bit drift records (`--experiments=drift`)"], [])
+    lines, control, sides = [], [], []
+    for condition in found:
+        drift, name = condition["drift"], f"{condition['model']} {condition['precision']}"
+        heads, first = drift["heads"], drift["first_layer"]
+        gemma, grouped = "gemma" in (condition["family"] or ""), heads["kv"] < heads["query"]
+        kind = "Gemma" if gemma else "GQA" if grouped else "MHA"
+        lines.append(
+            f"{name} ({kind}, {heads['query']} query heads on {heads['kv']}): {_percent(first)} of the drift that "
+            f"leaves layer {drift['num_layers']} leaves layer 1"
+        )
+        if repeated := drift["repeated"]:
+            control.append(f"{name} with K/V heads repeated into MHA: {_percent(repeated['first_layer'])}")
+        if first is not None and first["interval"] is not None and kind != "MHA":
+            low, high = first["interval"]
+            side = "sharp" if low > HALF else "even" if high < HALF else "open"
+            sides.append((kind, side))
+    wanted = {"GQA": "sharp", "Gemma": "even"}
+    if any(side not in ("open", wanted[kind]) for kind, side in sides):
+        verdict = NOT_REPRODUCED
+    elif {("GQA", "sharp"), ("Gemma", "even")} == set(sides):
+        verdict = REPRODUCED
+    else:
+        verdict = CANNOT_TELL
+        missing = [kind for kind in wanted if kind not in {kind for kind, _ in sides}]
+        if missing:
+            lines.append(f"no model of the kind {' or '.join(missing)} to set beside")
+    return make_claim("C4", verdict, lines, control, sides=[list(side) for side in sides])
+
+
+def judge_c5a(study: Study) -> Claim:
+    """The verdict of the patches (jaxkv.analysis.patching.judge_claim), all runs together."""
+    found = [c for c in study["conditions"] if c.get("patching") and c["patching"]["status"] == "ok"]
+    control = ["every value of the donor gives the donor's logits, its own values change nothing: else no verdict"]
+    if not found:
+        return make_claim("C5a", CANNOT_TELL, ["no valid patching records (`--experiments=patching`)"], control)
+    lines = [f"{c['model']} {c['precision']}: {c['patching']['claim']['why']}" for c in found]
+    verdicts = {c["patching"]["claim"]["verdict"] for c in found}
+    verdict = NOT_REPRODUCED if NOT_REPRODUCED in verdicts else CANNOT_TELL if CANNOT_TELL in verdicts else REPRODUCED
+    return make_claim("C5a", verdict, lines, control, verdicts=sorted(verdicts))
+
+
+def _count_aligned(study: Study, name: str) -> tuple[int, int]:
+    """Steps with other bits, and all steps, of a model and precision whose arms run through one program, cache on."""
+    differing = total = 0
+    for condition in study["conditions"]:
+        found = condition.get("divergence")
+        if not found or condition["framework"] != "jax" or f"{condition['model']} {condition['precision']}" != name:
+            continue
+        gate = found["gate"]
+        if gate and gate.get("passed"):
+            total += gate["steps"]
+        if condition["regime"] == "aligned" and found.get("teacher_forced"):
+            total += found["teacher_forced"]["tokens"]
+            differing += found["teacher_forced"]["tokens"] - found["teacher_forced"]["bit_equal"]["count"]
+    return differing, total
+
+
+def judge_c5b(study: Study) -> Claim:
+    """Whether the arms part because there is a cache, or because they are of other shapes.
+
+    With both arms through one program, the cache still on, the share of steps whose logits differ is set against that
+    of the plain arms. If its upper bound lies below their lower one, the cache does not suffice for the difference.
+    """
+    plain = [
+        c
+        for c in study["conditions"]
+        if c.get("divergence")
+        and c["divergence"]["status"] == "ok"
+        and (c["framework"], c["regime"]) == ("jax", "plain")
+        and base_precision(c) in NARROW
+        and c["divergence"]["teacher_forced"]
+    ]
+    control = [*_describe_lengths(plain), *describe_aligned(study)]
+    lines, verdicts = [], []
+    for name, members in by_model(plain).items():
+        tokens = sum(c["divergence"]["teacher_forced"]["tokens"] for c in members)
+        equal = sum(c["divergence"]["teacher_forced"]["bit_equal"]["count"] for c in members)
+        without = share(tokens - equal, tokens)
+        differing, total = _count_aligned(study, name)
+        aligned = share(differing, total)
+        if aligned is None or without is None:
+            lines.append(f"{name}: no aligned steps to set beside")
+            verdicts.append(CANNOT_TELL)
+            continue
+        lines.append(
+            f"{name}, steps with other bits: {format_counted_share(without)}; through one program with the cache on "
+            f"{format_counted_share(aligned)}"
+        )
+        high = statistics.zero_upper_bound(total) if not differing else aligned["interval"][1]
+        verdicts.append(NOT_REPRODUCED if high < without["interval"][0] else CANNOT_TELL)
+    if not lines:
+        lines = ["no valid 16-bit run of the plain regime"]
+    verdict = NOT_REPRODUCED if NOT_REPRODUCED in verdicts else CANNOT_TELL
+    if verdict == NOT_REPRODUCED:
+        lines.append("a cache alone does not make the arms part: other shapes round otherwise")
+    return make_claim("C5b", verdict, lines, control)
+
+
+def _describe_lengths(plain: list[Mapping[str, Any]]) -> list[str]:
+    """The uncached arm against itself at another length: no cache at all."""
+    lines = []
+    for precision in NARROW:
+        members = [
+            c["divergence"]["controls"]["uncached_other_length"] for c in plain if base_precision(c) == precision
+        ]
+        steps = sum(c["tokens"] for c in members if c)
+        if steps:
+            differing = share(steps - sum(c["bit_equal"]["count"] for c in members if c), steps)
+            lines.append(
+                f"{LABELS['uncached_other_length']}, {precision}: {format_counted_share(differing)} steps differ"
+            )
+    return lines

@@ -1,0 +1,149 @@
+"""C4 and C5 from records of drift, patching and the aligned regime, and the figures drawn of them."""
+
+import copy
+
+import pytest
+from layer_records import make_drift, make_patching
+from study_records import MODEL, align, make_run, make_samples
+
+from jaxkv.analysis.claims import CANNOT_TELL, NOT_REPRODUCED, REPRODUCED
+from jaxkv.analysis.curves import average_grids
+from jaxkv.analysis.document import to_html, to_markdown
+from jaxkv.analysis.page import write_blocks
+from jaxkv.analysis.study import summarize_study
+
+
+def judge(*runs, name):
+    (claim,) = [claim for claim in summarize_study(runs)["claims"] if claim["id"] == name]
+    return claim
+
+
+def drift_run(family, first, repeated=0.5, heads=(4, 2), **changes):
+    run = make_run(make_drift(first, repeated, heads, **changes), name=family, experiments=["drift"])
+    run.run["config"]["model"] = MODEL | {"name": family, "family": family}
+    return run
+
+
+@pytest.mark.parametrize(
+    ("mistral", "gemma", "verdict"),
+    [
+        (0.8, 0.2, REPRODUCED),
+        (0.2, 0.2, NOT_REPRODUCED),
+        (0.8, 0.8, NOT_REPRODUCED),
+        (0.5, 0.2, CANNOT_TELL),
+        (None, 0.2, CANNOT_TELL),
+        (0.8, None, CANNOT_TELL),
+    ],
+)
+def test_c4(mistral, gemma, verdict):
+    found = {"mistral": mistral, "gemma2": gemma}
+    runs = [drift_run(family, first) for family, first in found.items() if first is not None]
+    claim = judge(*runs, name="C4")
+    assert claim["verdict"] == verdict
+    for family in (family for family, first in found.items() if first is not None):
+        assert f"{family} fp16 with K/V heads repeated into MHA: 49.9 % [" in "\n".join(claim["control"])
+
+
+def test_c4_takes_mha_for_no_gqa_and_one_problem_for_no_interval():
+    mha = drift_run("llama", 0.2, heads=(4, 4))
+    assert judge(mha, drift_run("gemma2", 0.2), name="C4")["verdict"] == CANNOT_TELL
+    one = drift_run("mistral", 0.2, count=1)
+    assert judge(one, drift_run("gemma2", 0.2), name="C4")["verdict"] == CANNOT_TELL
+
+
+def test_c4_speaks_of_16_bits():
+    wide = drift_run("mistral", 0.2)
+    wide.run["config"]["precision"] = {"name": "fp32"}
+    assert "no valid 16-bit" in judge(wide, name="C4")["figure"][0]
+
+
+def patching_run(name="patching", **changes):
+    return make_run(make_patching(**changes), name=name, experiments=["patching"])
+
+
+def test_c5a_follows_the_patches():
+    most = range(11)
+    assert judge(patching_run(back_state=most), name="C5a")["verdict"] == REPRODUCED
+    assert judge(patching_run(back=most, back_state=most), name="C5a")["verdict"] == NOT_REPRODUCED
+    assert judge(patching_run(back_state=range(6)), name="C5a")["verdict"] == CANNOT_TELL
+    both = patching_run(back_state=most), patching_run("other", back=most, back_state=most)
+    assert judge(*both, name="C5a")["verdict"] == NOT_REPRODUCED
+
+
+def test_c5a_needs_its_controls():
+    run = patching_run(back_state=range(11))
+    broken = copy.deepcopy(run.records)
+    for record in broken:
+        if record["patch"] == "everything":
+            record["all"]["bit_equal"] -= 1
+    claim = judge(make_run(broken, name="broken", experiments=["patching"]), name="C5a")
+    assert claim["verdict"] == CANNOT_TELL
+    assert "Control failed" in claim["figure"][0]
+
+
+def test_c5b_a_cache_without_a_difference():
+    plain, aligned = make_run(make_samples()), make_run(align(make_samples()), name="aligned")
+    claim = judge(plain, aligned, name="C5b")
+    assert claim["verdict"] == NOT_REPRODUCED
+    assert "0 of 240 (95 % upper bound 1.2 %)" in claim["figure"][0]
+    assert judge(plain, name="C5b")["verdict"] == CANNOT_TELL
+    assert judge(aligned, name="C5b")["verdict"] == CANNOT_TELL
+    still = make_samples()
+    for sample in still:
+        sample["shapes"]["tile"] = 8
+    assert judge(plain, make_run(still, name="aligned"), name="C5b")["verdict"] == CANNOT_TELL
+
+
+def test_c5b_one_aligned_step_that_differs_counts():
+    samples = align(make_samples(count=3, tokens=4))
+    plain = make_samples(count=3, tokens=4)
+    for sample in plain[:2]:
+        sample["teacher_forced"] = copy.deepcopy(sample["controls"]["cached_rerun"])
+    runs = make_run(plain), make_run(samples, name="aligned")
+    assert judge(*runs, name="C5b")["verdict"] == CANNOT_TELL  # 4 of 12 against 0 of 12
+
+
+# Grids and pages.
+
+
+def test_grids_are_averaged_by_position():
+    short, long = make_drift(count=2)
+    short["grid"]["bins"] = [[0, 4], [4, 8]]
+    found = average_grids([short, long], bins=9)
+    assert found["bins"] == [[begin, begin + 2] for begin in range(0, 18, 2)]
+    rows = [[row[0] for row in record["grid"]["k"]["relative"]] for record in (short, long)]
+    assert [row[0] for row in found["k"]] == pytest.approx([sum(pair) / 2 for pair in zip(*rows, strict=True)], rel=1e-3)
+    assert found["k"][0][-1] == pytest.approx(long["grid"]["k"]["relative"][0][1], rel=1e-3)
+    assert average_grids([]) is None
+
+
+def render(*runs):
+    blocks = write_blocks(summarize_study(runs))
+    return to_html("t", blocks), to_markdown("t", blocks)
+
+
+def test_drift_and_patching_have_sections_and_figures():
+    page, text = render(drift_run("mistral", 0.4), patching_run(back_state=range(11)))
+    assert "## Drift by layer" in text
+    assert "## Activation patching" in text
+    for title in ("mistral fp16: decoded positions", "mistral fp16: V", "tiny fp16: uncached into cached"):
+        assert f">{title}</text>" in page
+    assert "7 residual, K and V" in page
+
+
+def test_a_changed_record_changes_the_figures():
+    before = render(drift_run("mistral", 0.4), patching_run())
+    assert render(drift_run("mistral", 0.41), patching_run())[0] != before[0]
+    assert render(drift_run("mistral", 0.4), patching_run(residual=0.3))[0] != before[0]
+
+
+def test_what_does_not_differ_is_not_drawn_but_said():
+    quiet = make_drift()
+    for record in quiet:
+        for part in (record, record["repeated"]):
+            for tensor in part["layers"].values():
+                for column in tensor.values():
+                    column["relative"] = [0.0] * len(column["relative"])
+    page, text = render(make_run(quiet, name="quiet", experiments=["drift"]))
+    assert "Not drawn, since nothing differs: tiny fp16." in text
+    assert "decoded positions</text>" not in page

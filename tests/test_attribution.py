@@ -1,183 +1,26 @@
-"""Aligning a class fixes its row counts and nothing else, the end points are exact, a planted cause is found."""
+"""Records of attribution, what the end points are in them, and what is said of them."""
 
 import dataclasses
-import functools
 import json
 import subprocess
 import sys
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_models import PRESETS, STOP_IDS, changed_state, make_prompts, same_bits, set_up, small_config, small_state
+from attribution_runs import ITEMS, SPEC, TILE, small_run
+from small_models import changed_state, small_config, small_state
 
 from jaxkv.analysis.attribution import conclude, render_attribution, summarize_attribution, to_markdown
-from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.config import make_precision
-from jaxkv.decode import Arms, empty_cache, start_rollout
+from jaxkv.decode import Arms
 from jaxkv.errors import UserError
-from jaxkv.experiments import attribution
-from jaxkv.experiments.attribution import align_arms, run_attribution, run_pair
-from jaxkv.experiments.divergence import DivergenceSpec, Item, run_divergence
-from jaxkv.generate import run_cached
-from jaxkv.models import alignment, layers
-from jaxkv.models.alignment import CLASSES, Alignment, make_alignment, make_rowwise
-from jaxkv.models.decoder import abstract_decoder
+from jaxkv.experiments.attribution import run_attribution
+from jaxkv.experiments.divergence import run_divergence
+from jaxkv.models.alignment import CLASSES
 from jaxkv.records import RunDirectory, to_line
 from jaxkv.schema_attribution import ALL, ALL_BUT, ALONE, FENCED, OP_CLASSES, PLAIN, VARIANTS, validate_attribution
 
-TILE = 4
 RUN = {"fingerprint": "ab"}
-SPEC = DivergenceSpec(new_tokens=12, batch_size=2, padding="left", bucket=8)
-
-
-def make_arms(family="mistral", precision="fp16", **changes):
-    return Arms(dataclasses.replace(small_config(family), **changes), make_precision(precision), stop_ids=STOP_IDS)
-
-
-def first_layers(family, precision, layers):
-    leaves = {path: leaf[...] for path, leaf in flat_paths(small_state(family, precision)).items()}
-    _, state = abstract_decoder(dataclasses.replace(small_config(family), num_layers=layers), make_precision(precision))
-    return with_leaves(state, {path: leaves[path] for path in flat_paths(state)})
-
-
-def differing(arms, state, variant, reference, rows, layout):
-    """Steps at which a variant's arms differ in a bit."""
-    pair = run_pair(align_arms(arms, TILE, VARIANTS[variant]), state, reference, rows, layout)
-    counted = np.arange(layout.new_tokens) < np.asarray(reference.lengths)[:, None]
-    assert counted.sum() > 8
-    differs = attribution.bits(pair.cached.logits) != attribution.bits(pair.uncached.logits)
-    return int((np.asarray(jnp.any(differs, axis=-1)) & counted).sum())
-
-
-# The programs.
-
-
-def equations(jaxpr):
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in equation.params.values():
-            for inner in value if isinstance(value, tuple | list) else [value]:
-                if hasattr(inner, "jaxpr"):
-                    yield from equations(inner.jaxpr)
-                elif hasattr(inner, "eqns"):
-                    yield from equations(inner)
-
-
-def trace(arms, program, given):
-    """Jaxpr of a program of the plain arms, with an alignment or without."""
-    layout, tokens, rows = set_up(make_prompts((4, 7)))
-    state = small_state(arms.config.family, "fp16")
-    cache = empty_cache(arms.config, arms.precision, 2, layout.slots)
-    run = start_rollout(arms, tokens, rows, layout)
-    logits = jnp.zeros((2, arms.config.vocab_size), arms.precision.logits)
-    calls = {
-        "prefill": (arms._prefill, (state, jnp.asarray(tokens[:, : layout.prefill]), rows, cache)),
-        "decode": (arms._cached_loop, (state, logits, run, rows, 20, cache)),
-        "recompute": (
-            functools.partial(arms._tile_loop, tile=layout.slots),
-            (state, run, rows, 20, cache, True, False),
-        ),
-    }
-    function, arguments = calls[program]
-    if given is not None:
-        function = functools.partial(function, alignment=given)
-    return jax.make_jaxpr(function)(*arguments)
-
-
-def products(jaxpr):
-    """Shapes of the results of all products."""
-    return [e.outvars[0].aval.shape for e in equations(jaxpr.jaxpr) if e.primitive.name == "dot_general"]
-
-
-@pytest.mark.parametrize("program", ["prefill", "decode", "recompute"])
-@pytest.mark.parametrize("family", PRESETS)
-def test_without_alignment_the_program_is_the_bare_one(family, program, monkeypatch):
-    arms = make_arms(family)
-    jaxpr = trace(arms, program, None)
-    names = [e.primitive.name for e in equations(jaxpr.jaxpr)]
-    assert "optimization_barrier" not in names
-    assert names.count("while") == {"prefill": 0, "decode": 1, "recompute": 2}[program]
-    assert names.count("dot_general") == 2 * (3 + 2 + 1 + 3) + 1
-    bare = lambda given, slot: lambda op, fn, *arrays, **axes: fn(*arrays)  # noqa: E731
-    monkeypatch.setattr("jaxkv.models.decoder.make_rowwise", bare)
-    assert str(trace(arms, program, None)) == str(jaxpr)
-
-
-@pytest.mark.parametrize("program", ["prefill", "decode", "recompute"])
-def test_an_aligned_program_holds_each_product_in_both_row_counts(program):
-    arms, tile = make_arms("llama"), 6  # no other size is 6
-    plain, aligned = trace(arms, program, None), trace(arms, program, make_alignment(tile, frozenset()))
-    assert not any(tile in shape for shape in products(plain))
-    assert len(products(aligned)) == 2 * len(products(plain))
-    assert sum(tile in shape for shape in products(aligned)) == len(products(plain))
-    # One compilation serves every choice of classes.
-    assert str(aligned) == str(trace(arms, program, make_alignment(tile, frozenset({"mlp"}))))
-
-
-def count_rows(x):
-    """The row's place in the call, and 100 times the call's number of rows."""
-    return 3 * x, jnp.broadcast_to(jnp.arange(x.shape[1])[None, :], x.shape[:2]) + 100 * x.shape[1]
-
-
-@pytest.mark.parametrize(("slot", "rows"), [(0, 8), (0, 7), (3, 5), (6, 1), (7, 6)])
-def test_the_row_of_a_slot_has_its_place_in_a_tile(slot, rows):
-    x, slots = jnp.arange(2.0 * rows * 3).reshape(2, rows, 3), np.arange(slot, slot + rows)
-    run = jax.jit(lambda given, x, slot: make_rowwise(given, slot)("mlp", count_rows, x))
-    for classes, expected in ((["mlp"], slots % TILE + 100 * TILE), (["qkv"], np.arange(rows) + 100 * rows)):
-        values, places = run(make_alignment(TILE, frozenset(classes)), x, slot)
-        np.testing.assert_array_equal(values, 3 * x)
-        np.testing.assert_array_equal(places, [expected, expected])
-
-
-def test_each_class_has_its_own_switch():
-    x = jnp.zeros((2, 7, 3))
-    run = jax.jit(lambda given, x: {c: make_rowwise(given, 0)(c, count_rows, x)[1][0, 0] for c in CLASSES})
-    for on in CLASSES:
-        found = run(make_alignment(TILE, frozenset({on})), x)
-        assert {c for c, rows in found.items() if rows == 100 * TILE} == {on}
-        assert {int(rows) for c, rows in found.items() if c != on} == {700}
-
-
-def test_tiles_along_other_axes():
-    x = jnp.arange(2.0 * 5 * 3).reshape(2, 1, 5, 3)
-    rows = make_rowwise(make_alignment(TILE, frozenset({"scores"})), jnp.asarray(2))
-    result = rows("scores", lambda x: jnp.swapaxes(x, 1, 2) * x.shape[2], x, rows_in=2, rows_out=1)
-    np.testing.assert_array_equal(result, TILE * jnp.swapaxes(x, 1, 2))
-
-
-def test_an_unknown_class_is_refused():
-    with pytest.raises(ValueError, match="unknown operation classes: mpl"):
-        make_alignment(TILE, frozenset({"mpl"}))
-
-
-# The end points.
-
-
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
-@pytest.mark.parametrize("family", PRESETS)
-def test_all_aligned_is_exact(family, precision):
-    deep = (family, precision) == ("gemma3", "fp32")  # with two RoPE bases; one layer is quicker to compile
-    arms = make_arms(family, precision, num_layers=1 + deep)
-    state = arms.prepare(first_layers(family, precision, arms.config.num_layers))
-    layout, tokens, rows = set_up(make_prompts((4, 9)))
-    free = align_arms(arms, TILE, VARIANTS[ALL])
-    reference = run_cached(free, state, tokens, rows, layout)
-    assert differing(arms, state, ALL, reference, rows, layout) == 0
-    if precision == "fp32":  # there the programs do differ
-        assert differing(arms, state, FENCED, reference, rows, layout) > 8
-
-
-ITEMS = [Item(4, tuple(make_prompts((9,))[0]), ""), Item(7, tuple(make_prompts((6,))[0]), "")]
-
-
-@functools.cache
-def small_run():
-    """Records of every variant of a small model, with programs and weights."""
-    arms = make_arms("mistral", "fp32")
-    state = arms.prepare(small_state("mistral"))
-    return arms, state, [r for records, _ in run_attribution(arms, state, ITEMS, SPEC, TILE) for r in records]
 
 
 class NoScores:
@@ -201,59 +44,6 @@ def test_none_is_the_plain_experiment():
     ours = {r["problem"]: r["teacher_forced"] for r in records if r["variant"] == PLAIN}
     assert ours == plain
     assert max(max(comparison["kl"]) for comparison in plain.values()) > 0
-
-
-# A planted cause.
-
-
-PLANTS = {
-    "qkv": lambda spec, w, config: spec == "btd,fd->btf" and w.shape[0] == config.num_query_heads * config.head_dim,
-    "mlp": lambda spec, w, config: spec == "btf,df->btd" and w.shape[1] == config.mlp_dim,
-    "output": lambda spec, w, config: spec == "btf,df->btd" and w.shape[1] != config.mlp_dim,
-    "scores": lambda spec, w, config: spec == "btkgh,bskh->bkgts",
-    "attention": lambda spec, w, config: spec == "bkgts,bskh->btkgh",
-}
-
-
-def plant(monkeypatch, op_class, config):
-    """Makes one class's results depend on whether a call has one row."""
-    real = layers.product
-    if op_class in PLANTS:
-
-        def product(spec, x, w, precision, out=None):
-            one = x.shape[3 if spec.startswith("bkgts") else 1] == 1
-            if not (one and PLANTS[op_class](spec, w, config)):
-                return real(spec, x, w, precision, out)
-            half = x.shape[-1] // 2
-            axis = 1 if op_class == "attention" else -1
-            first, second = jnp.split(w, [half], axis=axis)
-            return real(spec, x[..., :half], first, precision, out) + real(spec, x[..., half:], second, precision, out)
-
-        monkeypatch.setattr(layers, "product", product)
-    elif op_class == "norms":
-        call = layers.RMSNorm.__call__
-        monkeypatch.setattr(
-            layers.RMSNorm,
-            "__call__",
-            lambda self, x, out: call(self, x * 1.002 if x.shape[1] == 1 else x, out) * (1 + (x.shape[1] == 1) / 512),
-        )
-    else:
-        rotate = layers.apply_rope
-        monkeypatch.setattr(layers, "apply_rope", lambda x, table: rotate(x, table) * (1 + (x.shape[1] == 1) / 512))
-
-
-@pytest.mark.parametrize("op_class", [c for c in CLASSES if c != "head"])
-def test_a_planted_cause_is_attributed_to_its_class_and_no_other(op_class, monkeypatch):
-    """In fp16 this model's plain arms are bit-equal on a CPU, so that every difference is the plant's."""
-    arms = make_arms("llama", "fp16", num_layers=1)
-    plant(monkeypatch, op_class, arms.config)
-    state = arms.prepare(first_layers("llama", "fp16", 1))
-    layout, tokens, rows = set_up(make_prompts((4, 9)))
-    reference = run_cached(align_arms(arms, TILE, VARIANTS[FENCED]), state, tokens, rows, layout)
-    variants = [v for v in VARIANTS if v != PLAIN or op_class == "mlp"]  # the plain programs are the slow half
-    found = {v: differing(arms, state, v, reference, rows, layout) for v in variants}
-    clean = {ALL, ALONE[op_class], ALONE["decode"]} | {ALL_BUT[c] for c in CLASSES if c != op_class}
-    assert {v for v, steps in found.items() if steps == 0} == clean
 
 
 # Records.
@@ -453,10 +243,3 @@ def test_tables_show_every_variant_in_80_columns():
 def test_the_analysis_needs_no_jax():
     code = "import sys; import jaxkv.analysis.attribution; sys.exit('jax' in sys.modules or 'flax' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_an_alignment_is_a_pytree_with_a_static_tile():
-    given = make_alignment(TILE, frozenset({"mlp"}))
-    assert isinstance(given, Alignment)
-    assert [x.shape for x in jax.tree.leaves(given)] == [(len(CLASSES),)]
-    assert same_bits(given.on, jnp.asarray([c == "mlp" for c in alignment.CLASSES]))

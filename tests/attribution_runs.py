@@ -1,0 +1,50 @@
+"""Small models and records of attribution for tests. Programs are compiled, and records made, once a process."""
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+from small_models import STOP_IDS, make_prompts, small_config, small_state
+
+from jaxkv.checkpoints.fill import flat_paths, with_leaves
+from jaxkv.config import make_precision
+from jaxkv.decode import Arms
+from jaxkv.experiments import attribution
+from jaxkv.experiments.attribution import align_arms, run_attribution, run_pair
+from jaxkv.experiments.divergence import DivergenceSpec, Item
+from jaxkv.models.decoder import abstract_decoder
+from jaxkv.schema_attribution import VARIANTS
+
+TILE = 4
+SPEC = DivergenceSpec(new_tokens=12, batch_size=2, padding="left", bucket=8)
+
+
+def make_arms(family="mistral", precision="fp16", **changes):
+    return Arms(dataclasses.replace(small_config(family), **changes), make_precision(precision), stop_ids=STOP_IDS)
+
+
+def first_layers(family, precision, layers):
+    leaves = {path: leaf[...] for path, leaf in flat_paths(small_state(family, precision)).items()}
+    _, state = abstract_decoder(dataclasses.replace(small_config(family), num_layers=layers), make_precision(precision))
+    return with_leaves(state, {path: leaves[path] for path in flat_paths(state)})
+
+
+def differing(arms, state, variant, reference, rows, layout):
+    """Steps at which a variant's arms differ in a bit."""
+    pair = run_pair(align_arms(arms, TILE, VARIANTS[variant]), state, reference, rows, layout)
+    counted = np.arange(layout.new_tokens) < np.asarray(reference.lengths)[:, None]
+    assert counted.sum() > 8
+    differs = attribution.bits(pair.cached.logits) != attribution.bits(pair.uncached.logits)
+    return int((np.asarray(jnp.any(differs, axis=-1)) & counted).sum())
+
+
+ITEMS = [Item(4, tuple(make_prompts((9,))[0]), ""), Item(7, tuple(make_prompts((6,))[0]), "")]
+
+
+@functools.cache
+def small_run():
+    """Records of every variant of a small model, with programs and weights."""
+    arms = make_arms("mistral", "fp32")
+    state = arms.prepare(small_state("mistral"))
+    return arms, state, [r for records, _ in run_attribution(arms, state, ITEMS, SPEC, TILE) for r in records]

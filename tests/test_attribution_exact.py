@@ -1,0 +1,29 @@
+"""With every class aligned, cached and uncached are equal in every bit, in every family and precision."""
+
+import pytest
+from attribution_runs import TILE, differing, first_layers, make_arms
+from small_models import make_prompts, set_up
+
+from jaxkv.experiments.attribution import align_arms
+from jaxkv.generate import run_cached
+from jaxkv.schema_attribution import ALL, FENCED, VARIANTS
+
+# llama in fp16 is in test_attribution_causes.py, mistral in fp32 in test_attribution.py.
+CASES = [
+    ("mistral", "fp16"), ("gemma2", "fp16"), ("gemma3", "fp16"),
+    ("llama", "bf16"), ("gemma2", "bf16"),
+    ("llama", "fp32"), ("gemma2", "fp32"), ("gemma3", "fp32"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "precision"), CASES)
+def test_all_aligned_is_exact(family, precision):
+    deep = (family, precision) == ("gemma3", "fp32")  # with two RoPE bases; one layer is quicker to compile
+    arms = make_arms(family, precision, num_layers=1 + deep)
+    state = arms.prepare(first_layers(family, precision, arms.config.num_layers))
+    layout, tokens, rows = set_up(make_prompts((4, 9)))
+    free = align_arms(arms, TILE, VARIANTS[ALL])
+    reference = run_cached(free, state, tokens, rows, layout)
+    assert differing(arms, state, ALL, reference, rows, layout) == 0
+    if precision == "fp32":  # there the programs do differ
+        assert differing(arms, state, FENCED, reference, rows, layout) > 8

@@ -67,6 +67,8 @@ _DEFINED = [
                         "stepwise. draft if not set; stepwise with torch."),
     flags.DEFINE_integer("stepwise_problems", 1, "Both forms of the uncached arm run on this many problems."),
     flags.DEFINE_integer("control_problems", 8, "The controls run on this many problems."),
+    flags.DEFINE_float("doctor_seconds", 40.0, "The doctor begins no compilation after this; what is missing then "
+                       "is listed. Where kernels are autotuned a whole table takes minutes.", lower_bound=0.0),
     flags.DEFINE_string("out", None, "Run directory, or that of a sweep; a name with a hash under runs/ if not set."),
     flags.DEFINE_string("compilation_cache", "~/.cache/jaxkv/xla", "Where to keep compiled programs, or none."),
 ]  # fmt: skip

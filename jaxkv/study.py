@@ -143,20 +143,22 @@ def _run_doctor(settings: Settings, path: pathlib.Path, console: Any) -> None:
     """Examines the device, once a directory."""
     from jaxkv.analysis.doctor import render, to_markdown
     from jaxkv.decode import COMPILER_OPTIONS
-    from jaxkv.experiments.doctor import run_doctor
+    from jaxkv.experiments.doctor import DoctorSpec, run_doctor
 
+    spec = DoctorSpec(seconds=settings["doctor_seconds"])
     here = environment()
     config = {
         "experiments": ["doctor"],
         "device": describe_device(),
         "versions": {package: here["packages"][package] for package in ("jax", "jaxlib")},
         "compiler_options": COMPILER_OPTIONS,
+        "spec": spec.to_json(),
     }
     provenance = here | {"git": git_revision()}
     with RunDirectory.open(path, config, _flagfile(settings, path), provenance) as run:
         if not run.done_keys():
-            with console.status("examining the device, about a minute"):
-                run.append(run_doctor())
+            with console.status("examining the device, a minute or two"):
+                run.append(run_doctor(spec))
         record = run.read()[0]
     write_atomically(path / "report.md", to_markdown(record))
     shown = _shown()

@@ -185,13 +185,13 @@ def test_exit_codes_without_traceback():
 
 def test_doctor_needs_no_model(tmp_path, capsys, monkeypatch):
     record = json.loads((DATA.parents[1] / "analysis" / "doctor" / "cpu.json").read_text())
-    monkeypatch.setattr("jaxkv.experiments.doctor.run_doctor", lambda: record)
+    monkeypatch.setattr("jaxkv.experiments.doctor.run_doctor", lambda spec: record)
     arguments = ["--experiments=doctor", "--compilation_cache=none", f"--out={tmp_path}"]
     run_in_process(*arguments)
     shown = capsys.readouterr().out
     assert f"report: {tmp_path / 'report.md'}" in shown
     assert read_run(tmp_path)[1] == [record]
-    monkeypatch.setattr("jaxkv.experiments.doctor.run_doctor", lambda: pytest.fail("examined twice"))
+    monkeypatch.setattr("jaxkv.experiments.doctor.run_doctor", lambda spec: pytest.fail("examined twice"))
     run_in_process(*arguments)
     assert capsys.readouterr().out == shown
 

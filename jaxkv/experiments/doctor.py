@@ -252,10 +252,11 @@ def device_description() -> dict[str, Any]:
 
 def plan(spec: DoctorSpec, bench: Bench) -> dict[Any, Callable[[], Any]]:
     """Compilations by name or shape, the most telling first, in case time runs out."""
-    rows = [spec.row_shape(n) for n in dict.fromkeys((*spec.process_rows, *spec.rows))]
-    others = [spec.slot_shape(n) for n in spec.slots] + [spec.row_shape(1, batch=n) for n in spec.batches]
-    first = len(spec.process_rows)
-    shapes = [*rows[:first], *others, *rows[first:]]
+    rows = [spec.row_shape(n) for n in spec.rows]
+    slots = [spec.slot_shape(n) for n in spec.slots]
+    batches = [spec.row_shape(1, batch=n) for n in spec.batches]
+    ends = [rows[0], rows[-1], slots[0], slots[-1], batches[-1], *map(spec.row_shape, spec.process_rows)]
+    shapes = dict.fromkeys([*ends, *rows[::-1], *slots, *batches])
     ours, default = compile_with(COMPILER_OPTIONS), compile_with(None)
     casts = arithmetic.make_given(spec.dtypes, dots=False)
     tasks: dict[Any, Callable[[], Any]] = {

@@ -16,7 +16,7 @@ from jaxkv.records import environment, fingerprint, git_revision
 
 Settings = dict[str, Any]
 
-INCIDENTAL = ("out", "compilation_cache", "doctor_seconds")  # decide no number of a model: they stay out of the run's default name
+INCIDENTAL = ("out", "compilation_cache", "doctor_seconds")  # decide no number of a model: not in the default name
 OWN_PRECISIONS = "mitigations"  # the experiment that compares policies; its conditions have no precision
 
 

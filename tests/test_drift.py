@@ -1,0 +1,363 @@
+"""Drift is exactly zero where arms are identical and at the embedding, what is recorded is what the traces hold."""
+
+import copy
+import dataclasses
+import functools
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from small_models import PRESETS, changed_state, make_prompts, small_config, small_state
+
+from jaxkv.analysis.drift import conclude, render_drift, summarize_drift, to_markdown
+from jaxkv.cache import empty_cache
+from jaxkv.checkpoints.fill import flat_paths
+from jaxkv.config import make_precision
+from jaxkv.decode import Arms, slot_positions
+from jaxkv.errors import UserError
+from jaxkv.experiments import drift
+from jaxkv.experiments.divergence import DivergenceSpec, Item, plan_batches
+from jaxkv.experiments.drift import plan_bins, repeat_kv_heads, run_drift, trace_pair
+from jaxkv.experiments.first_difference import fed_slots
+from jaxkv.experiments.traced_runs import run_reference
+from jaxkv.generate import force
+from jaxkv.models.decoder import abstract_decoder
+from jaxkv.records import to_line
+from jaxkv.schema_drift import SEGMENTS, TENSORS, validate_drift
+from jaxkv.tracing import TracedArms, trace_cached, trace_uncached
+
+RUN = {"fingerprint": "ab"}
+SPEC = DivergenceSpec(new_tokens=6, batch_size=2, padding="left", bucket=8)
+ITEMS = [Item(4, tuple(make_prompts((11,))[0]), ""), Item(7, tuple(make_prompts((8,), 1)[0]), "")]
+
+
+@pytest.fixture(autouse=True)
+def compile_once(monkeypatch):
+    """Programs of the same arms are compiled once for all tests."""
+    monkeypatch.setattr(drift, "TracedArms", watch_arms)
+    monkeypatch.setattr(drift, "Arms", repeat_arms)
+
+
+watch_arms = functools.cache(TracedArms)
+repeat_arms = functools.cache(Arms)
+
+
+@functools.cache
+def make_arms(family, precision, tile=None):
+    arms = Arms(small_config(family), make_precision(precision), tile=tile)
+    return arms, arms.prepare(small_state(family, precision))
+
+
+@functools.cache
+def small_run(family="mistral", precision="fp32", tile=None):
+    return [record for batch, _ in run_drift(*make_arms(family, precision, tile), ITEMS, SPEC) for record in batch]
+
+
+def numbers(value):
+    """All numbers of a nested record."""
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from numbers(inner)
+    elif not isinstance(value, str) and value is not None:
+        yield value
+
+
+# What the traces say.
+
+
+@pytest.mark.parametrize(("family", "precision"), [("gemma2", "fp16"), ("llama", "fp32")])
+def test_identical_arms_have_no_drift_anywhere(family, precision):
+    records = small_run(family, precision, 4)
+    assert [r["problem"] for r in records] == [4, 7]
+    for record in records:
+        assert record["first"] == {"prompt": None, "decoded": None}
+        assert record["path"]["name"] == []
+        assert record["logits"] == {"kl": 0.0, "flips": 0, "max_abs": 0.0, "bit_equal": record["steps"]}
+        variants = [record] if family == "llama" else [record, record["repeated"]]
+        for layers in (variant["layers"] for variant in variants):
+            for tensor in TENSORS:
+                for segment in SEGMENTS:
+                    column = layers[tensor][segment]
+                    assert not any(numbers([column[f] for f in ("relative", "cosine", "max_abs")]))
+                    assert set(column["bit_equal"]) == {record["places"][segment]}
+        for tensor in TENSORS:
+            assert not any(numbers([record["grid"][tensor][f] for f in ("relative", "cosine")]))
+    assert (records[0]["repeated"] is None) == (family == "llama")
+    text = "\n".join(conclude(summarize_drift(records, RUN)))
+    assert "In decoded positions no value of any operation differs in 2 problems." in text
+
+
+def test_the_embedding_never_drifts_and_the_rest_does():
+    for record in small_run():
+        places = record["places"]
+        assert places == {"prompt": record["prompt_tokens"], "decoded": record["steps"] - 1}
+        for variant in (record, record["repeated"]):
+            stream = variant["layers"]["resid_pre"]
+            for segment in SEGMENTS:
+                assert stream[segment]["relative"][0] == stream[segment]["cosine"][0] == 0
+                assert stream[segment]["bit_equal"][0] == places[segment]
+            assert 0 < stream["decoded"]["relative"][-1] < 1e-5
+        first, names = record["first"]["decoded"], record["path"]["name"]
+        assert names[0] == f"{first['op']}.{first['layer']}"
+        assert names[-2:] == ["final_norm", "logits"]
+        assert record["path"]["bit_equal"][0] == places["decoded"] - first["places"]
+
+
+def test_figures_are_those_of_the_values():
+    arms, state = make_arms("mistral", "fp32")
+    reference = run_reference(arms, state, plan_batches(ITEMS, SPEC)[0], SPEC)
+    traced, layout = watch_arms(arms), reference.layout
+    names = [n for n in traced.list_values(2, layout.slots) if n.split(".")[0] in TENSORS]
+    pair = trace_pair(traced, state, reference, names)
+    row, record = 1, small_run()[1]
+    fed = fed_slots(reference.rows, layout, reference.cached.lengths, row) & (np.arange(layout.slots) >= layout.prompt)
+    for tensor in TENSORS:
+        a, b = (np.asarray(t.values[f"{tensor}.1"][row], np.float64)[fed] for t in (pair.cached, pair.uncached))
+        a, b = a.reshape(len(a), -1), b.reshape(len(b), -1)
+        size = lambda z: np.linalg.norm(z, axis=1)  # noqa: E731
+        column = record["layers"][tensor]["decoded"]
+        assert column["relative"][1] == pytest.approx(np.mean(size(a - b) / size(b)), rel=6e-3)
+        turned = size(a / size(a)[:, None] - b / size(b)[:, None]) ** 2 / 2
+        assert column["cosine"][1] == pytest.approx(np.mean(turned), rel=6e-3)
+        assert column["max_abs"][1] == pytest.approx(np.abs(a - b).max(), rel=6e-3)
+        assert column["bit_equal"][1] == int((a == b).all(1).sum())
+
+
+def test_watched_keys_and_values_are_those_of_the_cache():
+    arms, state = make_arms("mistral", "fp32")
+    reference = run_reference(arms, state, plan_batches(ITEMS, SPEC)[0], SPEC)
+    traced, names = watch_arms(arms), ["k.0", "v.1"]
+    given = (traced, state, reference.text, reference.forced, reference.layout, names)
+    cached = trace_cached(*given)
+    cache = traced.make_cache(reference.layout, names, None)
+    prompts = jnp.asarray(reference.text[:, : reference.layout.prefill])
+    _, cache = traced.prefill(state, prompts, reference.rows, cache)
+    prompt = reference.layout.prompt
+    np.testing.assert_array_equal(cache.k[0][:, :prompt], cached.values["k.0"][:, :prompt])
+    np.testing.assert_array_equal(cache.v[1][:, :prompt], cached.values["v.1"][:, :prompt])
+    assert cached.positions.max() == prompt + int(reference.cached.lengths.max()) - 2 - int(reference.rows.first.min())
+
+
+def test_uncached_values_of_a_row_do_not_depend_on_what_follows():
+    """So one pass over the whole text has the values of the recomputation at each step."""
+    arms, state = make_arms("mistral", "fp32")
+    reference = run_reference(arms, state, plan_batches(ITEMS, SPEC)[0], SPEC)
+    traced, names = watch_arms(arms), ["k.1", "attn_out.1", "resid_pre.2"]
+    whole = trace_uncached(traced, state, reference.text, reference.forced, reference.layout, names)
+    short = copy.copy(reference.cached)
+    short = dataclasses.replace(short, lengths=jnp.minimum(short.lengths, 3))
+    cut = trace_uncached(traced, state, reference.text, force(reference.rows, short), reference.layout, names)
+    end = reference.layout.prompt + 2
+    for name in names:
+        np.testing.assert_array_equal(whole.values[name][:, :end], cut.values[name][:, :end])
+    np.testing.assert_array_equal(whole.run.logits[:, :3], cut.run.logits[:, :3])
+
+
+@pytest.mark.parametrize("family", [family for family in PRESETS if family != "llama"])
+def test_repeated_heads_are_an_equal_model(family):
+    config, precision = small_config(family), make_precision("fp32")
+    state = small_state(family)
+    wide, repeated = repeat_kv_heads(config, state)
+    assert wide.num_kv_heads == config.num_query_heads > config.num_kv_heads
+    wanted = flat_paths(abstract_decoder(wide, precision)[1])
+    assert {path: leaf.shape for path, leaf in flat_paths(repeated).items()} == {p: x.shape for p, x in wanted.items()}
+    tokens = jnp.asarray(make_prompts((12, 12)))
+    positions = slot_positions(jnp.arange(12), jnp.zeros(2, jnp.int32), 12)
+
+    def logits(config, state):
+        @jax.jit
+        def forward(state):
+            model = nnx.merge(abstract_decoder(config, precision)[0], state)
+            return model.logits(model(tokens, positions, empty_cache(config, precision, 2, 12), 0)[0])
+
+        return forward(state)
+
+    given = np.asarray(logits(config, state))
+    np.testing.assert_allclose(logits(wide, repeated), given, rtol=0, atol=5e-5)
+    assert np.abs(given).max() > 1
+
+
+def test_repeated_heads_follow_their_queries():
+    config = dataclasses.replace(small_config("mistral"), num_query_heads=4, num_kv_heads=2)
+    _, repeated = repeat_kv_heads(config, small_state("mistral"))
+    before, after = (flat_paths(s)["layers/1/attn/k"][...] for s in (small_state("mistral"), repeated))
+    np.testing.assert_array_equal(after, before[np.asarray([0, 0, 1, 1])])
+
+
+# Records.
+
+
+def test_records_are_valid_and_small():
+    for record in small_run():
+        plain = json.loads(to_line(record))
+        validate_drift(plain)
+        assert plain["grid"]["bins"][-1][1] == sum(plain["places"].values())
+
+
+def test_a_grid_stays_within_its_room():
+    assert plan_bins({"prompt": 3, "decoded": 2}, 2) == [[0, 1], [1, 2], [2, 3], [3, 4], [4, 5]]
+    assert plan_bins({"prompt": 3, "decoded": 0}, 2) == [[0, 1], [1, 2], [2, 3]]
+    for layers in (6, 30, 80):
+        bins = plan_bins({"prompt": 1000, "decoded": 255}, layers)
+        assert [pair[0] for pair in bins] == [0, *(pair[1] for pair in bins[:-1])]
+        assert [bins[len(bins) // 2 - 1][1], bins[-1][1]] == [1000, 1255]
+        assert len(bins) * (layers + 1) * len(TENSORS) * 3 * 9 < 160_000
+
+
+def test_done_problems_are_left_out():
+    given = make_arms("mistral", "fp32")
+    assert list(run_drift(*given, ITEMS, SPEC, frozenset({4, 7}))) == []
+    again = [record for batch, _ in run_drift(*given, ITEMS, SPEC, frozenset({4})) for record in batch]
+    assert to_line(again[0]) == to_line(small_run()[1])
+    assert len(again) == 1
+
+
+def test_a_problem_that_overflows_has_no_figures():
+    arms, state = make_arms("mistral", "fp32")
+    place, token = next((i, t) for i, t in enumerate(ITEMS[0].prompt) if t not in ITEMS[1].prompt)
+    broken = changed_state(state, "embed", (token, 0), np.inf)
+    records = [record for batch, _ in run_drift(arms, broken, ITEMS, SPEC) for record in batch]
+    for record in records:
+        validate_drift(json.loads(to_line(record)))
+    assert [record["status"] for record in records] == ["invalid", "ok"]
+    assert records[0]["invalid"]["op"] == "resid_pre"
+    assert records[0]["invalid"]["position"] == place
+    both = [dataclasses.replace(ITEMS[0], problem=problem) for problem in (1, 2)]
+    alone = [record for batch, _ in run_drift(arms, broken, both, SPEC) for record in batch]
+    assert [record["status"] for record in alone] == ["invalid", "invalid"]
+    summary = summarize_drift(alone, RUN)
+    assert summary["status"] == "invalid"
+    assert conclude(summary) == ["There is no sample with finite numbers, so nothing can be said of drift."]
+
+
+def test_an_uncached_arm_of_several_lengths_is_refused():
+    with pytest.raises(UserError, match="--uncached_length"):
+        next(run_drift(*make_arms("mistral", "fp32"), ITEMS, dataclasses.replace(SPEC, uncached_length="bucket:8")))
+
+
+def altered(path, value):
+    """A valid record with one field changed."""
+    record = json.loads(to_line(small_run()[0]))
+    *way, last = path.split(".")
+    place = record
+    for part in way:
+        place = place[int(part) if isinstance(place, list) else part]
+    place[int(last) if isinstance(place, list) else last] = value
+    return record
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("experiment", "divergence", "experiment: "),
+        ("key", ["drift", 5], "key: expected"),
+        ("instrumented_bit_equal.walk.cached", 99, "instrumented_bit_equal.walk.cached: more than"),
+        ("layers.k.prompt.relative", [0.1], "layers.k.prompt.relative: expected 2 entries"),
+        ("layers.v.decoded.bit_equal.0", 99, r"layers.v.decoded.bit_equal\[0\]: out of range"),
+        ("layers.resid_pre.prompt.relative.0", 0.5, r"layers.resid_pre.prompt.bit_equal\[0\]: everywhere, beside"),
+        ("logits.flips", 77, "logits.flips: more than"),
+        ("grid.bins.0", [1, 2], r"grid.bins\[0\]: expected \[0, end\]"),
+        ("first.decoded.dtypes", ["float32"], "first.decoded.dtypes: expected two"),
+        ("path.relative", [], "path.relative: expected"),
+        ("repeated", None, "repeated: missing"),
+        ("status", "invalid", "invalid"),
+    ],
+)
+def test_a_record_at_fault_is_named(path, value, message):
+    with pytest.raises(ValueError, match=message):
+        validate_drift(altered(path, value))
+
+
+# What is said of them.
+
+
+def plain_records():
+    return [json.loads(to_line(record)) for record in small_run()]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "where"),
+    [
+        ("layers.k.decoded.relative.1", 0.5, ("layers", "k", "decoded", "relative", 1, "mean")),
+        ("layers.v.prompt.max_abs.0", 3.0, ("layers", "v", "prompt", "max_abs", 0)),
+        ("logits.kl", 4.0, ("logits", "kl", "mean")),
+        ("first.decoded.op", "up", ("first", "decoded", "places", 1, "op")),
+        ("path.relative.1", 7.0, ("path", 1, "relative")),
+        ("repeated.layers.resid_pre.decoded.relative.1", 9.0, ("repeated", "first_layer", "mean")),
+        ("repeated.layers.mlp_out.decoded.relative.1", 9.0, ("repeated", "compared", "mlp_out", "repeated")),
+        ("instrumented_bit_equal.figures.uncached", 1, ("instrumented_bit_equal", "figures", "uncached")),
+    ],
+)
+def test_a_changed_record_changes_the_summary(path, value, where):
+    def look(summary):
+        for part in where:
+            if isinstance(part, int) and part >= len(summary):
+                return None
+            summary = summary[part]
+        return summary
+
+    records = plain_records()
+    before = look(summarize_drift(records, RUN))
+    changed = altered(path, value)
+    assert look(summarize_drift([changed, records[1]], RUN)) != before
+
+
+def test_sentences():
+    summary = summarize_drift(plain_records(), RUN)
+    assert json.loads(json.dumps(summary)) == summary
+    text = "\n".join(conclude(summary))
+    places = sum(summary["places"].values())
+    assert f"The embedding is equal in every bit at {places} of {places} positions" in text
+    assert "of that leaves the first layer already" in text
+    assert "made other programs of the watched arms" in text  # in fp32 on a CPU reading values changes fusions
+    assert "from 2 problems is rough" in text
+    broken = [altered("layers.resid_pre.prompt.bit_equal.0", 1), plain_records()[1]]
+    assert "THE EMBEDDING DIFFERS at 10 of" in "\n".join(conclude(summarize_drift(broken, RUN)))
+
+
+def test_more_or_less_drift_is_said_only_beyond_the_interval():
+    records = []
+    for problem in range(6):
+        record = altered("problem", problem)
+        record["key"] = ["drift", problem]
+        for tensor in TENSORS:
+            size = 3e-3 if tensor == "k" else 1e-3 + (-1) ** problem * 1e-4
+            for layers, value in ((record["layers"], 1e-3), (record["repeated"]["layers"], size)):
+                column, first = layers[tensor]["decoded"], int(tensor == "resid_pre")
+                column["relative"][first:] = [value] * 2
+                column["bit_equal"][first:] = [0] * 2
+        records.append(record)
+    text = "\n".join(conclude(summarize_drift(records, RUN)))
+    assert "Drift of K, mean over layers: 0.001 as it is, 0.003 with repeated heads" in text
+    assert text.count("more with repeated heads") == 1
+    assert text.count("not distinguishable") == 4
+
+
+def test_an_unfinished_run_says_so():
+    summary = summarize_drift(plain_records()[:1], {"config": {"num_problems": 5}})
+    assert "UNFINISHED: 4 of 5 problems have no record yet" in to_markdown(summary)
+    assert "With one problem there are no intervals." in to_markdown(summary)
+    assert conclude(summarize_drift([], RUN)) == ["There is no sample yet, so nothing can be said of drift."]
+
+
+def test_tables_show_every_layer_in_80_columns():
+    from rich.console import Console
+
+    summary = summarize_drift(plain_records(), RUN)
+    console = Console(width=80, file=open("/dev/null", "w"), record=True)  # noqa: SIM115
+    console.print(render_drift(summary))
+    text, markdown = console.export_text(), to_markdown(summary)
+    for layer in ("0", "1", "out"):
+        assert f"\n{layer} " in text
+        assert f"\n| {layer} |" in markdown
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_the_analysis_needs_no_jax():
+    code = "import sys; import jaxkv.analysis.drift; sys.exit('jax' in sys.modules or 'flax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,478 @@
+"""Patching everything gives the donor's logits, with itself nothing; a planted cause is undone by its own patch."""
+
+import dataclasses
+import functools
+import json
+import subprocess
+import sys
+from unittest import mock
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_models import changed_state, make_prompts, same_bits, small_config, small_state
+
+from jaxkv.analysis.patching import conclude, render_patching, summarize_patching, to_markdown
+from jaxkv.checkpoints.fill import flat_paths, with_leaves
+from jaxkv.config import make_precision
+from jaxkv.decode import Arms, make_layout, make_rows
+from jaxkv.errors import UserError
+from jaxkv.experiments import patching
+from jaxkv.experiments.divergence import DivergenceSpec, Item
+from jaxkv.experiments.patching import Patcher, run_patching, select, spread
+from jaxkv.generate import force
+from jaxkv.interventions.patches import make_patch
+from jaxkv.models import decoder, layers
+from jaxkv.models.decoder import abstract_decoder
+from jaxkv.records import to_line
+from jaxkv.schema_patching import (
+    DIRECTIONS,
+    EVERYTHING,
+    INTO_CACHED,
+    INTO_UNCACHED,
+    ITSELF,
+    KEYS,
+    KEYS_VALUES,
+    PATCHES,
+    RESIDUAL,
+    RESIDUAL_NOW,
+    VALUES,
+    Kind,
+    validate_patching,
+)
+from jaxkv.tracing import TracedArms
+
+NEW_TOKENS = 6
+RUN = {"fingerprint": "ab"}
+SPEC = DivergenceSpec(new_tokens=NEW_TOKENS, batch_size=2, padding="left", bucket=8)
+PROMPTS = make_prompts((9, 12))
+ITEMS = [Item(4 + i, tuple(prompt), "") for i, prompt in enumerate(PROMPTS)]
+
+
+def small_arms(family, precision, num_layers):
+    return Arms(dataclasses.replace(small_config(family), num_layers=num_layers), make_precision(precision))
+
+
+def first_layers(arms, family, precision):
+    leaves = {path: leaf[...] for path, leaf in flat_paths(small_state(family, precision)).items()}
+    _, state = abstract_decoder(arms.config, arms.precision)
+    return arms.prepare(with_leaves(state, {path: leaves[path] for path in flat_paths(state)}))
+
+
+class Bench:
+    """A left-padded batch of a small model, and bare runs of both arms along the cached arm's tokens."""
+
+    def __init__(self, family, precision, num_layers=1):
+        arms = small_arms(family, precision, num_layers)
+        self.state = first_layers(arms, family, precision)
+        self.layout = make_layout(PROMPTS, NEW_TOKENS, 8, arms.config)
+        tokens, rows = make_rows(PROMPTS, [0, 1], 0, self.layout)
+        self.traced, self.L = TracedArms(arms), num_layers
+        self.patcher = Patcher(self.traced, self.state, self.layout)
+        free = self.patcher.run_bare("cached", tokens, rows)
+        self.text, self.rows, self.forced = np.asarray(free.run.tokens), rows, force(rows, free.run)
+        self.bare = {arm: self.run(arm) for arm in ("cached", "uncached")}
+
+    def run(self, arm, values=None, where=None, newest=False, state=None):
+        patcher = self.patcher if state is None else Patcher(self.traced, state, self.layout)
+        if values is None:
+            return patcher.run_bare(arm, self.text, self.forced)
+        return patcher.run(arm, self.text, self.forced, values, where, newest)
+
+    def masks(self, kind, among=None, slots=None):
+        every = np.ones(self.layout.slots, bool) if slots is None else slots
+        return select(kind, range(self.L) if among is None else among, self.L, every)
+
+
+make_bench = functools.cache(Bench)
+
+
+def same_logits(a, b):
+    return same_bits(a.run.logits, b.run.logits)
+
+
+# The controls.
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_everything_gives_the_other_arm_and_itself_changes_nothing(family, precision):
+    bench = make_bench(family, precision)
+    assert bench.rows.first.tolist() == [3, 0]
+    assert bench.text[:, bench.layout.prompt :].any()
+    everything = bench.masks(PATCHES[EVERYTHING])
+    for recipient, donor in (("cached", "uncached"), ("uncached", "cached")):
+        base, other = bench.bare[recipient], bench.bare[donor]
+        assert same_logits(bench.run(recipient, other.values, everything), other)
+        assert same_logits(bench.run(recipient, base.values, everything), base)
+    if precision == "fp32":  # in 16 bits these programs may be equal as they are
+        assert not same_logits(bench.bare["cached"], bench.bare["uncached"])
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_everything_gives_the_donor_also_from_far_away(family):
+    bench = make_bench(family, "fp16")
+    leaf = flat_paths(bench.state)["layers/0/mlp/up"][...]
+    other = changed_state(bench.state, "layers/0/mlp/up", slice(None), -leaf)
+    for arm, donor in (("cached", "uncached"), ("uncached", "cached")):
+        far = bench.run(arm, state=other)
+        assert not same_logits(far, bench.bare[donor])
+        found = bench.run(arm, bench.bare[donor].values, bench.masks(PATCHES[EVERYTHING]), state=other)
+        assert same_logits(found, bench.bare[donor])
+        state_alone = bench.run(arm, bench.bare[donor].values, bench.masks(PATCHES[KEYS_VALUES]), state=other)
+        assert not same_logits(state_alone, bench.bare[donor])
+
+
+# Where a patch acts. One model serves all tests here.
+
+
+def shifted(values, name):
+    return values | {name: values[name] + 1}
+
+
+def bench_of_two():
+    return make_bench("mistral", "fp32", 2)
+
+
+def at(bench, *slots):
+    return np.isin(np.arange(bench.layout.slots), slots)
+
+
+def equal_steps(a, b, row=0):
+    return [same_bits(x, y) for x, y in zip(a.run.logits[row], b.run.logits[row], strict=True)]
+
+
+@pytest.mark.parametrize("arm", ["cached", "uncached"])
+@pytest.mark.parametrize("name", ["k.1", "v.1", "resid_pre.1"])
+def test_a_patch_acts_from_its_slot_on_in_its_layer_alone(arm, name):
+    bench = bench_of_two()
+    base, slot = bench.bare[arm], bench.layout.prompt + 2  # the token of step 2, whose row has the logits of step 3
+    found = bench.run(arm, shifted(base.values, name), {name: at(bench, slot)})
+    assert equal_steps(found, base)[:4] == [True, True, True, False]
+    expected = np.array(base.values[name])
+    expected[:, slot] += 1
+    np.testing.assert_array_equal(found.values[name][:, : slot + 1], expected[:, : slot + 1])
+    for other in ("resid_pre.0", "resid_pre.1", "k.0", "v.0"):
+        if other != name:
+            assert same_bits(found.values[other][:, : slot + 1], base.values[other][:, : slot + 1])
+
+
+def test_keys_are_patched_on_kv_heads():
+    bench = bench_of_two()
+    config, base = bench.traced.config, bench.bare["cached"]
+    assert config.num_kv_heads < config.num_query_heads
+    assert base.values["k.0"].shape[2:] == (config.num_kv_heads, config.head_dim)
+    one_head = base.values | {"k.0": base.values["k.0"].at[:, :, 0].add(1)}
+    both = bench.run("cached", shifted(base.values, "k.0"), {"k.0": at(bench, 5)})
+    one = bench.run("cached", one_head, {"k.0": at(bench, 5)})
+    assert same_bits(one.values["k.0"][:, 5, 1], base.values["k.0"][:, 5, 1])
+    assert not same_logits(one, base)
+    assert not same_logits(one, both)
+
+
+@pytest.mark.parametrize("arm", ["cached", "uncached"])
+def test_a_patch_of_the_newest_row_is_one_of_that_slot_alone_at_each_step(arm):
+    bench = bench_of_two()
+    values, every = shifted(bench.bare[arm].values, "resid_pre.1"), np.ones(bench.layout.slots, bool)
+    newest = bench.run(arm, values, {"resid_pre.1": every}, newest=True)
+    for step in range(NEW_TOKENS):
+        single = bench.run(arm, values, {"resid_pre.1": at(bench, bench.layout.prompt - 1 + step)})
+        assert same_bits(single.run.logits[:, step], newest.run.logits[:, step])
+        assert not same_bits(single.run.logits[:, step], bench.bare[arm].run.logits[:, step])
+    if arm == "cached":  # what the patch did left no trace
+        for name in ("k.1", "v.1"):
+            assert same_bits(newest.values[name], bench.bare[arm].values[name])
+
+
+def test_a_grid_of_patches_compiles_nothing():
+    bench = bench_of_two()
+    programs = (bench.traced.prefill, bench.traced.cached_loop, bench.traced.tile_loop)
+    values = bench.bare["cached"].values
+    for layer in range(bench.L):
+        for slot in (2, 9, 15):
+            for kind in (PATCHES[KEYS], PATCHES[RESIDUAL], PATCHES["residual now, K and V"]):
+                for arm in ("cached", "uncached"):
+                    where = bench.masks(kind, [layer], at(bench, slot))
+                    bench.run(arm, values, where, newest=kind.residual == "now")
+    assert [program._cache_size() for program in programs] == [1, 1, 1]
+
+
+def test_names_of_a_patch():
+    slots = np.ones(3, bool)
+    assert set(select(Kind("now"), range(2), 2, slots)) == {"resid_pre.0", "resid_pre.1"}
+    assert set(select(Kind("everywhere", ("v",)), [2], 2, slots)) == {"resid_pre.2"}
+    assert set(select(PATCHES[EVERYTHING], range(1), 1, slots)) == {"resid_pre.0", "k.0", "v.0", "resid_pre.1",
+                                                                   "final_norm"}  # fmt: skip
+    assert [spread(n, 4) for n in (3, 5, 31)] == [[0, 1, 2], [0, 1, 3, 4], [0, 10, 20, 30]]
+    with pytest.raises(ValueError, match=r"no values to patch k\.7"):
+        make_patch({"k.0": jnp.zeros((1, 3, 1, 2))}, {"k.7": jnp.ones(3, bool)})
+
+
+# A planted cause, and records of it.
+
+
+def plant(name, factor):
+    """A value is scaled in calls of one row, which the cached arm alone makes."""
+    original = decoder.Decoder.__call__
+
+    def call(self, tokens, positions, cache, slot, hook=layers.no_hook, alignment=None):
+        def watch(here, value):
+            return hook(here, value * factor if here == name and positions.shape[1] == 1 else value)
+
+        return original(self, tokens, positions, cache, slot, watch, alignment)
+
+    return mock.patch.object(decoder.Decoder, "__call__", call)
+
+
+@functools.cache
+def planted_run(name):
+    """In fp16 this model's arms are bit-equal on a CPU, so that every difference is the plant's."""
+    arms = small_arms("llama", "fp16", 1)
+    state = first_layers(arms, "llama", "fp16")
+    with plant(name, 3), mock.patch.object(patching, "TracedArms", functools.cache(TracedArms)):
+        records = [r for batch, _ in run_patching(arms, state, ITEMS, SPEC, position_bins=2) for r in batch]
+        skipped = frozenset((r["problem"], r["direction"], r["patch"]) for r in records[:-2])
+        again = [r for batch, _ in run_patching(arms, state, ITEMS, SPEC, skipped, position_bins=2) for r in batch]
+        every = frozenset((r["problem"], r["direction"], r["patch"]) for r in records)
+        assert list(run_patching(arms, state, ITEMS, SPEC, every)) == []
+    assert [to_line(r) for r in again] == [to_line(r) for r in records[-2:]]
+    return records
+
+
+def figures_of(name):
+    return {(r["direction"], r["patch"], r["problem"]): r for r in planted_run(name)}
+
+
+def test_a_planted_cause_in_the_cached_keys_is_undone_by_patching_keys():
+    found = figures_of("k.0")
+    undone = {patch for patch, kind in PATCHES.items() if "k" in kind.state and not kind.itself}
+    for (direction, patch, _), record in found.items():
+        steps, gap = record["steps"], record["gap"]
+        assert gap["kl"] > 0
+        if patch in undone:
+            assert (record["all"]["kl"], record["all"]["bit_equal"]) == (0.0, steps)
+            assert record["all"]["recovered"] == gap["flips"]
+        else:
+            assert record["unchanged"] == steps
+            assert (record["all"]["kl"], record["all"]["bit_equal"]) == (gap["kl"], gap["bit_equal"])
+        trajectory = record["trajectory"]
+        if trajectory is not None and patch in undone:
+            assert trajectory["until"] is None
+            assert direction == INTO_UNCACHED or trajectory["agreeing"] == trajectory["steps"] - trajectory["parted"]
+        elif trajectory is not None:
+            assert trajectory["until"] == trajectory["parted"]
+    assert any(r["gap"]["flips"] for r in found.values())
+    assert {patch for (_, patch, _), r in found.items() if r["trajectory"]} == set(PATCHES) - {ITSELF}
+    one = found[INTO_CACHED, KEYS_VALUES, 4]
+    assert one["by_layer"]["kl"] == [0.0]
+    assert one["grid"]["bins"] == [[0, 6], [6, 15]]
+    assert one["grid"]["kl"][0] == [one["gap"]["kl"], 0.0]  # the prompt's keys are those of the prefill
+
+
+def test_a_planted_cause_in_the_stream_is_undone_by_patching_the_stream_after_it():
+    for (direction, patch, _), record in figures_of("mlp_out.0").items():
+        steps, gap, kind = record["steps"], record["gap"], PATCHES[patch]
+        assert gap["kl"] > 0
+        if patch == EVERYTHING:
+            assert record["all"]["bit_equal"] == steps
+        else:  # the only layer is entered by the embedding
+            assert record["unchanged"] == steps
+        if kind.residual and not kind.state and (direction, patch) != (INTO_UNCACHED, RESIDUAL_NOW):
+            assert record["by_layer"]["layer"] == [0, 1]
+            assert record["by_layer"]["kl"] == [gap["kl"], 0.0]
+
+
+def test_records_are_valid_and_complete():
+    records = planted_run("k.0")
+    for record in records:
+        validate_patching(json.loads(to_line(record)))
+        assert record["instrumented_bit_equal"] == {"cached": record["steps"], "uncached": record["steps"]}
+        assert len(to_line(record)) < 4000
+    expected = [("patching", item.problem, d, p) for d in DIRECTIONS for p in PATCHES for item in ITEMS]
+    assert [tuple(r["key"]) for r in records] == expected
+
+
+def test_a_problem_that_overflows_has_no_figures():
+    arms = small_arms("llama", "fp16", 1)
+    token = next(t for t in PROMPTS[0] if t not in make_bench("llama", "fp16").text[1])
+    broken = changed_state(first_layers(arms, "llama", "fp16"), "embed", (token, 0), np.inf)
+    with mock.patch.object(patching, "PATCHES", {KEYS: PATCHES[KEYS]}):
+        records = [r for batch, _ in run_patching(arms, broken, ITEMS, SPEC) for r in batch]
+        both = [dataclasses.replace(ITEMS[0], problem=problem) for problem in (1, 2)]
+        alone = [r for batch, _ in run_patching(arms, broken, both, SPEC) for r in batch]
+    for record in records + alone:
+        validate_patching(json.loads(to_line(record)))
+    assert [r["status"] for r in records] == ["invalid", "ok"] * 2
+    assert [r["status"] for r in alone] == ["invalid"] * 4
+    assert records[0]["invalid"]["op"] == "resid_pre"
+    summary = summarize_patching(alone, RUN)
+    assert conclude(summary) == ["There is no sample with finite numbers, so nothing was patched."]
+    assert summarize_patching(records, RUN)["problems"] == {"asked": 2, "total": 2, "ok": 1}
+
+
+def test_other_regimes_are_refused():
+    arms = Arms(small_config("llama"), make_precision("fp16"), tile=4)
+    with pytest.raises(UserError, match="plain regime"):
+        next(run_patching(arms, small_state("llama"), ITEMS, SPEC))
+    plain = small_arms("llama", "fp16", 1)
+    with pytest.raises(UserError, match="--uncached_length"):
+        next(run_patching(plain, None, ITEMS, dataclasses.replace(SPEC, uncached_length="bucket:8")))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"experiment": "drift"}, "experiment: "),
+        ({"direction": "cached"}, "direction: 'cached' is not one of"),
+        ({"patch": "Q"}, "patch: 'Q' is not one of"),
+        ({"key": ["patching", 4, INTO_CACHED, VALUES]}, "key: expected"),
+        ({"instrumented_bit_equal": {"cached": 99, "uncached": 0}}, "instrumented_bit_equal.cached: more than"),
+        ({"gap": {"kl": -1.0, "flips": 0, "bit_equal": 0}}, "gap.kl: negative"),
+        ({"gap": {"kl": 1.0, "flips": 6, "bit_equal": 1}}, "gap: more flips"),
+        ({"all": {"kl": 1.0, "recovered": 9, "broken": 0, "bit_equal": 0}}, "all.recovered: more than"),
+        ({"unchanged": 77}, "unchanged: more than"),
+        ({"by_layer": {"layer": [0], "kl": [], "recovered": [0], "broken": [0], "bit_equal": [0]}}, "unequal length"),
+        ({"by_layer": {"layer": [2], "kl": [0.0], "recovered": [0], "broken": [0], "bit_equal": [0]}}, "more than 1"),
+        ({"grid": {"layer": [0], "bins": [[0, 4]], "kl": [[0.0, 1.0]]}}, "grid.kl: not 1 rows of 1"),
+        ({"trajectory": {"steps": 6, "parted": 2, "until": None, "agreeing": 5}}, "trajectory.agreeing: more than"),
+        ({"trajectory": {"steps": 6, "parted": 2, "until": 2, "agreeing": None}}, "trajectory.agreeing: expected"),
+        ({"status": "invalid"}, "invalid"),
+    ],
+)
+def test_a_record_at_fault_is_named(change, message):
+    record = json.loads(to_line(figures_of("k.0")[INTO_CACHED, KEYS, 4]))
+    with pytest.raises(ValueError, match=message):
+        validate_patching(record | change)
+
+
+# What is said of them.
+
+
+def samples(problems=8, trajectories=True, control=True, **left):
+    """Samples of a gap of 1 nat or so, `left` of it under each patch; what leaves nothing brings tokens back."""
+    template = json.loads(to_line(figures_of("k.0")[INTO_CACHED, KEYS, 4]))
+    named = {name.replace("_", " "): share for name, share in left.items()}
+    made = []
+    for problem in range(problems):
+        for direction in DIRECTIONS:
+            for patch, kind in PATCHES.items():
+                share = named.get(patch, 0.0 if patch == EVERYTHING else 1.0)
+                gap = 1 + problem / 10
+                figures = {"kl": share * gap, "recovered": 2 * (share == 0), "broken": 0}
+                record = template | {
+                    "problem": problem, "direction": direction, "patch": patch, "steps": 6,
+                    "key": ["patching", problem, direction, patch],
+                    "instrumented_bit_equal": {"cached": 6, "uncached": 6},
+                    "gap": {"kl": gap, "flips": 2, "bit_equal": 1},
+                    "all": figures | {"bit_equal": 6 if share == 0 and control else 1},
+                    "unchanged": 6 if kind.itself else 0,
+                    "by_layer": None, "grid": None, "trajectory": None,
+                }  # fmt: skip
+                if trajectories:
+                    back = share == 0
+                    record["trajectory"] = {
+                        "steps": 6, "parted": 2, "until": None if back else 2, "agreeing": 4 if back else 1,
+                    }  # fmt: skip
+                made.append(record)
+    return made
+
+
+def test_summary_figures():
+    summary = summarize_patching(samples(K=0.25), RUN)
+    assert json.loads(json.dumps(summary)) == summary
+    keys = summary["directions"][INTO_CACHED][KEYS]
+    assert keys["closed"]["share"] == pytest.approx(0.75)
+    assert keys["closed"]["interval"] == pytest.approx([0.75, 0.75])
+    assert (keys["problems"], keys["steps"], keys["gap"]["flips"]) == (8, 48, 16)
+    assert keys["recovered"]["count"] == 0
+    assert keys["trajectory"]["agreeing"]["rate"] == pytest.approx(0.25)
+    assert summary["directions"][INTO_CACHED][EVERYTHING]["trajectory"]["recovered"]["count"] == 8
+    assert summary["samples_missing"] == 0
+    real = summarize_patching(planted_run("k.0"), RUN)["directions"][INTO_CACHED]
+    assert real[KEYS_VALUES]["grid"]["closed"][0] == pytest.approx([0, 1])
+    assert [entry["share"] for entry in real[RESIDUAL]["by_layer"]["closed"]] == pytest.approx([0, 1])
+    assert real[VALUES]["closed"]["share"] == 0
+
+
+def test_a_changed_record_changes_the_summary():
+    records = samples()
+    before = summarize_patching(records, RUN)
+    for place, (field, value) in {
+        "closed": ("all", {"kl": 0.5, "recovered": 0, "broken": 0, "bit_equal": 1}),
+        "broken": ("all", {"kl": 1.0, "recovered": 0, "broken": 3, "bit_equal": 1}),
+        "trajectory": ("trajectory", {"steps": 6, "parted": 2, "until": None, "agreeing": 4}),
+        "by_layer": ("by_layer", {"layer": [0], "kl": [0.5], "recovered": [0], "broken": [0], "bit_equal": [0]}),
+        "grid": ("grid", {"layer": [0], "bins": [[0, 4]], "kl": [[0.5]]}),
+    }.items():
+        changed = [r | {field: value} if r["key"] == ["patching", 3, INTO_CACHED, VALUES] else r for r in records]
+        after = summarize_patching(changed, RUN)
+        figures = [summary["directions"][INTO_CACHED][VALUES][place] for summary in (before, after)]
+        assert figures[0] != figures[1]
+
+
+@pytest.mark.parametrize(
+    ("left", "verdict", "why"),
+    [
+        ({"K_and_V": 0.0}, "reproduced", "K and V close more of the gap"),
+        ({"residual_now": 0.0, "residual": 0.0}, "not reproduced", "brings back 8 of 8"),
+        ({"residual": 0.1, "K_and_V": 0.4}, "not reproduced", "closes more of the gap than K and V"),
+        ({}, "cannot tell", "0 of 8"),
+    ],
+)
+def test_the_verdict_follows_from_the_figures(left, verdict, why):
+    summary = summarize_patching(samples(**left), RUN)
+    assert summary["claim"]["verdict"] == verdict
+    assert why in summary["claim"]["why"]
+    assert f"is the cause: {verdict}. {summary['claim']['why']}" in "\n".join(conclude(summary))
+
+
+def test_no_verdict_without_a_gap_controls_or_enough_problems():
+    def claim(records):
+        return summarize_patching(records, RUN)["claim"]
+
+    few = claim(samples(2, K_and_V=0.0))
+    assert few["verdict"] == "cannot tell"
+    together = claim(samples(trajectories=False, K_and_V=0.0))
+    assert together["why"] == "No free run parted, so that there is no trajectory to bring back."
+    failed = summarize_patching(samples(control=False, K_and_V=0.0), RUN)
+    assert failed["claim"]["verdict"] == "cannot tell"
+    assert "Control failed: with every value of the donor" in failed["claim"]["why"]
+    changed = [r | {"unchanged": 5} if r["patch"] == ITSELF else r for r in samples(K_and_V=0.0)]
+    assert "patched with itself" in claim(changed)["why"]
+    equal = [r | {"gap": {"kl": 0.0, "flips": 0, "bit_equal": 6},
+                  "all": {"kl": 0.0, "recovered": 0, "broken": 0, "bit_equal": 6}} for r in samples()]  # fmt: skip
+    assert "there is no gap to close" in claim(equal)["why"]
+    assert "With one problem there are no intervals." in conclude(summarize_patching(samples(1), RUN))
+
+
+def test_sentences_and_an_unfinished_run():
+    summary = summarize_patching(samples(residual=0.1, K_and_V=0.4)[:-3], {"config": {"num_problems": 9}})
+    text = to_markdown(summary)
+    assert "UNFINISHED: 1 of 9 problems have no record yet, 3 samples are missing" in text
+    assert f"{INTO_CACHED}: residual closes more of the gap than K and V, by 30 % [30, 30] of it" in text
+    assert "no proof of anything by itself" in text
+    moved = [r | {"instrumented_bit_equal": {"cached": 2, "uncached": 6}} for r in samples()]
+    assert "have the bits of the arms at 16 (cached) and 48 (uncached) of 48 steps" in to_markdown(
+        summarize_patching(moved, RUN)
+    )
+    assert conclude(summarize_patching([], RUN)) == ["There is no sample yet, so nothing was patched."]
+
+
+def test_tables_show_every_patch_in_80_columns():
+    from rich.console import Console
+
+    summary = summarize_patching(planted_run("k.0"), RUN)
+    console = Console(width=80, file=open("/dev/null", "w"), record=True)  # noqa: SIM115
+    console.print(render_patching(summary))
+    text, markdown = console.export_text(), to_markdown(summary)
+    cells = [line.split("|")[1].strip() for line in markdown.splitlines() if line.startswith("|")]
+    for patch, kind in PATCHES.items():
+        name = f"{patch} (control)" if kind.through else patch
+        assert cells.count(name) == 2
+        assert sum(line.startswith(f"{name} ") for line in text.splitlines()) >= 2
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_the_analysis_needs_no_jax():
+    code = "import sys; import jaxkv.analysis.patching; sys.exit('jax' in sys.modules or 'flax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -112,7 +112,8 @@ def test_grids_are_averaged_by_position():
     found = average_grids([short, long], bins=9)
     assert found["bins"] == [[begin, begin + 2] for begin in range(0, 18, 2)]
     rows = [[row[0] for row in record["grid"]["k"]["relative"]] for record in (short, long)]
-    assert [row[0] for row in found["k"]] == pytest.approx([sum(pair) / 2 for pair in zip(*rows, strict=True)], rel=1e-3)
+    means = [sum(pair) / 2 for pair in zip(*rows, strict=True)]
+    assert [row[0] for row in found["k"]] == pytest.approx(means, rel=1e-3)
     assert found["k"][0][-1] == pytest.approx(long["grid"]["k"]["relative"][0][1], rel=1e-3)
     assert average_grids([]) is None
 

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxkv.analysis import statistics
 from jaxkv.analysis.claims_common import (
     CANNOT_TELL,
     NOT_REPRODUCED,
@@ -13,6 +12,7 @@ from jaxkv.analysis.claims_common import (
     by_model,
     describe_aligned,
     make_claim,
+    select,
 )
 from jaxkv.analysis.contrasts import base_precision
 from jaxkv.analysis.format import format_counted_share, format_number
@@ -21,6 +21,7 @@ from jaxkv.analysis.summary import share
 
 HALF = 0.5  # "sharply at layer 1": more than half of the drift that leaves the last layer leaves the first
 NARROW = ("fp16", "bf16")
+EQUAL, ROUNDING, FAULT = "equal", "rounding", "fault"
 
 
 def _percent(entry: Mapping[str, Any] | None) -> str:
@@ -103,11 +104,14 @@ def _count_aligned(study: Study, name: str) -> tuple[int, int]:
     return differing, total
 
 
-def judge_c5b(study: Study) -> Claim:
-    """Whether the arms part because there is a cache, or because they are of other shapes.
+def diagnose(study: Study) -> list[dict[str, Any]]:
+    """Whether the arms of each model and precision part by rounding or by a fault.
 
-    With both arms through one program, the cache still on, the share of steps whose logits differ is set against that
-    of the plain arms. If its upper bound lies below their lower one, the cache does not suffice for the difference.
+    Returns:
+      For each: `plain` and `aligned`, shares of steps with other bits (aligned: both arms through one program, cache
+      on, in a run or in the gate; None if there is none), and `verdict`: 'equal' (no plain step differs), 'rounding'
+      (plain steps differ, no aligned one does, and the bound of the aligned share lies below the plain interval),
+      'fault' (aligned steps differ too) or 'cannot tell'.
     """
     plain = [
         c
@@ -115,42 +119,50 @@ def judge_c5b(study: Study) -> Claim:
         if c.get("divergence")
         and c["divergence"]["status"] == "ok"
         and (c["framework"], c["regime"]) == ("jax", "plain")
-        and base_precision(c) in NARROW
         and c["divergence"]["teacher_forced"]
     ]
-    control = [*_describe_lengths(plain), *describe_aligned(study)]
-    lines, verdicts = [], []
+    found = []
     for name, members in by_model(plain).items():
         tokens = sum(c["divergence"]["teacher_forced"]["tokens"] for c in members)
         equal = sum(c["divergence"]["teacher_forced"]["bit_equal"]["count"] for c in members)
-        without = share(tokens - equal, tokens)
-        differing, total = _count_aligned(study, name)
-        aligned = share(differing, total)
-        if aligned is None or without is None:
-            lines.append(f"{name}: no aligned steps to set beside")
-            verdicts.append(CANNOT_TELL)
-            continue
-        lines.append(
-            f"{name}, steps with other bits: {format_counted_share(without)}; through one program with the cache on "
-            f"{format_counted_share(aligned)}"
-        )
-        high = statistics.zero_upper_bound(total) if not differing else aligned["interval"][1]
-        verdicts.append(NOT_REPRODUCED if high < without["interval"][0] else CANNOT_TELL)
-    if not lines:
-        lines = ["no valid 16-bit run of the plain regime"]
-    verdict = NOT_REPRODUCED if NOT_REPRODUCED in verdicts else CANNOT_TELL
+        without, (differing, total) = share(tokens - equal, tokens), _count_aligned(study, name)
+        aligned, verdict = share(differing, total), CANNOT_TELL
+        if without is not None and not without["count"]:
+            verdict = EQUAL
+        elif aligned is not None and aligned["count"]:
+            verdict = FAULT
+        elif aligned is not None and without is not None and aligned["upper_bound"] < without["interval"][0]:
+            verdict = ROUNDING
+        precision = base_precision(members[0])
+        found.append({"name": name, "precision": precision, "plain": without, "aligned": aligned, "verdict": verdict})
+    return found
+
+
+def judge_c5b(study: Study) -> Claim:
+    """Whether the arms part because there is a cache, or because they are of other shapes.
+
+    With both arms through one program, the cache still on, the share of steps whose logits differ is set against that
+    of the plain arms. If its upper bound lies below their interval, the cache does not suffice for the difference.
+    """
+    found = [entry for entry in study["causes"] if entry["precision"] in NARROW]
+    lines = []
+    for entry in found:
+        beside = "no aligned steps to set beside"
+        if entry["aligned"] is not None:
+            beside = f"through one program with the cache on {format_counted_share(entry['aligned'])}"
+        lines.append(f"{entry['name']}, steps with other bits: {format_counted_share(entry['plain'])}; {beside}")
+    verdict = NOT_REPRODUCED if any(entry["verdict"] == ROUNDING for entry in found) else CANNOT_TELL
     if verdict == NOT_REPRODUCED:
         lines.append("a cache alone does not make the arms part: other shapes round otherwise")
-    return make_claim("C5b", verdict, lines, control)
+    control = [*_describe_lengths(study), *describe_aligned(study)]
+    return make_claim("C5b", verdict, lines or ["no valid 16-bit run of the plain regime"], control)
 
 
-def _describe_lengths(plain: list[Mapping[str, Any]]) -> list[str]:
+def _describe_lengths(study: Study) -> list[str]:
     """The uncached arm against itself at another length: no cache at all."""
     lines = []
     for precision in NARROW:
-        members = [
-            c["divergence"]["controls"]["uncached_other_length"] for c in plain if base_precision(c) == precision
-        ]
+        members = [c["divergence"]["controls"]["uncached_other_length"] for c in select(study, precision)]
         steps = sum(c["tokens"] for c in members if c)
         if steps:
             differing = share(steps - sum(c["bit_equal"]["count"] for c in members if c), steps)

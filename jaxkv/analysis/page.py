@@ -116,7 +116,23 @@ def write_conditions(study: Study) -> list[Block]:
         blocks.append(Table(head, rows))
     if notes:
         blocks.append(Bullets(notes))
-    return blocks
+    return blocks + _write_causes(study)
+
+
+def _write_causes(study: Study) -> list[Block]:
+    """Rounding or a fault, for each model and precision."""
+    rows = [
+        [cause["name"], *(format_counted_share(cause[regime]) for regime in ("plain", "aligned")), cause["verdict"]]
+        for cause in study["causes"]
+    ]
+    if not rows:
+        return []
+    text = (
+        "Steps with other bits, in the plain arms and with both arms through one program, the cache on (aligned: runs "
+        "and gates). rounding: the plain arms differ, and aligned they do not. fault: they differ aligned too."
+    )
+    head = ["model and precision", "plain", "aligned", "verdict"]
+    return [Heading("Rounding or a fault", 3), Paragraph(text), Table(head, rows)]
 
 
 def write_controls(study: Study) -> list[Block]:

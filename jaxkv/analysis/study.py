@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxkv.analysis import claims, contrasts, curves, parity
+from jaxkv.analysis import claims, claims_layers, contrasts, curves, parity
 from jaxkv.analysis.attribution import summarize_attribution
 from jaxkv.analysis.doctor_findings import compare_processes, conclude, operand_kind
 from jaxkv.analysis.drift import summarize_drift
@@ -35,7 +35,7 @@ def summarize_study(runs: Sequence[Run]) -> Summary:
 
     Returns:
       Plain values for summary.json: `conditions`, one a run with what it is, where it came from, and the summary of
-      each experiment it has; figures over several runs; `claims`.
+      each experiment it has; figures over several runs; `causes` and `claims`.
 
     Raises:
       UserError: a record breaks its schema; names run, key and field.
@@ -59,6 +59,7 @@ def summarize_study(runs: Sequence[Run]) -> Summary:
         "truth": [truth for condition in conditions for truth in _find_truth(condition)],
         "parity": [found for group in parity.find_cells(runs) if (found := parity.summarize_free(group))],
     }
+    study["causes"] = claims_layers.diagnose(study)
     study["claims"] = claims.judge(study)
     return study
 

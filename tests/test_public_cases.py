@@ -1,0 +1,126 @@
+"""Symptoms that people reported elsewhere, in their smallest form, from the programs to the verdict."""
+
+import copy
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_models import same_bits
+from test_divergence import Scoring
+
+from jaxkv.analysis.gather import Run
+from jaxkv.analysis.study import summarize_study
+from jaxkv.cache import EMPTY, empty_cache
+from jaxkv.checkpoints import load
+from jaxkv.compare import compare_logits
+from jaxkv.config import make_precision
+from jaxkv.decode import Arms, make_layout, make_rows, start_rollout
+from jaxkv.experiments.divergence import DivergenceSpec, Item, run_divergence
+from jaxkv.records import to_plain
+
+TILE = 8
+DTYPES = ("fp16", "bf16", "fp32")
+
+
+PROMPT = tuple(np.random.default_rng(0).integers(12, 800, 23).tolist())
+SPEC = DivergenceSpec(16, bucket=8, control_problems=0, stepwise_problems=0)
+
+
+@functools.cache
+def make_arms(precision, tile=None):
+    """Programs, prepared weights and tokenizer of a shipped model."""
+    checkpoint = load("tiny-llama2", precision=make_precision(precision))
+    arms = Arms(checkpoint.config, make_precision(precision), tile=tile)
+    return arms, arms.prepare(checkpoint.state), checkpoint.tokenizer
+
+
+def run_prompt(precision, tile=None):
+    """The study's run of one prompt."""
+    arms, state, tokenizer = make_arms(precision, tile)
+    batches = run_divergence(arms, state, [Item(0, PROMPT, "a")], SPEC, tokenizer, Scoring())
+    (record,) = to_plain([record for records, _ in batches for record in records])
+    config = {"model": {"name": "tiny"}, "precision": arms.precision.to_json(), "decoding": {"tile": tile}}
+    name = f"{precision}-{tile}"
+    return Run(name, {"config": config, "sessions": [], "fingerprint": name}, [record])
+
+
+@functools.cache
+def one_prompt():
+    return {
+        found: run_prompt(*found) for found in [*((dtype, None) for dtype in DTYPES), ("fp16", TILE), ("bf16", TILE)]
+    }
+
+
+def test_case_1_one_prompt_in_three_dtypes():
+    """huggingface/transformers 25420: logits differ with and without cache in 16 bits, hardly in fp32. It is rounding:
+    aligned, with the cache on, no bit differs."""
+    study, kl = summarize_study(list(one_prompt().values())), {}
+    for condition in study["conditions"]:
+        found = condition["divergence"]["teacher_forced"]
+        if condition["regime"] == "aligned":
+            assert found["kl"]["max"] == found["max_abs"]["max"] == 0
+            assert found["bit_equal"]["count"] == found["tokens"] == 16
+        else:
+            kl[condition["precision"]] = found["kl"]["mean"]
+    assert min(kl["bf16"], kl["fp16"]) > 1e4 * kl["fp32"] > 0
+    verdicts = {cause["name"]: cause["verdict"] for cause in study["causes"]}
+    assert verdicts == {"tiny fp16": "rounding", "tiny bf16": "rounding", "tiny fp32": "cannot tell"}
+
+
+def test_case_1_a_fault_is_no_rounding():
+    """An aligned step that differs is not called rounding, and without an aligned one nothing is said."""
+    plain, aligned = (copy.deepcopy(one_prompt()["fp16", tile]) for tile in (None, TILE))
+    (cause,) = summarize_study([plain])["causes"]
+    assert cause["verdict"] == "cannot tell"
+    aligned.records[0]["teacher_forced"]["bit_equal"][4] = False
+    (cause,) = summarize_study([plain, aligned])["causes"]
+    assert cause["verdict"] == "fault"
+
+
+@pytest.mark.parametrize(("precision", "tile"), [("fp16", None), ("fp32", None), ("fp16", TILE)])
+def test_case_12_a_prompt_served_from_its_own_cache(precision, tile):
+    """ml-explore/mlx-lm 259: a prompt in the cache, cut by one token and that token decoded again, gives other logits.
+
+    The prefill had the last row among many, the cut cache has it alone: another shape, other roundings. The cache is
+    the same, and with both through one program so is every bit.
+    """
+    arms, state, _ = make_arms(precision, tile)
+    layout = make_layout([list(PROMPT)], SPEC.new_tokens, SPEC.bucket, arms.config, tile)
+    tokens, rows = make_rows([list(PROMPT)], [0], 0, layout)
+    end, step = len(PROMPT), len(PROMPT) + 1
+
+    def serve(layout, rows, cache, prefilled):
+        """Logits of every step up to that after the prompt, from what `cache` lacks of it, and the cache then."""
+        run = start_rollout(arms, tokens, rows, layout)
+        if tile is None:
+            run, cache = arms.cached_loop(state, prefilled, run, rows, step, cache)
+        else:
+            run, cache = arms.tile_loop(state, run, rows, step, cache, False, False, tile=tile)
+        return run.logits[0], cache
+
+    cache, prefilled = empty_cache(arms.config, arms.precision, 1, layout.slots), None
+    if tile is None:
+        prefilled, cache = arms.prefill(state, jnp.asarray(tokens[:, : layout.prefill]), rows, cache)
+        whole = prefilled
+    else:
+        logits, cache = serve(layout, rows, cache, None)
+        whole = logits[:1]
+    kept = [np.asarray(buffer)[:, : end - 1] for buffer in (*cache.k, *cache.v)]
+    cut = dataclasses.replace(cache, positions=cache.positions.at[:, end - 1 :].set(EMPTY))
+    shorter, forced = (
+        dataclasses.replace(layout, prompt=end - 1),
+        dataclasses.replace(rows, prompt=rows.prompt - 1, forced_until=rows.forced_until + end),
+    )
+    logits, cache = serve(shorter, forced, cut, prefilled)
+
+    found = compare_logits(whole, logits[1:2], 1)
+    assert same_bits(kept, [np.asarray(buffer)[:, : end - 1] for buffer in (*cache.k, *cache.v)])
+    if tile is not None:
+        assert found["bit_equal"] == [True]
+        assert found["kl"] == found["max_abs"] == [0]
+        return
+    assert found["bit_equal"] == [False]
+    size = {"fp16": 2.0**-10, "fp32": 2.0**-23}[precision] * float(jnp.abs(whole).max())
+    assert 0 < found["max_abs"][0] < 16 * size  # a few roundings, no more

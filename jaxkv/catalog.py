@@ -1,7 +1,6 @@
-"""The experiments of the command by name: what each runs on a condition, and what it shows of the records."""
+"""The experiments of the command by name: what each runs on a condition."""
 
 import dataclasses
-import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,14 +17,10 @@ class Experiment:
     Attributes:
       run: yields the records not yet done, batch by batch.
       count: how many records a problem has.
-      show: writes the report of a run directory from its records alone; returns the table and the report's file name.
-      unit: what a record is called in progress messages.
     """
 
     run: Callable[[Study, Done], Batches]
     count: Callable[[], int]
-    show: Callable[[pathlib.Path], tuple[Any, str]]
-    unit: str
 
 
 def _run_divergence(study: Study, done: Done) -> Batches:
@@ -43,12 +38,6 @@ def _run_divergence(study: Study, done: Done) -> Batches:
     return run_divergence(study.arms, study.state, study.items, study.spec, tokenizer, study.task, problems)
 
 
-def _show_divergence(path: pathlib.Path) -> tuple[Any, str]:
-    from jaxkv.analysis.report import render_table, write_report
-
-    return render_table(write_report(path)), "report.md"
-
-
 def _run_attribution(study: Study, done: Done) -> Batches:
     from jaxkv.experiments.attribution import run_attribution
 
@@ -59,16 +48,6 @@ def _count_attribution() -> int:
     from jaxkv.experiments.attribution import VARIANTS
 
     return len(VARIANTS)
-
-
-def _show_attribution(path: pathlib.Path) -> tuple[Any, str]:
-    from jaxkv.analysis.attribution import render_attribution, summarize_attribution, to_markdown
-    from jaxkv.records import read_run, write_atomically
-
-    run, records = read_run(path)
-    summary = summarize_attribution(records, run)
-    write_atomically(path / "attribution.md", to_markdown(summary))
-    return render_attribution(summary), "attribution.md"
 
 
 def _run_mitigations(study: Study, done: Done) -> Batches:
@@ -88,18 +67,39 @@ def _count_mitigations() -> int:
     return len(make_variants(1))
 
 
-def _show_mitigations(path: pathlib.Path) -> tuple[Any, str]:
-    from jaxkv.analysis.mitigations import render, summarize_mitigations, to_markdown
-    from jaxkv.records import read_lines, read_run, write_atomically
+def _run_drift(study: Study, done: Done) -> Batches:
+    from jaxkv.experiments.drift import run_drift
 
-    run, records = read_run(path)
-    summary = summarize_mitigations(records, read_lines(path / "timing.jsonl")[0], run)
-    write_atomically(path / "mitigations.md", to_markdown(summary))
-    return render(summary), "mitigations.md"
+    problems = frozenset(problem for (problem,) in done)
+    return run_drift(study.arms, study.state, study.items, study.spec, problems)
+
+
+def _run_patching(study: Study, done: Done) -> Batches:
+    from jaxkv.experiments.patching import run_patching
+
+    return run_patching(study.plain, study.state, study.items, study.spec, done)
+
+
+def _count_patches() -> int:
+    from jaxkv.schema_patching import DIRECTIONS, PATCHES
+
+    return len(DIRECTIONS) * len(PATCHES)
+
+
+def _run_parity(study: Study, done: Done) -> Batches:
+    from jaxkv.experiments.parity import run_parity
+
+    problems = frozenset(problem for (problem,) in done)
+    return run_parity(
+        study.plain, study.state, study.checkpoint, study.items, study.spec, study.settings["attention"], problems
+    )
 
 
 EXPERIMENTS: dict[str, Experiment] = {
-    "divergence": Experiment(_run_divergence, lambda: 1, _show_divergence, "problems"),
-    "attribution": Experiment(_run_attribution, _count_attribution, _show_attribution, "records of attribution"),
-    OWN_PRECISIONS: Experiment(_run_mitigations, _count_mitigations, _show_mitigations, "records of mitigations"),
+    "divergence": Experiment(_run_divergence, lambda: 1),
+    "drift": Experiment(_run_drift, lambda: 1),
+    "patching": Experiment(_run_patching, _count_patches),
+    "parity": Experiment(_run_parity, lambda: 1),
+    "attribution": Experiment(_run_attribution, _count_attribution),
+    OWN_PRECISIONS: Experiment(_run_mitigations, _count_mitigations),
 }

@@ -245,14 +245,18 @@ def make_run_config(study: Study) -> dict[str, Any]:
 def _torch_config(study: Study) -> dict[str, Any]:
     from jaxkv.torch_model import describe_torch
 
-    found = describe_torch()
-    kind = found.pop("device")
-    return {
-        "attention": study.settings["attention"],
+    kind = describe_torch()["device"]
+    return _describe_torch(study) | {
         "precision": study.precision.to_json(),
         "device": {"platform": "cpu" if kind == "cpu" else "gpu", "kind": kind},
-        "torch": found,
     }
+
+
+def _describe_torch(study: Study) -> dict[str, Any]:
+    from jaxkv.torch_model import describe_torch
+
+    found = {name: value for name, value in describe_torch().items() if name != "device"}
+    return {"attention": study.settings["attention"], "torch": found}
 
 
 def _jax_config(study: Study, decoding: dict[str, Any]) -> dict[str, Any]:
@@ -262,6 +266,8 @@ def _jax_config(study: Study, decoding: dict[str, Any]) -> dict[str, Any]:
         policies = {"precision": study.precision.to_json(), "held": _describe_held(study.arms)}
     else:
         policies = {"variants": _describe_variants(study)}
+    if "parity" in study.settings["experiments"]:
+        policies |= _describe_torch(study)
     return policies | {
         # The tile is also that of the gate, of attribution and of mitigations, whatever the regime.
         "decoding": decoding | {"regime": study.settings["regime"], "tile": study.tile},

@@ -115,7 +115,7 @@ def _conditions(settings: dict[str, Any]) -> list[dict[str, Any]]:
 def _fill(one: dict[str, Any]) -> dict[str, Any]:
     """A condition with what its framework decides filled in."""
     torch = one["framework"] == "torch"
-    one["attention"] = (one["attention"] or "eager") if torch else None
+    one["attention"] = (one["attention"] or "eager") if torch or "parity" in one["experiments"] else None
     one["uncached"] = one["uncached"] or ("stepwise" if torch else "draft")
     growing = torch and one["uncached"] == "stepwise"
     one["uncached_length"] = one["uncached_length"] or ("growing" if growing else "padded")
@@ -171,9 +171,16 @@ def _check_combinations(settings: dict[str, Any]) -> None:
     if "attribution" in experiments and (settings["regime"] == "aligned" or length != "padded"):
         flag = "--regime=aligned" if settings["regime"] == "aligned" else f"--uncached_length={length}"
         raise UserError(f"{flag}: attribution explains the plain regime at one padded length; drop it")
+    for name in ("drift", "patching", "parity"):
+        if name in experiments and length != "padded":
+            raise UserError(f"--uncached_length={length}: {name} looks at one padded length; drop it")
+        if name in experiments and name != "drift" and settings["regime"] == "aligned":
+            raise UserError(f"--regime=aligned leaves {name} nothing to explain; drop it")
     if "torch" not in settings["framework"]:
-        if settings["attention"] is not None:
-            raise UserError(f"--attention={settings['attention']} has no effect without --framework=torch; drop it")
+        if settings["attention"] is not None and "parity" not in experiments:
+            raise UserError(
+                f"--attention={settings['attention']} has no effect without --framework=torch or parity; drop it"
+            )
         return
     if experiments != ["divergence"]:
         odd = next(name for name in experiments if name != "divergence")
@@ -190,7 +197,7 @@ def _check_condition(one: dict[str, Any]) -> None:
     precision = read_precision(one)
     make_sampler(one["sampler"], one["temperature"], one["top_k"], one["top_p"])
     preset = get_preset(one["model"]) if one["model"] else None
-    if one["framework"] == "torch":
+    if one["framework"] == "torch" or "parity" in one["experiments"]:
         from jaxkv.torch_model import check_torch, import_torch
 
         import_torch()

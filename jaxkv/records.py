@@ -34,8 +34,11 @@ from jaxkv.provenance import git_revision as git_revision
 from jaxkv.provenance import sha256_file as sha256_file
 from jaxkv.schema_attribution import validate_attribution
 from jaxkv.schema_doctor import validate_doctor
+from jaxkv.schema_drift import validate_drift
 from jaxkv.schema_foreign import validate_foreign
 from jaxkv.schema_mitigations import validate_mitigation
+from jaxkv.schema_parity import validate_parity
+from jaxkv.schema_patching import validate_patching
 from jaxkv.schemas import validate_sample as validate_sample
 
 FORMAT = 1
@@ -43,8 +46,11 @@ VALIDATORS = {
     "attribution": validate_attribution,
     "divergence": validate_sample,
     "doctor": validate_doctor,
+    "drift": validate_drift,
     "foreign": validate_foreign,
     "mitigations": validate_mitigation,
+    "parity": validate_parity,
+    "patching": validate_patching,
 }
 Key = tuple[str | int, ...]
 

@@ -15,45 +15,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxkv import records
-from jaxkv.analysis import attribution, doctor, mitigations
 from jaxkv.analysis.gather import find_runs
 from jaxkv.analysis.page import write_study
-from jaxkv.analysis.report import render_table, write_report
+from jaxkv.analysis.reports import report_run
 from jaxkv.errors import UserError
-
-
-def rebuild_run(path: pathlib.Path, console: Console) -> None:
-    """Writes and prints the reports of one run directory, one for each experiment it has.
-
-    Raises:
-      UserError: not a run directory, corrupt records, or not writable.
-    """
-    run, samples = records.read_run(path)
-    experiments = {record.get("experiment") for record in samples}
-    done: list[tuple[Any, str]] = []
-    if "divergence" in experiments or not experiments & {"attribution", "doctor", "mitigations"}:
-        done.append((render_table(write_report(path)), "report.md"))
-    try:
-        if "attribution" in experiments:
-            summary = attribution.summarize_attribution(samples, run)
-            records.write_atomically(path / "attribution.md", attribution.to_markdown(summary))
-            done.append((attribution.render_attribution(summary), "attribution.md"))
-        if "mitigations" in experiments:
-            timings, _ = records.read_lines(path / "timing.jsonl")
-            summary = mitigations.summarize_mitigations(samples, timings, run)
-            records.write_atomically(path / "mitigations.md", mitigations.to_markdown(summary))
-            done.append((mitigations.render(summary), "mitigations.md"))
-        for record in samples:
-            if record.get("experiment") == "doctor":
-                records.VALIDATORS["doctor"](record)
-                records.write_atomically(path / "report.md", doctor.to_markdown(record))
-                done.append((doctor.render(record), "report.md"))
-    except ValueError as error:
-        raise UserError(f"{path / 'samples.jsonl'}: {error}; was it written by another version?") from error
-    for shown, name in done:
-        console.print(shown)
-        console.print(f"{path / name}", highlight=False, soft_wrap=True)
 
 
 def render_claims(study: dict[str, Any]) -> Table:
@@ -81,7 +46,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         found = find_runs(options.run)
         if len(found) == 1 and options.out is None and (pathlib.Path(options.run[0]) / "run.json").exists():
-            rebuild_run(found[0], console)
+            for shown, name in report_run(found[0]):
+                console.print(shown)
+                console.print(f"{found[0] / name}", highlight=False, soft_wrap=True)
             return 0
         out = pathlib.Path(options.out or (options.run[0] if len(options.run) == 1 else "study-report"))
         try:

@@ -5,6 +5,7 @@ import sys
 import time
 from typing import Any
 
+from jaxkv.analysis.reports import report_run
 from jaxkv.catalog import EXPERIMENTS, Batches
 from jaxkv.condition import (
     Settings,
@@ -18,7 +19,7 @@ from jaxkv.condition import (
 )
 from jaxkv.config import Precision
 from jaxkv.errors import UserError
-from jaxkv.records import RunDirectory, environment, git_revision, write_atomically
+from jaxkv.records import RunDirectory, environment, git_revision
 
 
 def run_study(settings: Settings) -> pathlib.Path:
@@ -37,6 +38,7 @@ def run_study(settings: Settings) -> pathlib.Path:
         _run_doctor(settings, path, console)
     else:
         _run_experiments(settings, path, console)
+    _show(path)
     return path
 
 
@@ -82,21 +84,20 @@ def _run_experiments(settings: Settings, path: pathlib.Path, console: Any) -> No
             if name == settings["experiments"][0] and len(done) < total:
                 _run_gate(study, run)
             if done:
-                console.print(f"{len(done)} of {total} {experiment.unit} are done already", highlight=False)
+                console.print(f"{len(done)} of {total} records of {name} are done already", highlight=False)
             _record(run, name, experiment.run(study, done), total, len(done), console)
         run.record_provenance({"seconds": round(time.monotonic() - begin, 1)})
-    shown = _shown()
-    shown.print(path.name, style="bold", highlight=False)
-    for name in settings["experiments"]:
-        table, report = EXPERIMENTS[name].show(path)
-        shown.print(table)
-        shown.print(f"report: {path / report}", highlight=False, soft_wrap=True)
 
 
-def _shown() -> Any:
+def _show(path: pathlib.Path) -> None:
+    """Prints the reports of a run directory, and writes them."""
     from rich.console import Console
 
-    return Console(file=sys.stdout)
+    shown = Console(file=sys.stdout)
+    shown.print(path.name, style="bold", highlight=False)
+    for table, report in report_run(path):
+        shown.print(table)
+        shown.print(f"report: {path / report}", highlight=False, soft_wrap=True)
 
 
 def _run_gate(study: Study, run: RunDirectory) -> None:
@@ -141,7 +142,6 @@ def _record(run: RunDirectory, name: str, batches: Batches, total: int, done: in
 
 def _run_doctor(settings: Settings, path: pathlib.Path, console: Any) -> None:
     """Examines the device, once a directory."""
-    from jaxkv.analysis.doctor import render, to_markdown
     from jaxkv.decode import COMPILER_OPTIONS
     from jaxkv.experiments.doctor import DoctorSpec, run_doctor
 
@@ -159,8 +159,3 @@ def _run_doctor(settings: Settings, path: pathlib.Path, console: Any) -> None:
         if not run.done_keys():
             with console.status("examining the device, a minute or two"):
                 run.append(run_doctor(spec))
-        record = run.read()[0]
-    write_atomically(path / "report.md", to_markdown(record))
-    shown = _shown()
-    shown.print(render(record))
-    shown.print(f"report: {path / 'report.md'}", highlight=False, soft_wrap=True)

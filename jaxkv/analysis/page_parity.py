@@ -76,14 +76,14 @@ def write_parity(study: Study) -> list[Block]:
         blocks += [Bullets(lines), Fold("Every pair of cells", [Table([*head, "McNemar p"], rows)])]
     for condition in study["conditions"]:
         if found := condition.get("parity"):
-            blocks += _write_forced_parity(condition, found)
+            blocks += write_forced_parity(f"{condition['name']}: four cells along the same tokens", found)
     if not blocks:
         return []
     return [Heading("JAX beside PyTorch", name="parity"), *draw_parity(study), *blocks]
 
 
-def _write_forced_parity(condition: Mapping[str, Any], found: Mapping[str, Any]) -> list[Block]:
-    title = f"{condition['name']}: four cells along the same tokens"
+def write_forced_parity(title: str, found: Mapping[str, Any]) -> list[Block]:
+    """Four cells along the same tokens, from what `summarize_parity` gives."""
     if found["status"] != "ok":
         why = "; ".join(f"{g['samples']} at {g['reason']} ({g['arm']}, {g['value']})" for g in found["invalid"])
         return [Heading(title, 3), Paragraph(f"No valid sample: {why or 'none yet'}.")]

@@ -196,23 +196,6 @@ def test_doctor_needs_no_model(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out == shown
 
 
-def test_attribution_and_divergence_share_a_run(tmp_path, cache, capsys):
-    small = ["--num_problems=1", "--max_new_tokens=2", "--gate=off", "--experiments=attribution,divergence"]
-    run_in_process(*SMALL, cache, f"--out={tmp_path / 'run'}", *small)
-    shown = capsys.readouterr().out
-    records = read_run(tmp_path / "run")[1]
-    assert {record["experiment"] for record in records} == {"attribution", "divergence"}
-    for name in ("attribution", "report"):
-        assert f"report: {tmp_path / 'run' / name}.md" in shown
-        assert len((tmp_path / "run" / f"{name}.md").read_text()) > 500
-    with pytest.raises(UserError, match=r"decoding\.tile is 8 there, 4 here"):
-        run_in_process(*SMALL, cache, f"--out={tmp_path / 'run'}", *small, "--tile=4")
-    run_in_process(*SMALL, cache, f"--out={tmp_path / 'run'}", *small)
-    again = capsys.readouterr()
-    assert "records of attribution are done already" in again.err
-    assert read_run(tmp_path / "run")[1] == records
-
-
 def test_another_tile_of_the_gate_is_another_run(finished, cache):
     with pytest.raises(UserError, match=r"decoding\.tile is 8 there, 16 here"):
         run_in_process(*SMALL, cache, f"--out={finished[0]}", "--tile=16")

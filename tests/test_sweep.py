@@ -1,7 +1,6 @@
 """A sweep: one run directory a condition, an overview, failures that stop nothing, and the same command again."""
 
 import dataclasses
-import functools
 import itertools
 import json
 import pathlib
@@ -9,9 +8,8 @@ import pathlib
 import pytest
 from commands import SMALL, parse, run_in_process
 
-from jaxkv import checkpoints, launch, sweep
+from jaxkv import launch, sweep
 from jaxkv.errors import UserError
-from jaxkv.experiments import mitigations
 from jaxkv.records import read_run
 
 LAUNCH = pathlib.Path(__file__).parents[1] / "launch"
@@ -139,33 +137,6 @@ def test_a_sweep_without_a_directory_gets_one_of_its_own(fake, tmp_path, monkeyp
     assert len(made) == 2
     assert seen[:2] == seen[2:4]
     assert len(set(seen)) == 4
-
-
-def test_mitigations_run_once_whatever_the_precisions(tmp_path, cache, capsys, monkeypatch):
-    loaded = []
-    load = checkpoints.load
-
-    def counting(*args, **kwargs):
-        loaded.append(kwargs["precision"].name)
-        return load(*args, **kwargs)
-
-    monkeypatch.setattr(checkpoints, "load", counting)
-    few = functools.partial(mitigations.make_variants, names=["bf16", "fp16 aligned"])
-    monkeypatch.setattr(mitigations, "make_variants", few)
-    out = tmp_path / "run"
-    run_in_process(*SMALL, cache, *FEW, f"--out={out}", "--precision=fp16,bf16", "--experiments=mitigations")
-    assert loaded == ["fp32"]
-    assert f"report: {out / 'mitigations.md'}" in capsys.readouterr().out
-    run, records = read_run(out)
-    assert "precision" not in run["config"]
-    variants = {record["variant"]: record["precision"] for record in records}
-    assert {name: kept["precision"] for name, kept in run["config"]["variants"].items()} == variants
-    assert run["config"]["variants"]["fp16 aligned"]["tile"] == 8
-    run_in_process(f"--flagfile={out / 'run.flags'}")
-    assert "2 of 2 records of mitigations are done already" in capsys.readouterr().err
-    assert read_run(out)[1] == records
-    with pytest.raises(UserError, match=r"decoding\.tile is 8 there, 4 here"):
-        run_in_process(f"--flagfile={out / 'run.flags'}", "--tile=4")
 
 
 def conditions(*arguments):

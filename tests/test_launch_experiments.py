@@ -1,0 +1,58 @@
+"""Other experiments than divergence from the command: their run directories, reports and resumption."""
+
+import functools
+
+import pytest
+from commands import SMALL, run_in_process
+
+from jaxkv import checkpoints
+from jaxkv.errors import UserError
+from jaxkv.experiments import mitigations
+from jaxkv.records import read_run
+
+FEW = ["--num_problems=1", "--max_new_tokens=3", "--gate=off", "--control_problems=0", "--stepwise_problems=0"]
+
+
+def test_attribution_and_divergence_share_a_run(tmp_path, cache, capsys):
+    small = ["--num_problems=1", "--max_new_tokens=2", "--gate=off", "--experiments=attribution,divergence"]
+    small.append("--model=test-llama2")
+    run_in_process(*SMALL, cache, f"--out={tmp_path / 'run'}", *small)
+    shown = capsys.readouterr().out
+    records = read_run(tmp_path / "run")[1]
+    assert {record["experiment"] for record in records} == {"attribution", "divergence"}
+    for name in ("attribution", "report"):
+        assert f"report: {tmp_path / 'run' / name}.md" in shown
+        assert len((tmp_path / "run" / f"{name}.md").read_text()) > 500
+    with pytest.raises(UserError, match=r"decoding\.tile is 8 there, 4 here"):
+        run_in_process(*SMALL, cache, f"--out={tmp_path / 'run'}", *small, "--tile=4")
+    run_in_process(*SMALL, cache, f"--out={tmp_path / 'run'}", *small)
+    again = capsys.readouterr()
+    assert "records of attribution are done already" in again.err
+    assert read_run(tmp_path / "run")[1] == records
+
+
+def test_mitigations_run_once_whatever_the_precisions(tmp_path, cache, capsys, monkeypatch):
+    loaded = []
+    load = checkpoints.load
+
+    def counting(*args, **kwargs):
+        loaded.append(kwargs["precision"].name)
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(checkpoints, "load", counting)
+    few = functools.partial(mitigations.make_variants, names=["bf16", "fp16 aligned"])
+    monkeypatch.setattr(mitigations, "make_variants", few)
+    out = tmp_path / "run"
+    run_in_process(*SMALL, cache, *FEW, f"--out={out}", "--precision=fp16,bf16", "--experiments=mitigations")
+    assert loaded == ["fp32"]
+    assert f"report: {out / 'mitigations.md'}" in capsys.readouterr().out
+    run, records = read_run(out)
+    assert "precision" not in run["config"]
+    variants = {record["variant"]: record["precision"] for record in records}
+    assert {name: kept["precision"] for name, kept in run["config"]["variants"].items()} == variants
+    assert run["config"]["variants"]["fp16 aligned"]["tile"] == 8
+    run_in_process(f"--flagfile={out / 'run.flags'}")
+    assert "2 of 2 records of mitigations are done already" in capsys.readouterr().err
+    assert read_run(out)[1] == records
+    with pytest.raises(UserError, match=r"decoding\.tile is 8 there, 4 here"):
+        run_in_process(f"--flagfile={out / 'run.flags'}", "--tile=4")

@@ -92,6 +92,24 @@ def test_c2_conditions_of_a_problem_are_not_independent():
     assert pooled["stouffer_p"] < alone["stouffer_p"]
 
 
+def test_c2_counts_a_run_once_and_variants_only_where_they_stand_alone():
+    plain = make_run(make_samples(count=40, right=lead(4)), name="fp16")
+    variant = make_run(make_samples(count=40, right=lead(9)), name="v", precision="fp16+residual=fp32")
+    twice = make_run(make_samples(count=40, right=lead(4)), name="again", fingerprint="fp16")
+    pooled = summarize_study([plain, variant, twice])["accuracy"]["fp16"]["numeric"]
+    assert [table["only_cached"] for table in pooled["tables"]] == [4]
+    pooled = summarize_study([variant])["accuracy"]["fp16"]["numeric"]
+    assert [table["only_cached"] for table in pooled["tables"]] == [9]
+
+
+def test_devices_are_told_apart():
+    gpu = {"platform": "gpu", "kind": "H100", "runtime": "cuda"}
+    other = make_run(make_samples(count=9, flips=lambda p: (3,)), name="gpu", device=gpu)
+    text = text_of(judge(make_run(make_samples()), other, name="C1"))
+    assert "tiny fp16 on H100, sequences that part within 20 tokens: greedy 9 of 9" in text
+    assert "tiny fp16 on cpu, sequences that part within 20 tokens: greedy 0 of 12" in text
+
+
 def test_c2_no_difference_is_a_bound():
     claim = judge(make_run(make_samples(count=40)), name="C2")
     assert "+0.0 [-7.2, +7.2] points" in text_of(claim)

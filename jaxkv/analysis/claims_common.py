@@ -88,8 +88,10 @@ def _describe_differing(found: Mapping[str, Any]) -> str:
 
 
 def by_model(entries: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """Conditions or pairs of one model and precision together."""
+    """Conditions or pairs of one model and precision together, and of one device where there are several."""
+    several = len({entry["device"] for entry in entries}) > 1
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for entry in entries:
-        groups.setdefault(f"{entry['model']} {entry['precision']}", []).append(entry)
+        device = f" on {entry['device']}" if several else ""
+        groups.setdefault(f"{entry['model']} {entry['precision']}{device}", []).append(entry)
     return groups

@@ -88,12 +88,12 @@ def judge_c5a(study: Study) -> Claim:
     return make_claim("C5a", verdict, lines, control, verdicts=sorted(verdicts))
 
 
-def _count_aligned(study: Study, name: str) -> tuple[int, int]:
-    """Steps with other bits, and all steps, of a model and precision whose arms run through one program, cache on."""
+def _count_aligned(study: Study, like: Mapping[str, Any]) -> tuple[int, int]:
+    """Aligned steps with other bits, and all of them, of a condition's model, precision and device, cache on."""
     differing = total = 0
     for condition in study["conditions"]:
         found = condition.get("divergence")
-        if not found or condition["framework"] != "jax" or f"{condition['model']} {condition['precision']}" != name:
+        if not found or any(condition[name] != like[name] for name in ("model", "precision", "device", "framework")):
             continue
         gate = found["gate"]
         if gate and gate.get("passed"):
@@ -125,7 +125,7 @@ def diagnose(study: Study) -> list[dict[str, Any]]:
     for name, members in by_model(plain).items():
         tokens = sum(c["divergence"]["teacher_forced"]["tokens"] for c in members)
         equal = sum(c["divergence"]["teacher_forced"]["bit_equal"]["count"] for c in members)
-        without, (differing, total) = share(tokens - equal, tokens), _count_aligned(study, name)
+        without, (differing, total) = share(tokens - equal, tokens), _count_aligned(study, members[0])
         aligned, verdict = share(differing, total), CANNOT_TELL
         if without is not None and not without["count"]:
             verdict = EQUAL

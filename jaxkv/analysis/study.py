@@ -45,7 +45,8 @@ def summarize_study(runs: Sequence[Run]) -> Summary:
     ours = [(c, s) for c, s in samples if c["framework"] == "jax"]
     plain = [(c, s) for c, s in ours if c["regime"] == "plain" and s]
     by_precision = {
-        name: [(c, s) for c, s in plain if contrasts.base_precision(c) == name] for name in ("fp16", "bf16", "fp32")
+        name: choose_conditions([(c, s) for c, s in plain if contrasts.base_precision(c) == name])
+        for name in ("fp16", "bf16", "fp32")
     }
     study: Summary = {
         "experiment": "study",
@@ -62,6 +63,23 @@ def summarize_study(runs: Sequence[Run]) -> Summary:
     study["causes"] = claims_layers.diagnose(study)
     study["claims"] = claims.judge(study)
     return study
+
+
+def choose_conditions(found: Sequence[tuple[Summary, Any]]) -> list[tuple[Summary, Any]]:
+    """Those to be counted as conditions: a run once, and the precision as it is before its variants.
+
+    Variants ('fp16+residual=fp32') stand in where a model has no valid run of the precision itself.
+    """
+    once = {condition["fingerprint"] or condition["name"]: (condition, samples) for condition, samples in found}
+    groups: dict[tuple, list[tuple[Summary, Any]]] = {}
+    for condition, samples in once.values():
+        key = tuple(condition[name] for name in ("model", "sampler", "seed", "device"))
+        groups.setdefault(key, []).append((condition, samples))
+    chosen = []
+    for members in groups.values():
+        itself = [member for member in members if "+" not in (member[0]["precision"] or "")]
+        chosen += itself or members[:1]
+    return chosen
 
 
 def _summarize_run(run: Run) -> Summary:

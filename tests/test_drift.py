@@ -48,9 +48,13 @@ repeat_arms = functools.cache(Arms)
 
 
 @functools.cache
-def make_arms(family, precision, tile=None):
+def build_arms(family, precision, tile):
     arms = Arms(small_config(family), make_precision(precision), tile=tile)
     return arms, arms.prepare(small_state(family, precision))
+
+
+def make_arms(family, precision, tile=None):
+    return build_arms(family, precision, tile)
 
 
 @functools.cache

@@ -207,7 +207,7 @@ def judge_claim(summary: Summary) -> dict[str, str]:
     Reproduced if the residual stream patched at each current position brings back fewer than half of the trajectories,
     K and V more than half, and K and V close more of the gap than the stream at all positions; not reproduced if the
     stream at the current position brings back more than half, or the stream at all positions closes more of the gap
-    than K and V. Each by its 95 % interval.
+    than K and V, so that the cause does not follow. Each by its 95 % interval, and only where free runs part.
 
     Returns:
       verdict: 'reproduced', 'not reproduced' or 'cannot tell'.
@@ -227,21 +227,19 @@ def judge_claim(summary: Summary) -> dict[str, str]:
         return say(CANNOT_TELL, f"The arms have equal logits at {now['steps']} steps: there is no gap to close.")
     back, back_state = (p["trajectory"] and p["trajectory"]["recovered"] for p in (now, state))
     gap = _difference(summary, RESIDUAL, KEYS_VALUES)
-    if back is not None and back["interval"][0] > 0.5:
-        return say(NOT_REPRODUCED, "The residual stream patched at each current position brings back "
-                                   f"{format_counted_share(back)} of the trajectories.")  # fmt: skip
-    if gap["interval"] is not None and gap["interval"][0] > 0:
-        return say(NOT_REPRODUCED, "The residual stream patched at all positions closes more of the gap than K and V, "
-                                   f"by {_portion(gap)} of it in the mean of {gap['problems']} problems.")  # fmt: skip
     if back is None or back_state is None:
         return say(CANNOT_TELL, "No free run parted, so that there is no trajectory to bring back.")
+    brings = f"The residual stream patched at each current position brings back {format_counted_share(back)} of the "
+    if back["interval"][0] > 0.5:
+        return say(NOT_REPRODUCED, f"{brings}trajectories.")
+    if gap["interval"] is not None and gap["interval"][0] > 0:
+        return say(NOT_REPRODUCED, f"{brings}trajectories; at all positions it closes more of the gap than K and V, by "
+                                   f"{_portion(gap)} of it in the mean of {gap['problems']} problems.")  # fmt: skip
     if back["interval"][1] < 0.5 < back_state["interval"][0] and gap["interval"] is not None and gap["interval"][1] < 0:
-        return say(REPRODUCED, f"The residual stream brings back {format_counted_share(back)} of the trajectories, K "
-                               f"and V {format_counted_share(back_state)}, and K and V close more of the gap than the "
-                               "stream at all positions.")  # fmt: skip
-    return say(CANNOT_TELL, "The intervals leave it open: the residual stream brings back "
-                            f"{format_counted_share(back)} of the trajectories, K and V "
-                            f"{format_counted_share(back_state)}.")  # fmt: skip
+        return say(REPRODUCED, f"{brings}trajectories, K and V {format_counted_share(back_state)}, and K and V close "
+                               "more of the gap than the stream at all positions.")  # fmt: skip
+    return say(CANNOT_TELL, f"{brings}trajectories, K and V {format_counted_share(back_state)}: the intervals leave "
+                            "the claim open.")  # fmt: skip
 
 
 def _portion(entry: Mapping[str, Any] | None) -> str:

@@ -56,7 +56,7 @@ def test_run_flags_replay_and_do_nothing_twice(finished):
     before = (out / "samples.jsonl").read_bytes()
     done = run_process(f"--flagfile={out / 'run.flags'}")
     assert done.returncode == 0, done.stderr
-    assert "5 of 5 problems are done already" in done.stderr
+    assert "5 of 5 records of divergence are done already" in done.stderr
     assert (out / "samples.jsonl").read_bytes() == before
 
 
@@ -151,7 +151,7 @@ def test_files_may_move_between_sessions(finished, cache, tmp_path, capsys):
     moved = tmp_path / "elsewhere.jsonl"
     moved.write_bytes((DATA / "problems.jsonl").read_bytes())
     run_in_process(*SMALL, cache, f"--out={out}", f"--data={moved}")
-    assert "5 of 5 problems are done already" in capsys.readouterr().err
+    assert "5 of 5 records of divergence are done already" in capsys.readouterr().err
     assert (out / "samples.jsonl").read_bytes() == before
 
 

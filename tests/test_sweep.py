@@ -55,7 +55,7 @@ def test_a_condition_that_fails_stops_no_other(tmp_path, cache, capsys):
 
     (tmp_path / broken).unlink()
     run_in_process(*command)
-    assert capsys.readouterr().err.count("1 of 1 problems are done already") == 2
+    assert capsys.readouterr().err.count("1 of 1 records of divergence are done already") == 2
     assert overview(tmp_path)[1] == {"waiting": 0, "running": 0, "done": 3, "failed": 0}
     assert {name: (tmp_path / name / "samples.jsonl").read_bytes() for name in sound} == samples
 

@@ -66,7 +66,7 @@ def test_run_flags_replay_a_torch_run(both, capsys, monkeypatch):
     monkeypatch.setattr("jaxkv.torch_path.TorchArms", None)
     before = (both["torch"] / "samples.jsonl").read_bytes()
     run_in_process(f"--flagfile={both['torch'] / 'run.flags'}")
-    assert "2 of 2 problems are done already" in capsys.readouterr().err
+    assert "2 of 2 records of divergence are done already" in capsys.readouterr().err
     assert (both["torch"] / "samples.jsonl").read_bytes() == before
     with pytest.raises(UserError, match=r"decoding\.uncached is stepwise there, draft here"):
         run_in_process(f"--flagfile={both['torch'] / 'run.flags'}", "--uncached=draft")

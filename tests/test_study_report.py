@@ -8,6 +8,7 @@ import sys
 from xml.etree import ElementTree as ET
 
 import pytest
+from layer_records import make_drift, make_patching
 from sample_records import make_invalid
 from study_records import align, as_torch, make_parity, make_run, make_samples
 
@@ -286,6 +287,16 @@ def test_several_runs_go_where_they_are_told(sweep, tmp_path, monkeypatch, capsy
     assert main([str(sweep / "fp16")]) == 0
     assert (sweep / "fp16" / "report.md").exists()
     assert "argmax flips" in capsys.readouterr().out
+
+
+def test_one_run_gets_a_report_for_each_experiment(tmp_path, capsys):
+    layers = [*make_drift(count=2), *make_patching(count=2)]
+    write(tmp_path / "all", make_run([*make_samples(count=2), *make_parity(count=2), *layers]))
+    assert main([str(tmp_path / "all")]) == 0
+    for name in ("report.md", "drift.md", "patching.md", "parity.md", "summary.json"):
+        assert (tmp_path / "all" / name).read_text().startswith(("#", "{")), name
+    assert "The framework gap is 100 [100, 100] times the cache gap" in (tmp_path / "all" / "parity.md").read_text()
+    assert "torch uncached" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("name", "said"), [("missing", "not a directory"), ("empty", "holds none")])

@@ -49,8 +49,11 @@ PROMPTS = make_prompts((9, 12))
 ITEMS = [Item(4 + i, tuple(prompt), "") for i, prompt in enumerate(PROMPTS)]
 
 
-def small_arms(family, precision, num_layers):
+def fresh_arms(family, precision, num_layers):
     return Arms(dataclasses.replace(small_config(family), num_layers=num_layers), make_precision(precision))
+
+
+small_arms, watch_arms = functools.cache(fresh_arms), functools.cache(TracedArms)
 
 
 def first_layers(arms, family, precision):
@@ -67,7 +70,7 @@ class Bench:
         self.state = first_layers(arms, family, precision)
         self.layout = make_layout(PROMPTS, NEW_TOKENS, 8, arms.config)
         tokens, rows = make_rows(PROMPTS, [0, 1], 0, self.layout)
-        self.traced, self.L = TracedArms(arms), num_layers
+        self.traced, self.L = watch_arms(arms), num_layers
         self.patcher = Patcher(self.traced, self.state, self.layout)
         free = self.patcher.run_bare("cached", tokens, rows)
         self.text, self.rows, self.forced = np.asarray(free.run.tokens), rows, force(rows, free.run)
@@ -227,7 +230,7 @@ def plant(name, factor):
 @functools.cache
 def planted_run(name):
     """In fp16 this model's arms are bit-equal on a CPU, so that every difference is the plant's."""
-    arms = small_arms("llama", "fp16", 1)
+    arms = fresh_arms("llama", "fp16", 1)  # traced under the plant
     state = first_layers(arms, "llama", "fp16")
     with plant(name, 3), mock.patch.object(patching, "TracedArms", functools.cache(TracedArms)):
         records = [r for batch, _ in run_patching(arms, state, ITEMS, SPEC, position_bins=2) for r in batch]
@@ -296,7 +299,8 @@ def test_a_problem_that_overflows_has_no_figures():
     arms = small_arms("llama", "fp16", 1)
     token = next(t for t in PROMPTS[0] if t not in make_bench("llama", "fp16").text[1])
     broken = changed_state(first_layers(arms, "llama", "fp16"), "embed", (token, 0), np.inf)
-    with mock.patch.object(patching, "PATCHES", {KEYS: PATCHES[KEYS]}):
+    one_patch = mock.patch.object(patching, "PATCHES", {KEYS: PATCHES[KEYS]})
+    with one_patch, mock.patch.object(patching, "TracedArms", watch_arms):
         records = [r for batch, _ in run_patching(arms, broken, ITEMS, SPEC) for r in batch]
         both = [dataclasses.replace(ITEMS[0], problem=problem) for problem in (1, 2)]
         alone = [r for batch, _ in run_patching(arms, broken, both, SPEC) for r in batch]

@@ -61,7 +61,8 @@ _DEFINED = [
                         "torch, growing (the prefix alone). padded if not set; growing with torch and stepwise."),
     flags.DEFINE_string("regime", "plain", "plain, or aligned: both arms through one program of fixed shape."),
     flags.DEFINE_integer("tile", None, "Rows of a tile in the aligned regime and the gate: 16 if not set, 8 on a CPU."),
-    flags.DEFINE_string("gate", "on", "on: stop if the aligned arms differ in a bit on a few problems; or off."),
+    flags.DEFINE_string("gate", "on", "on: stop if the aligned arms differ in a bit on a few problems; full: also the "
+                        "plain programs, with weights that nothing rounds and that take a second copy; or off."),
     flags.DEFINE_integer("gate_problems", 2, "How many problems the gate tries."),
     flags.DEFINE_string("uncached", None, "draft (cached arm drafts, uncached arm checks; same bits in JAX) or "
                         "stepwise. draft if not set; stepwise with torch."),
@@ -137,7 +138,7 @@ def _check_settings(settings: dict[str, Any]) -> None:
     _choose("prompt", settings["prompt"], PROMPTS)
     _choose("padding", settings["padding"], ("equal", "left"))
     _choose("regime", settings["regime"], ("plain", "aligned"))
-    _choose("gate", settings["gate"], ("on", "off"))
+    _choose("gate", settings["gate"], ("on", "full", "off"))
     _choose("uncached", settings["uncached"] or "draft", ("draft", "stepwise"))
     for name in ("num_problems", "max_new_tokens", "batch_size", "bucket", "tile", "gate_problems"):
         if settings[name] is not None and settings[name] < 1:

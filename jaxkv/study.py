@@ -110,7 +110,8 @@ def _run_gate(study: Study, run: RunDirectory) -> None:
 
     aligned, problems = study.aligned, study.settings["gate_problems"]
     with study.console.status("gate: aligned arms, bit for bit"):
-        found = run_gate(aligned, aligned, study.state, study.items, study.spec, problems)
+        plain = study.plain if study.settings["gate"] == "full" else None
+        found = run_gate(aligned, aligned, study.state, study.items, study.spec, problems, plain=plain)
     run.record_provenance({"gate": found})
 
 

@@ -56,3 +56,35 @@ def test_mitigations_run_once_whatever_the_precisions(tmp_path, cache, capsys, m
     assert read_run(out)[1] == records
     with pytest.raises(UserError, match=r"decoding\.tile is 8 there, 4 here"):
         run_in_process(f"--flagfile={out / 'run.flags'}", "--tile=4")
+
+
+def test_the_full_gate_tries_the_plain_programs(tmp_path, cache, capsys):
+    out = tmp_path / "run"
+    run_in_process(*SMALL, cache, *FEW, "--gate=full", f"--out={out}")
+    found = next(entry["gate"] for entry in read_run(out)[0]["sessions"] if "gate" in entry)
+    assert found["plain"] == {"passed": True, "tolerance": 0.0, "steps": 3}
+    assert "equal in every bit at 3 steps" in " ".join(capsys.readouterr().out.split())
+
+
+def test_drift_patching_and_parity_from_the_command(tmp_path, cache, capsys):
+    out = tmp_path / "run"
+    run_in_process(*SMALL, cache, *FEW, "--max_new_tokens=2", "--experiments=drift,patching,parity", f"--out={out}")
+    records = read_run(out)[1]
+    assert [r["experiment"] for r in records] == ["drift"] + ["patching"] * 18 + ["parity"]
+    shown = capsys.readouterr().out
+    for name in ("drift", "patching", "parity"):
+        assert f"report: {out / name}.md" in shown
+        assert len((out / f"{name}.md").read_text()) > 500
+
+
+@pytest.mark.parametrize(
+    ("experiment", "flag", "message"),
+    [
+        ("drift", "--uncached_length=bucket:64", "drift looks at one padded length"),
+        ("patching", "--regime=aligned", "leaves patching nothing to explain"),
+        ("parity", "--regime=aligned", "leaves parity nothing to explain"),
+    ],
+)
+def test_what_an_experiment_cannot_use_is_refused(experiment, flag, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        run_in_process(*SMALL, f"--experiments={experiment}", flag, f"--out={tmp_path / 'run'}")

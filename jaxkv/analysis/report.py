@@ -59,10 +59,16 @@ def describe_gate(gate: Mapping[str, Any] | None) -> str:
         return gate["why"]
     if not gate["steps"]:
         return f"had nothing to compare: the numbers of {gate['problems']} problems broke off at once"
-    return (
+    said = (
         f"passed: aligned arms bit-equal at {gate['steps']} of {gate['steps']} steps of {gate['problems']} problems "
         f"(tile {gate['tile']})"
     )
+    if (plain := gate.get("plain")) is None:
+        return said
+    if plain["passed"] is None:
+        return f"{said}; the plain programs cannot be tried without rounding in this precision"
+    within = f" within {format_number(plain['tolerance'])}" if plain["tolerance"] else " in every bit"
+    return f"{said}; plain programs, under weights that nothing rounds, equal{within} at {plain['steps']} steps"
 
 
 def describe_sampling(sampling: Mapping[str, Any]) -> str:

@@ -10,23 +10,9 @@ import sys
 from typing import Any
 
 from jaxkv.analysis.format import format_count, format_counted_share, format_mean, format_number
+from jaxkv.analysis.gather import describe_command
 from jaxkv.analysis.report import write_report
 from jaxkv.records import read_run
-
-LOCAL = ("--out=", "--compilation_cache=")  # say where, not what
-PATHS = ("--checkpoint=", "--data=", "--fewshot_data=")
-
-
-def command(flags: str) -> str:
-    """The command of a flagfile, with files named without their directories."""
-    words = []
-    for line in flags.splitlines():
-        if line.startswith(PATHS):
-            name, _, value = line.partition("=")
-            line = f"{name}={value if value.startswith('random:') else pathlib.PurePath(value).name}"
-        if not line.startswith(LOCAL):
-            words.append(line)
-    return " ".join(["python -m jaxkv.launch", *words])
 
 
 def describe_origin(source: pathlib.Path) -> dict[str, Any]:
@@ -36,14 +22,14 @@ def describe_origin(source: pathlib.Path) -> dict[str, Any]:
     origin = sessions[-1]["checkpoint"]
     origin = origin | {"source": pathlib.PurePath(origin["source"]).name}
     return {
-        "command": command((source / "run.flags").read_text()),
+        "command": describe_command((source / "run.flags").read_text()),
         "date": [session["started"][:10] for session in sessions],
         "git": [session["git"] for session in sessions],
         "device": config["device"],
         "packages": sessions[-1]["packages"],
         "variables": [session["variables"] for session in sessions],
         "compiler_options": config["compiler_options"],
-        "precision": config["precision"],
+        "precision": config.get("precision"),
         "checkpoint": origin,
         "data": {
             part: {"sha256": config["data"][part]["sha256"], "rows": config["data"][part]["rows"]}

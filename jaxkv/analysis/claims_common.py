@@ -73,9 +73,10 @@ def describe_aligned(study: Study) -> list[str]:
                 f"{format_counted_share(free['diverged'])} sequences part"
             )
     gates = [c["divergence"]["gate"] for c in study["conditions"] if c.get("divergence") and c["divergence"]["gate"]]
-    steps = sum(gate.get("steps", 0) for gate in gates if gate.get("passed"))
+    passed = [gate for gate in gates if gate.get("passed")]
+    steps = sum(gate["steps"] for gate in passed)
     if steps:
-        lines.append(f"the aligned gate of {say_count(len(gates), 'condition')} found equal bits at all {steps} steps")
+        lines.append(f"the aligned gate of {say_count(len(passed), 'condition')} found equal bits at all {steps} steps")
     return lines or ["no aligned run, so a bug of the cache is not told from rounding"]
 
 

@@ -119,6 +119,17 @@ def force(rows: Rows, reference: Rollout) -> Rows:
     return dataclasses.replace(rows, forced_until=rows.limit, limit=rows.prompt + reference.lengths)
 
 
+def start_forced(arms: Arms, reference: Rollout, forced: Rows, layout: Layout, begin: int = 0) -> Rollout:
+    """A rollout along another one's tokens before step `begin`; `forced` are rows from `force`."""
+    run = start_rollout(arms, np.asarray(reference.tokens), forced, layout)
+    return dataclasses.replace(
+        run,
+        slot=run.slot + begin,
+        lengths=jnp.minimum(reference.lengths, begin),
+        ended=jnp.asarray(reference.lengths <= begin),
+    )
+
+
 def run_forced(
     arms: Arms,
     state: nnx.State,
@@ -133,19 +144,11 @@ def run_forced(
 
     Choices and logits of the steps before `begin` are left out.
     """
-    forced, tokens = force(rows, reference), np.asarray(reference.tokens)
-
-    def start() -> Rollout:
-        run = start_rollout(arms, tokens, forced, layout)
-        return dataclasses.replace(
-            run,
-            slot=run.slot + begin,
-            lengths=jnp.minimum(reference.lengths, begin),
-            ended=reference.lengths <= begin,
-        )
-
+    forced = force(rows, reference)
     if not stepwise:
-        run = run_uncached(arms, state, start(), forced, layout, uncached_length, check=True)
+        run = start_forced(arms, reference, forced, layout, begin)
+        run = run_uncached(arms, state, run, forced, layout, uncached_length, check=True)
         if not np.any(np.asarray(run.nonfinite_step) >= 0):
             return run
-    return run_uncached(arms, state, start(), forced, layout, uncached_length)
+    run = start_forced(arms, reference, forced, layout, begin)
+    return run_uncached(arms, state, run, forced, layout, uncached_length)

@@ -21,14 +21,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.audit import audit_rows
 from jaxkv.checkpoints.checkpoint import Checkpoint
 from jaxkv.config import Precision
 from jaxkv.decode import COMPILER_OPTIONS, PAD_ID, Layout, Rollout, Rows, emit, start_rollout
-from jaxkv.drafts import first_disagreement, settle
+from jaxkv.drafts import Forced, draft_freely, first_disagreement, step_freely
 from jaxkv.errors import UserError
 from jaxkv.experiments.divergence import (
     Batch,
@@ -42,7 +41,7 @@ from jaxkv.experiments.divergence import (
     make_record,
     plan_batches,
 )
-from jaxkv.generate import force, uncached_lengths
+from jaxkv.generate import force, start_forced, uncached_lengths
 from jaxkv.sampling import Sampler
 from jaxkv.torch_model import TorchModel, describe_torch, true_fp32
 
@@ -161,49 +160,52 @@ class TorchArms:
 
     # Arms.
 
+    def run_cached(self, tokens: np.ndarray, rows: Rows, layout: Layout) -> Rollout:
+        """The cached arm, free-running or forced as `rows` says."""
+        return self.take(self.start(tokens, rows, layout), rows, layout, self.cached(rows))
+
     def run_forced(
-        self, reference: Rollout, rows: Rows, layout: Layout, uncached_length: str, stepwise: bool
+        self, reference: Rollout, rows: Rows, layout: Layout, uncached_length: str, stepwise: bool, begin: int = 0
     ) -> Rollout:
-        """The uncached arm along another rollout's tokens: step by step if asked or if numbers break."""
-        forced, tokens = force(rows, reference), np.asarray(reference.tokens)
+        """The uncached arm along another rollout's tokens: step by step if asked or if numbers break.
+
+        Choices and logits of the steps before `begin` are left out.
+        """
+        like: Any = self
+        forced = force(rows, reference)
+        start = start_forced(like, reference, forced, layout, begin)
         if not stepwise:
-            give = self.checked(rows, layout, uncached_length)
-            run = self.take(self.start(tokens, forced, layout), forced, layout, give)
+            run = self.take(start, forced, layout, self.checked(rows, layout, uncached_length))
             if not np.any(run.nonfinite_step >= 0):
                 return run
-        give = self.stepped(rows, layout, uncached_length)
-        return self.take(self.start(tokens, forced, layout), forced, layout, give)
+        return self.take(start, forced, layout, self.stepped(rows, layout, uncached_length))
 
     def free_stepwise(self, forced: Rollout, rows: Rows, layout: Layout, uncached_length: str) -> Rollout:
         """The uncached arm's own run, stepped on from its forced run's first disagreement, with all its logits."""
-        like: Any = self
-        prefix = settle(like, forced, rows, layout)
-        begin = int(min(prefix.taken[~prefix.ended], default=layout.new_tokens))
-        run, keep = prefix.start(like, rows, layout, layout.prompt + begin)
-        run = self.take(run, keep, layout, self.stepped(rows, layout, uncached_length))
-        run = jax.tree.map(np.asarray, prefix.restore(run))
-        settled = np.arange(layout.new_tokens)[None] < prefix.taken[:, None]
-        return dataclasses.replace(run, logits=np.where(settled[..., None], forced.logits, run.logits))
+        free = step_freely(_Programs(self, uncached_length), forced, rows, layout)
+        return jax.tree.map(np.asarray, free)
 
     def free_by_drafts(self, forced: Rollout, rows: Rows, layout: Layout, uncached_length: str) -> tuple[Rollout, int]:
         """The uncached arm's own run by draft and check, and how many drafts it took beyond the first."""
-        like: Any = self
-        run, drafts = forced, 0
-        while True:
-            prefix = settle(like, run, rows, layout)
-            if np.all(first_disagreement(run, layout.prompt) == run.lengths):
-                return run, drafts
-            if prefix.ended.all():  # the own choice ended every row that disagreed
-                lengths: Any = prefix.taken.astype(np.int32)
-                draft = dataclasses.replace(run, tokens=jnp.asarray(prefix.tokens), lengths=lengths)
-            else:
-                slot = layout.prompt + int(min(prefix.taken[~prefix.ended]))
-                start, keep = prefix.start(like, rows, layout, slot)
-                draft = prefix.restore(self.take(start, keep, layout, self.cached(rows)))
-                if np.any(np.asarray(draft.nonfinite_step)[~prefix.ended] >= 0):
-                    return self.free_stepwise(forced, rows, layout, uncached_length), drafts
-            run = self.run_forced(draft, rows, layout, uncached_length, stepwise=False)
-            drafts += 1
+        ((free, drafts),) = draft_freely(_Programs(self, uncached_length), [Forced(forced, rows, layout)])
+        return jax.tree.map(np.asarray, free), drafts
+
+
+@dataclasses.dataclass(frozen=True)
+class _Programs:
+    """`drafts.Programs` of the PyTorch arms."""
+
+    arms: TorchArms
+    uncached_length: str
+
+    def draft(self, tokens: np.ndarray, rows: Rows, layout: Layout) -> Rollout:
+        return self.arms.run_cached(tokens, rows, layout)
+
+    def check(self, draft: Rollout, rows: Rows, layout: Layout, begin: int) -> Rollout:
+        return self.arms.run_forced(draft, rows, layout, self.uncached_length, stepwise=False, begin=begin)
+
+    def step(self, run: Rollout, rows: Rows, layout: Layout) -> Rollout:
+        return self.arms.take(run, rows, layout, self.arms.stepped(rows, layout, self.uncached_length))
 
 
 def _fit(tokens: np.ndarray, length: int) -> np.ndarray:
@@ -228,7 +230,7 @@ def run_arms(
         return result
 
     def cached_run(tokens: np.ndarray, rows: Rows) -> Rollout:
-        return arms.take(arms.start(tokens, rows, layout), rows, layout, arms.cached(rows))
+        return arms.run_cached(tokens, rows, layout)
 
     def forced_run(length: str = length) -> Rollout:
         return arms.run_forced(cached, rows, layout, length, stepwise)

@@ -248,8 +248,9 @@ def run_batches(arms: Arms, state: nnx.State, batches: Sequence[Batch], spec: Di
         begin = time.perf_counter()
         forced = [Forced(one.forced, one.rows, one.layout) for one in begun]
         free = jax.block_until_ready(free_by_drafts(arms, state, forced, spec.uncached_length))
+        share = (time.perf_counter() - begin) / len(begun)
         for one in begun:
-            one.seconds["uncached_free"] = (time.perf_counter() - begin) / len(begun)
+            one.seconds["uncached_free"] = share
     finished = []
     for batch, one, (own, drafts) in zip(batches, begun, free, strict=True):
         runs = one.finish(batch, own, drafts)

@@ -5,7 +5,6 @@ import sys
 import time
 from typing import Any
 
-from jaxkv.analysis.reports import report_run
 from jaxkv.catalog import EXPERIMENTS, Batches
 from jaxkv.condition import (
     Settings,
@@ -92,6 +91,8 @@ def _run_experiments(settings: Settings, path: pathlib.Path, console: Any) -> No
 def _show(path: pathlib.Path) -> None:
     """Prints the reports of a run directory, and writes them."""
     from rich.console import Console
+
+    from jaxkv.analysis.reports import report_run
 
     shown = Console(file=sys.stdout)
     shown.print(path.name, style="bold", highlight=False)

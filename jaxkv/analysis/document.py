@@ -1,4 +1,4 @@
-"""A report as blocks, rendered to one HTML file and to Markdown from the same blocks.
+"""A report as blocks, rendered to one HTML file, to Markdown and for a terminal from the same blocks.
 
 Text may hold `code` between backticks; everything else is shown as it stands. HTML is built as a tree, so that nothing
 a record says can become markup.
@@ -7,7 +7,13 @@ a record says can become markup.
 import dataclasses
 from collections.abc import Sequence
 from importlib import resources
+from typing import Any
 from xml.etree import ElementTree as ET
+
+import rich.box
+import rich.table
+import rich.text
+from rich.console import Group
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,3 +203,23 @@ def to_markdown(title: str, blocks: Sequence[Block]) -> str:
     for block in blocks:
         lines += _markdown(block)
     return "\n".join(lines).rstrip() + "\n"
+
+
+def to_terminal(blocks: Sequence[Block]) -> Group:
+    """Sentences and tables for a terminal; figures and code are left out."""
+    shown: list[Any] = []
+    for block in blocks:
+        if isinstance(block, Bullets):
+            shown += [rich.text.Text(line) for line in block.items]
+        elif isinstance(block, Heading | Paragraph):
+            shown.append(rich.text.Text(block.text))
+        elif isinstance(block, Fold):
+            shown.append(to_terminal(block.blocks))
+        elif isinstance(block, Table):
+            table = rich.table.Table(
+                *block.header, box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False
+            )
+            for row in block.rows:
+                table.add_row(*(rich.text.Text(str(cell)) for cell in row))
+            shown.append(table)
+    return Group(*shown)

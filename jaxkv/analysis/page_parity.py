@@ -3,6 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.console import Group
+
+from jaxkv.analysis import document
 from jaxkv.analysis.document import Block, Bullets, Fold, Heading, Paragraph, Table
 from jaxkv.analysis.figures import draw_parity
 from jaxkv.analysis.format import format_count, format_counted_share, format_mean, format_number, format_share
@@ -119,3 +122,17 @@ def write_forced_parity(title: str, found: Mapping[str, Any]) -> list[Block]:
     )
     head = ["pair", "argmax flips per token", "mean KL, nats", "max |diff|", "bit-equal steps"]
     return [Heading(title, 3), Bullets(lines), Fold("Every pair of cells", [Table(head, rows)])]
+
+
+def _write_alone(found: Mapping[str, Any]) -> list[Block]:
+    return write_forced_parity("Four cells along the tokens of JAX's cached arm", found)
+
+
+def to_markdown(found: Mapping[str, Any]) -> str:
+    """The report of a run's own parity records."""
+    return document.to_markdown("Parity", _write_alone(found))
+
+
+def render_parity(found: Mapping[str, Any]) -> Group:
+    """The same for a terminal."""
+    return document.to_terminal(_write_alone(found))

@@ -427,7 +427,12 @@ def write_report(path: str | os.PathLike[str]) -> dict[str, Any]:
         summary = summarize(samples, run)
     except ValueError as error:
         raise UserError(f"{directory / 'samples.jsonl'}: {error}; was it written by another version?") from error
-    text = json.dumps(records.to_plain(summary), allow_nan=False, indent=2) + "\n"
-    records.write_atomically(directory / "summary.json", text)
+    write_summary(directory, summary)
     records.write_atomically(directory / "report.md", render_markdown(summary, run))
     return summary
+
+
+def write_summary(directory: pathlib.Path, summary: Summary) -> None:
+    """Writes summary.json. Raises UserError if the directory cannot be written."""
+    text = json.dumps(records.to_plain(summary), allow_nan=False, indent=2) + "\n"
+    records.write_atomically(directory / "summary.json", text)

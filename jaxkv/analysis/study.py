@@ -1,29 +1,17 @@
 """The summary of several runs as one study. A pure function of their records: same records, same summary."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxkv.analysis import claims, claims_layers, contrasts, curves, parity
-from jaxkv.analysis.attribution import summarize_attribution
 from jaxkv.analysis.doctor_findings import compare_processes, conclude, operand_kind
-from jaxkv.analysis.drift import summarize_drift
+from jaxkv.analysis.experiments import EXPERIMENTS
 from jaxkv.analysis.gather import Run, describe_condition, describe_origin
-from jaxkv.analysis.mitigations import summarize_mitigations
-from jaxkv.analysis.patching import summarize_patching
-from jaxkv.analysis.summary import summarize
 from jaxkv.errors import UserError
 from jaxkv.schema_doctor import validate_doctor
 from jaxkv.schema_foreign import validate_foreign
 
 Summary = dict[str, Any]
-SUMMARIES: dict[str, Callable[[Run], Mapping[str, Any]]] = {
-    "divergence": lambda run: summarize(run.records, run.run),
-    "attribution": lambda run: summarize_attribution(run.records, run.run),
-    "mitigations": lambda run: summarize_mitigations(run.records, run.timings, run.run),
-    "drift": lambda run: summarize_drift(run.records, run.run),
-    "patching": lambda run: summarize_patching(run.records, run.run),
-    "parity": lambda run: parity.summarize_parity(run.records, run.run),
-}
 CHECKED = {"doctor": validate_doctor, "foreign": validate_foreign}
 
 
@@ -88,16 +76,16 @@ def _summarize_run(run: Run) -> Summary:
     if isinstance(held, Mapping):
         condition["held"] = held.get("operand")
     try:
-        for experiment, make in SUMMARIES.items():
-            if run.of(experiment):
-                condition[experiment] = dict(make(run))
-        for experiment, validate in CHECKED.items():
-            for record in run.of(experiment):
+        for name, experiment in EXPERIMENTS.items():
+            if run.of(name):
+                condition[name] = dict(experiment.summarize(run))
+        for name, validate in CHECKED.items():
+            for record in run.of(name):
                 try:
                     validate(record)
                 except ValueError as error:
                     raise ValueError(f"sample {record.get('key')}: {error}") from error
-        known = {*SUMMARIES, *CHECKED}
+        known = {*EXPERIMENTS, *CHECKED}
         if odd := sorted({str(r.get("experiment")) for r in run.records} - known):
             condition["not_reported"] = odd
     except ValueError as error:

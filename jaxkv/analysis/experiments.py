@@ -1,0 +1,64 @@
+"""The experiments of a run directory by name: the summary of each, and how a terminal and a file show it."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxkv.analysis import attribution, drift, mitigations, page_parity, parity, patching, report, summary
+from jaxkv.analysis.gather import Run
+
+Summary = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """One experiment, from its records alone.
+
+    Attributes:
+      summarize: run -> its summary. Raises ValueError where a record breaks its schema.
+      render: summary -> what a terminal shows.
+      write: (summary, content of run.json) -> Markdown.
+      file: name of the Markdown file in a run directory.
+    """
+
+    summarize: Callable[[Run], Summary]
+    render: Callable[[Summary], Any]
+    write: Callable[[Summary, Summary], str]
+    file: str
+
+
+EXPERIMENTS = {
+    "divergence": Experiment(
+        lambda run: summary.summarize(run.records, run.run), report.render_table, report.render_markdown, "report.md"
+    ),
+    "attribution": Experiment(
+        lambda run: attribution.summarize_attribution(run.records, run.run),
+        attribution.render_attribution,
+        lambda found, run: attribution.to_markdown(found),
+        "attribution.md",
+    ),
+    "mitigations": Experiment(
+        lambda run: mitigations.summarize_mitigations(run.records, run.timings, run.run),
+        mitigations.render,
+        lambda found, run: mitigations.to_markdown(found),
+        "mitigations.md",
+    ),
+    "drift": Experiment(
+        lambda run: drift.summarize_drift(run.records, run.run),
+        drift.render_drift,
+        lambda found, run: drift.to_markdown(found),
+        "drift.md",
+    ),
+    "patching": Experiment(
+        lambda run: patching.summarize_patching(run.records, run.run),
+        patching.render_patching,
+        lambda found, run: patching.to_markdown(found),
+        "patching.md",
+    ),
+    "parity": Experiment(
+        lambda run: parity.summarize_parity(run.records, run.run),
+        page_parity.render_parity,
+        lambda found, run: page_parity.to_markdown(found),
+        "parity.md",
+    ),
+}

@@ -7,6 +7,7 @@ other's memory.
 """
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -195,14 +196,29 @@ def time_transformers(
 _TIMERS = {"jaxkv": time_jaxkv, "transformers": time_transformers}
 
 
-def _run_worker(engine: str, precision: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "jaxkv.benchmark", f"--worker={engine}", f"--precision={precision}"]
-    command += [f"--{name}={FLAGS[name].value}" for name in ("model", "prompt_tokens", "new_tokens", "repeats")]
-    command.append(f"--tiles={','.join(FLAGS.tiles)}")
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+def run_worker(module: str, name: str, arguments: Sequence[str], **variables: str) -> dict[str, Any]:
+    """Runs a module in a process of its own and returns the JSON that it prints last.
+
+    Args:
+      module: its name.
+      name: what it measures, for the error.
+      arguments: of its command line.
+      **variables: of its environment, beside this process's.
+
+    Raises:
+      UserError: it failed.
+    """
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=os.environ | variables)
     if done.returncode:
-        raise UserError(f"the benchmark of {engine} in {precision} failed with exit code {done.returncode}; see above")
+        raise UserError(f"the benchmark of {name} failed with exit code {done.returncode}; see above")
     return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def _run_engine(engine: str, precision: str) -> dict[str, Any]:
+    arguments = [f"--{name}={FLAGS[name].value}" for name in ("model", "prompt_tokens", "new_tokens", "repeats")]
+    arguments += [f"--worker={engine}", f"--precision={precision}", f"--tiles={','.join(FLAGS.tiles)}"]
+    return run_worker("jaxkv.benchmark", f"{engine} in {precision}", arguments)
 
 
 def main(argv: list[str]) -> None:
@@ -225,7 +241,7 @@ def main(argv: list[str]) -> None:
     results = []
     for precision in FLAGS.precision:
         for engine in FLAGS.engines:
-            result = {"model": FLAGS.model, "precision": precision} | _run_worker(engine, precision)
+            result = {"model": FLAGS.model, "precision": precision} | _run_engine(engine, precision)
             result |= {"prompt_tokens": FLAGS.prompt_tokens, "new_tokens": FLAGS.new_tokens}
             results.append(result)
             line = f"{FLAGS.model} {precision} {result['engine']}: {result['ms_a_step']:.2f} ms a step"

@@ -8,16 +8,14 @@ and so how much is drafted again, depends on the weights, which is why these are
 
 import dataclasses
 import json
-import os
 import pathlib
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 from absl import flags
 
+from jaxkv.benchmark import run_worker
 from jaxkv.cli import run_command
 from jaxkv.errors import UserError
 
@@ -201,15 +199,11 @@ def time_transformers(work: Workload) -> dict[str, Any]:
 _TIMERS: dict[str, Callable[[Workload], dict[str, Any]]] = {"jaxkv": time_jaxkv, "transformers": time_transformers}
 
 
-def _run_worker(engine: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "jaxkv.benchmark_uncached", f"--worker={engine}"]
-    command += [f"--{name}={FLAGS[name].value}" for name in WORKLOAD if FLAGS[name].value is not None]
+def _run_engine(engine: str) -> dict[str, Any]:
+    arguments = [f"--{name}={FLAGS[name].value}" for name in WORKLOAD if FLAGS[name].value is not None]
     # In the worker of transformers JAX only reads the weights; it must not take the GPU's memory for that.
-    environment = os.environ | ({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if engine == "transformers" else {})
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=environment)
-    if done.returncode:
-        raise UserError(f"the benchmark of {engine} failed with exit code {done.returncode}; see above")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if engine == "transformers" else {}
+    return run_worker("jaxkv.benchmark_uncached", engine, [f"--worker={engine}", *arguments], **variables)
 
 
 def main(argv: list[str]) -> None:
@@ -222,7 +216,7 @@ def main(argv: list[str]) -> None:
     results = []
     for engine in FLAGS.engines:
         shape = {name: FLAGS[name].value for name in SHAPE}
-        figures = _run_worker(engine)
+        figures = _run_engine(engine)
         results.append(shape | figures)
         seconds = ", ".join(f"{name} {value:.3f} s" for name, value in figures["seconds_a_batch"].items())
         print(f"{engine}, {FLAGS.precision}, {FLAGS.shots} shots, batch of {FLAGS.batch_size}: {seconds}", flush=True)

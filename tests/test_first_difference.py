@@ -1,6 +1,5 @@
 """The walk names the operation, layer and position at which a planted bug enters, and nothing where there is none."""
 
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -9,6 +8,7 @@ from unittest import mock
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from planted_bugs import input_not_cast
 from small_models import PRESETS, changed_state, make_prompts, small_config, small_state
 
 from jaxkv.config import make_precision
@@ -89,26 +89,6 @@ def positions_off_by_one():
 def rotation_off_by_one():
     original = decoder.rope_table
     return mock.patch.object(decoder, "rope_table", lambda positions, *rest: original(positions + 1, *rest))
-
-
-@contextlib.contextmanager
-def input_not_cast():
-    """The first layer's attention gets its normed input as it was computed."""
-    norm, layer = layers.RMSNorm.__call__, decoder.DecoderLayer.__call__
-    wide = []
-
-    def call_layer(self, *args, **kwargs):
-        wide[:] = [self.attn_norm] if self.layer == 0 else []
-        return layer(self, *args, **kwargs)
-
-    def call_norm(self, x, out):
-        return norm(self, x, jnp.float32 if any(self is one for one in wide) else out)
-
-    with (
-        mock.patch.object(layers.RMSNorm, "__call__", call_norm),
-        mock.patch.object(decoder.DecoderLayer, "__call__", call_layer),
-    ):
-        yield
 
 
 def value_lost():

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from planted_bugs import input_not_cast
 from small_models import PRESETS, SAMPLERS, STOP_IDS, VOCAB, changed_state, small_config, small_state, taken
 
 from jaxkv import generate
@@ -93,26 +94,6 @@ def positions_in_activation_dtype():
         return original(positions.astype(precision.activation), theta, head_dim, precision)
 
     with mock.patch.object(decoder, "rope_table", table):
-        yield
-
-
-@contextlib.contextmanager
-def input_not_cast():
-    """The first layer's attention gets its normed input as it was computed."""
-    norm, layer = layers.RMSNorm.__call__, decoder.DecoderLayer.__call__
-    wide = []
-
-    def call_layer(self, *args, **kwargs):
-        wide[:] = [self.attn_norm] if self.layer == 0 else []
-        return layer(self, *args, **kwargs)
-
-    def call_norm(self, x, out):
-        return norm(self, x, jnp.float32 if any(self is one for one in wide) else out)
-
-    with (
-        mock.patch.object(layers.RMSNorm, "__call__", call_norm),
-        mock.patch.object(decoder.DecoderLayer, "__call__", call_layer),
-    ):
         yield
 
 

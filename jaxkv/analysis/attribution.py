@@ -16,6 +16,7 @@ from rich.text import Text
 
 from jaxkv.analysis import statistics
 from jaxkv.analysis.format import format_counted_share, format_mean, format_number, format_percent, format_share
+from jaxkv.analysis.samples import check
 from jaxkv.analysis.summary import clustered_share
 from jaxkv.schema_attribution import ALL, ALL_BUT, ALONE, FENCED, OP_CLASSES, PLAIN, PROGRAMS, VARIANTS
 from jaxkv.schema_attribution import validate_attribution as validate
@@ -42,12 +43,7 @@ def summarize_attribution(records: Sequence[Record], run: Mapping[str, Any]) -> 
     Raises:
       ValueError: a record breaks its schema; starts with its key and the field.
     """
-    samples = [r for r in records if r.get("experiment") == "attribution"]
-    for sample in samples:
-        try:
-            validate(sample)
-        except ValueError as error:
-            raise ValueError(f"sample {sample.get('key')}: {error}") from error
+    samples = check((r for r in records if r.get("experiment") == "attribution"), validate)
     by_variant: dict[str, dict[int, Record]] = {name: {} for name in VARIANTS}
     for sample in sorted(samples, key=lambda s: s["problem"]):
         by_variant[sample["variant"]][sample["problem"]] = sample

@@ -20,6 +20,7 @@ from jaxkv.analysis.format import (
     format_number,
     format_percent,
 )
+from jaxkv.analysis.samples import check
 from jaxkv.analysis.summary import clustered_share, describe_column, group_invalid, share, summarize_comparisons
 from jaxkv.schema_mitigations import ARMS, NUMBERS, REFERENCES, validate_mitigation
 
@@ -55,12 +56,7 @@ def summarize_mitigations(
     Raises:
       ValueError: a record breaks its schema; starts with its key and the field.
     """
-    samples = [r for r in records if r.get("experiment") == "mitigations"]
-    for sample in samples:
-        try:
-            validate_mitigation(sample)
-        except ValueError as error:
-            raise ValueError(f"sample {sample.get('key')}: {error}") from error
+    samples = check((r for r in records if r.get("experiment") == "mitigations"), validate_mitigation)
     names = list(dict.fromkeys(sample["variant"] for sample in samples))
     costs = {
         t["variant"]: t["cost"] for t in timings if t.get("experiment") == "mitigations" and t.get("cost") is not None

@@ -15,6 +15,7 @@ import numpy as np
 from jaxkv.analysis import statistics
 from jaxkv.analysis.gather import Run, describe_condition
 from jaxkv.analysis.metrics import free_running
+from jaxkv.analysis.samples import collect
 from jaxkv.analysis.summary import clustered_share, group_invalid, share, summarize_comparisons
 from jaxkv.schema_parity import CACHE_PAIRS, CELLS, FRAMEWORK_PAIRS, PAIRS, name_pair, validate_parity
 
@@ -218,12 +219,7 @@ def summarize_parity(records: Sequence[Record], run: Mapping[str, Any]) -> dict[
     Raises:
       ValueError: a record breaks its schema; starts with its key and the field.
     """
-    samples = sorted((r for r in records if r.get("experiment") == "parity"), key=lambda r: r.get("problem", 0))
-    for sample in samples:
-        try:
-            validate_parity(sample)
-        except ValueError as error:
-            raise ValueError(f"sample {sample.get('key')}: {error}") from error
+    samples = collect(records, "parity", validate_parity)
     valid = [s for s in samples if s["status"] == "ok" and s["tokens"]]
     summary: dict[str, Any] = {
         "experiment": "parity",

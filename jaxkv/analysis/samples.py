@@ -1,6 +1,6 @@
 """What summaries of different experiments share: picking out the samples, and saying how many there are."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,19 +10,29 @@ from jaxkv.analysis import statistics
 Record = Mapping[str, Any]
 
 
+def check(samples: Iterable[Record], validate: Callable[[Record], None]) -> list[Record]:
+    """The samples as a list.
+
+    Raises:
+      ValueError: a sample breaks its schema; starts with its key and the field.
+    """
+    checked = list(samples)
+    for sample in checked:
+        try:
+            validate(sample)
+        except ValueError as error:
+            raise ValueError(f"sample {sample.get('key')}: {error}") from error
+    return checked
+
+
 def collect(records: Sequence[Record], experiment: str, validate: Callable[[Record], None]) -> list[Record]:
     """The records of an experiment, checked and in order of their problems.
 
     Raises:
       ValueError: a record breaks its schema; starts with its key and the field.
     """
-    samples = [r for r in records if r.get("experiment") == experiment]
-    for sample in samples:
-        try:
-            validate(sample)
-        except ValueError as error:
-            raise ValueError(f"sample {sample.get('key')}: {error}") from error
-    return sorted(samples, key=lambda sample: sample["problem"])
+    samples = (r for r in records if r.get("experiment") == experiment)
+    return check(sorted(samples, key=lambda sample: sample.get("problem", 0)), validate)
 
 
 def count_problems(samples: Sequence[Record], run: Mapping[str, Any]) -> dict[str, int]:

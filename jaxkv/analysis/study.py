@@ -7,6 +7,7 @@ from jaxkv.analysis import claims, claims_layers, contrasts, curves, parity
 from jaxkv.analysis.doctor_findings import compare_processes, conclude, operand_kind
 from jaxkv.analysis.experiments import EXPERIMENTS
 from jaxkv.analysis.gather import Run, describe_condition, describe_origin
+from jaxkv.analysis.samples import check
 from jaxkv.errors import UserError
 from jaxkv.schema_doctor import validate_doctor
 from jaxkv.schema_foreign import validate_foreign
@@ -80,11 +81,7 @@ def _summarize_run(run: Run) -> Summary:
             if run.of(name):
                 condition[name] = dict(experiment.summarize(run))
         for name, validate in CHECKED.items():
-            for record in run.of(name):
-                try:
-                    validate(record)
-                except ValueError as error:
-                    raise ValueError(f"sample {record.get('key')}: {error}") from error
+            check(run.of(name), validate)
         known = {*EXPERIMENTS, *CHECKED}
         if odd := sorted({str(r.get("experiment")) for r in run.records} - known):
             condition["not_reported"] = odd

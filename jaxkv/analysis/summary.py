@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv.analysis import statistics
+from jaxkv.analysis.samples import collect
 from jaxkv.schemas import CONTROLS, LABEL_CHANGES, SCORERS, validate_sample
 
 CLUSTERED = (
@@ -35,12 +36,7 @@ def summarize(records: Sequence[Record], run: Mapping[str, Any]) -> dict[str, An
     Raises:
       ValueError: a record breaks its schema; starts with its key and the field.
     """
-    samples = sorted((r for r in records if r.get("experiment") == "divergence"), key=lambda r: r.get("problem", 0))
-    for sample in samples:
-        try:
-            validate_sample(sample)
-        except ValueError as error:
-            raise ValueError(f"sample {sample.get('key')}: {error}") from error
+    samples = collect(records, "divergence", validate_sample)
     valid = [s for s in samples if s["status"] == "ok"]
     summary: dict[str, Any] = {
         "experiment": "divergence",

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 from jaxkv.config import Precision, make_precision
@@ -130,7 +131,8 @@ def load_study(settings: Settings, console: Any) -> Study:
     spec = _prompt_spec(settings, checkpoint.tokenizer.has_chat_template)
     with console.status("loading the problems"):
         task = load_task(settings["task"], data=settings["data"], fewshot_data=settings["fewshot_data"], spec=spec)
-    items = _items(task, checkpoint.tokenizer, settings["num_problems"])
+    chosen = settings["problems"] or range(settings["num_problems"])
+    items = _items(task, checkpoint.tokenizer, chosen, "problems" if settings["problems"] else "num_problems")
     divergence = DivergenceSpec(
         new_tokens=settings["max_new_tokens"],
         **{field.name: settings[field.name] for field in dataclasses.fields(DivergenceSpec) if field.name in settings},
@@ -175,13 +177,16 @@ def _prompt_spec(settings: Settings, has_template: bool) -> Any:
     return PromptSpec(style, shots, settings["shots_seed"])
 
 
-def _items(task: Any, tokenizer: Any, count: int) -> list[Any]:
+def _items(task: Any, tokenizer: Any, chosen: Sequence[int], flag: str) -> list[Any]:
+    """The chosen problems as token ids; `flag` is what chose them."""
     from jaxkv.experiments.divergence import Item
 
-    if count > len(task.problems):
-        raise UserError(f"--num_problems={count} but the data has {len(task.problems)}; ask for at most that many")
+    if max(chosen) >= len(task.problems):
+        asked = f"--num_problems={len(chosen)}" if flag == "num_problems" else f"--problems has {max(chosen)}"
+        most = f"at most {len(task.problems)}" if flag == "num_problems" else f"0 to {len(task.problems) - 1}"
+        raise UserError(f"{asked} but the data has {len(task.problems)}; ask for {most}")
     items = []
-    for problem in task.problems[:count]:
+    for problem in (task.problems[index] for index in chosen):
         prompt = task.prompt(problem)
         ids = tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.chat(prompt)
         items.append(Item(problem.index, tuple(ids), problem.answer))
@@ -239,6 +244,8 @@ def make_run_config(study: Study) -> dict[str, Any]:
         "versions": {package: here["packages"][package] for package in ("jax", "jaxlib")},
         "variables": {k: v for k, v in here["variables"].items() if k != "JAX_PLATFORMS"},
     }
+    if settings["problems"]:
+        config["problems"] = settings["problems"]
     return config | (_torch_config(study) if study.framework == "torch" else _jax_config(study, config["decoding"]))
 
 

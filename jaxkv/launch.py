@@ -48,6 +48,7 @@ _DEFINED = [
     flags.DEFINE_integer("shots", None, "Worked examples in the prompt: 8 for few_shot, 0 for chat if not set."),
     flags.DEFINE_integer("shots_seed", None, "Chooses the worked examples; the first ones if not set."),
     flags.DEFINE_integer("num_problems", None, "How many problems, from the first: 100 if not set."),
+    flags.DEFINE_list("problems", [], "Which problems, by their number in the data from 0, in place of --num_problems."),
     flags.DEFINE_integer("max_new_tokens", None, "Most new tokens for a problem: 256 if not set, 128 in arith."),
     flags.DEFINE_list("sampler", ["greedy"], "greedy, temperature, top_k, top_p."),
     flags.DEFINE_float("temperature", None, "0.7 if not set, 1.0 with top_p."),
@@ -68,8 +69,9 @@ _DEFINED = [
                         "stepwise. draft if not set; stepwise with torch."),
     flags.DEFINE_integer("stepwise_problems", 1, "Both forms of the uncached arm run on this many problems."),
     flags.DEFINE_integer("control_problems", 8, "The controls run on this many problems."),
-    flags.DEFINE_float("doctor_seconds", 40.0, "The doctor begins no compilation after this; what is missing then "
-                       "is listed. Where kernels are autotuned a whole table takes minutes.", lower_bound=0.0),
+    flags.DEFINE_float("doctor_seconds", None, "The doctor begins no compilation after this; what is missing then "
+                       "is listed. Chosen for a minute in all if not set: where kernels are autotuned, on a GPU, a "
+                       "whole table takes minutes.", lower_bound=0.0),
     flags.DEFINE_string("out", None, "Run directory, or that of a sweep; a name with a hash under runs/ if not set."),
     flags.DEFINE_string("compilation_cache", "~/.cache/jaxkv/xla", "Where to keep compiled programs, or none."),
 ]  # fmt: skip
@@ -85,10 +87,27 @@ def _settings() -> dict[str, Any]:
     if values["task"] is None:
         ours = values["checkpoint"] is None and all(name in SHIPPED for name in values["model"])
         values["task"] = "arith" if ours else "gsm8k"
-    for name, arith, usual in (("num_problems", 100, 100), ("max_new_tokens", 128, 256)):
-        if values[name] is None:
-            values[name] = arith if values["task"] == "arith" else usual
+    if values["max_new_tokens"] is None:
+        values["max_new_tokens"] = 128 if values["task"] == "arith" else 256
+    if values["problems"]:
+        values["problems"] = _read_problems(values["problems"], values["num_problems"])
+        values["num_problems"] = len(values["problems"])
+    elif values["num_problems"] is None:
+        values["num_problems"] = 100
     return values
+
+
+def _read_problems(texts: list[str], count: int | None) -> list[int]:
+    """The numbers of --problems. Raises UserError."""
+    wrong = next((text for text in texts if not text.strip().isdecimal()), None)
+    if wrong is not None:
+        raise UserError(f"--problems={','.join(texts)}: '{wrong}' is no number of a problem; write 0,3,17")
+    numbers = [int(text) for text in texts]
+    if len(set(numbers)) != len(numbers):
+        raise UserError(f"--problems={','.join(texts)} names a problem twice; drop one")
+    if count not in (None, len(numbers)):
+        raise UserError(f"--num_problems={count} and --problems of {len(numbers)} say different things; drop one")
+    return numbers
 
 
 def _conditions(settings: dict[str, Any]) -> list[dict[str, Any]]:

@@ -58,7 +58,8 @@ def _flagfile(settings: Settings, out: pathlib.Path) -> str:
     for name in ("checkpoint", "data", "fewshot_data"):
         if values[name] and pathlib.Path(values[name]).expanduser().exists():
             values[name] = str(pathlib.Path(values[name]).expanduser().resolve())  # replays from any directory
-    lines = [f"--{n}={','.join(v) if isinstance(v, list) else v}" for n, v in values.items() if v is not None]
+    given = {name: value for name, value in values.items() if value not in (None, [])}
+    lines = [f"--{n}={','.join(map(str, v)) if isinstance(v, list) else v}" for n, v in given.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -147,7 +148,8 @@ def _run_doctor(settings: Settings, path: pathlib.Path, console: Any) -> None:
     from jaxkv.decode import COMPILER_OPTIONS
     from jaxkv.experiments.doctor import DoctorSpec, run_doctor
 
-    spec = DoctorSpec(seconds=settings["doctor_seconds"])
+    seconds = settings["doctor_seconds"]
+    spec = DoctorSpec() if seconds is None else DoctorSpec(seconds=seconds, child_seconds=max(50.0, seconds))
     here = environment()
     config = {
         "experiments": ["doctor"],

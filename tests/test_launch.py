@@ -51,6 +51,18 @@ def test_a_run_leaves_table_report_and_records(finished):
     assert "gate passed: aligned arms bit-equal at 12 of 12 steps of 2 problems (tile 8)" in done.stdout
 
 
+def test_chosen_problems_keep_their_numbers_and_results(finished, cache, tmp_path):
+    out = tmp_path / "chosen"
+    run_in_process(*SMALL, cache, f"--out={out}", "--problems=4,2", "--num_problems=2", "--gate=off")
+    run, samples = read_run(out)
+    whole = {sample["problem"]: sample for sample in read_run(finished[0])[1]}
+    assert [s["problem"] for s in samples] == run["config"]["problems"] == [4, 2]
+    assert "--problems=4,2" in (out / "run.flags").read_text().splitlines()
+    for sample in samples:
+        assert sample["arms"] == whole[sample["problem"]]["arms"]
+        assert sample["teacher_forced"] == whole[sample["problem"]]["teacher_forced"]
+
+
 def test_run_flags_replay_and_do_nothing_twice(finished):
     out, _ = finished
     before = (out / "samples.jsonl").read_bytes()
@@ -93,6 +105,10 @@ MISTAKES = {
     "bad length": (["--uncached_length=bucket:x"], "use padded or bucket:M"),
     "too many problems": (["--num_problems=99"], "the data has"),
     "no problems": (["--num_problems=0"], "must be at least 1"),
+    "no such problem": (["--problems=0,1,2,3,99"], "ask for 0 to"),
+    "no number of a problem": (["--problems=3,-1"], "write 0,3,17"),
+    "a problem twice": (["--problems=3,3"], "names a problem twice"),
+    "two numbers of problems": (["--problems=3,4", "--num_problems=1"], "say different things"),
     "prompt too long": (["--max_new_tokens=600"], "exceed the context of 512"),
     "missing data": (["--data=nowhere.jsonl"], "nowhere.jsonl"),
     "missing checkpoint": (["--checkpoint=./nowhere"], "does not exist"),

@@ -1,6 +1,13 @@
-"""The KV cache as a value: taken in, given out, with explicit positions."""
+"""The KV cache as a value: taken in, given out, with explicit positions.
+
+A decoder meets its cache in four steps, so that it does not know what a cache makes of its rows: `begin` a call,
+`write` a layer's rows, `read` what its queries are to see, and `finish`. `KVCache` holds every row as it is; what else
+may be done lives in `jaxkv.interventions`.
+"""
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +15,87 @@ import jax.numpy as jnp
 from jaxkv.config import ModelConfig, Precision
 
 EMPTY = -1  # position of a slot that holds nothing; such a slot is never visible
+
+
+class LayerCache(Protocol):
+    """One layer of a cache during a call."""
+
+    def write(self, k: jax.Array, v: jax.Array, slot: jax.Array | int) -> Self:
+        """Takes the call's rows k and v [B, T, K, H], after RoPE, in the cache's dtype, zeros where padding."""
+
+    def read(self) -> tuple[jax.Array, jax.Array]:
+        """Keys and values [B, S, K, H] for the call's queries, in the order of the slots."""
+
+    def rotate_queries(self, q: jax.Array) -> jax.Array:
+        """Queries [B, T, N, H] in the basis of the keys."""
+
+    def rotate_heads(self, heads: jax.Array) -> jax.Array:
+        """Outputs of the heads [B, T, N, H], out of the basis of the values."""
+
+
+class CacheCall(Protocol):
+    """A cache during a call."""
+
+    @property
+    def positions(self) -> jax.Array:
+        """[B, S] int32, those of the call's rows written already; -1 where a slot is empty."""
+
+    def layer(self, index: int) -> LayerCache:
+        """The layer before its rows are written."""
+
+    def finish(self, layers: Sequence[Any]) -> Any:
+        """The new cache, from all layers after their rows are written."""
+
+
+class Cache(Protocol):
+    """A cache between calls: a pytree."""
+
+    @property
+    def positions(self) -> jax.Array:
+        """[B, S] int32, -1 where a slot is empty."""
+
+    def begin(self, positions: jax.Array, slot: jax.Array | int) -> CacheCall:
+        """Begins a call whose rows, at slots [slot, slot + T), have these positions [B, T]."""
+
+
+class Intervention(Protocol):
+    """What is done to a cache: it makes one that does it."""
+
+    def make_cache(
+        self,
+        config: ModelConfig,
+        precision: Precision,
+        batch: int,
+        slots: int,
+        problems: jax.Array,
+        seed: jax.Array,
+    ) -> Cache:
+        """An empty cache; `problems` [B] and `seed` key its noise, if it makes any. Raises UserError if it cannot."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """A layer's keys and values [B, S, K, H] as they were written."""
+
+    k: jax.Array
+    v: jax.Array
+
+    def write(self, k: jax.Array, v: jax.Array, slot: jax.Array | int) -> "Slots":
+        """As in LayerCache."""
+        return Slots(write_slots(self.k, k, slot), write_slots(self.v, v, slot))
+
+    def read(self) -> tuple[jax.Array, jax.Array]:
+        """As in LayerCache."""
+        return self.k, self.v
+
+    def rotate_queries(self, q: jax.Array) -> jax.Array:
+        """Leaves them as they are."""
+        return q
+
+    def rotate_heads(self, heads: jax.Array) -> jax.Array:
+        """Leaves them as they are."""
+        return heads
 
 
 @jax.tree_util.register_dataclass
@@ -25,6 +113,18 @@ class KVCache:
     k: tuple[jax.Array, ...]
     v: tuple[jax.Array, ...]
     positions: jax.Array
+
+    def begin(self, positions: jax.Array, slot: jax.Array | int) -> Self:
+        """As in Cache."""
+        return dataclasses.replace(self, positions=write_slots(self.positions, positions, slot))
+
+    def layer(self, index: int) -> Slots:
+        """As in CacheCall."""
+        return Slots(self.k[index], self.v[index])
+
+    def finish(self, layers: Sequence[Slots]) -> Self:
+        """As in CacheCall."""
+        return dataclasses.replace(self, k=tuple(layer.k for layer in layers), v=tuple(layer.v for layer in layers))
 
 
 def empty_cache(config: ModelConfig, precision: Precision, batch: int, slots: int) -> KVCache:

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxkv.cache import EMPTY, KVCache, clear_slots, empty_cache
+from jaxkv.cache import EMPTY, Cache, Intervention, KVCache, clear_slots, empty_cache
 from jaxkv.config import ModelConfig, Precision
 from jaxkv.errors import UserError
 from jaxkv.models.alignment import Alignment
@@ -192,12 +192,14 @@ class Arms:
       tile: rows of a tile in the aligned regime; None is the plain regime.
       compiler_options: XLA options of every program.
       backend: platform that the programs are for; None is JAX's default one.
+      intervention: what is done to the cached arm's cache; None leaves it clean.
 
     Attributes:
       held: the policy with which weights and operands are really held (Precision.widened on a CPU).
 
     Raises:
       ValueError: the policy has float64 parts and JAX would make them float32.
+      UserError: an intervention in the aligned regime.
     """
 
     def __init__(
@@ -210,14 +212,20 @@ class Arms:
         tile: int | None = None,
         compiler_options: dict[str, Any] | None = None,
         backend: str | None = None,
+        intervention: Intervention | None = None,
     ):
+        if intervention is not None and tile is not None:
+            raise UserError(
+                "a changed cache has no aligned regime, in which rows of a tile are written again; leave --regime at "
+                "plain"
+            )
         if "float64" in precision.to_json().values() and not jax.config.read("jax_enable_x64"):
             raise ValueError(f"{precision.name} has float64 parts, float32 to JAX unless jax_enable_x64 is set")
         self.config, self.precision = config, precision
         self.held = precision.widened() if (backend or jax.default_backend()) == "cpu" else precision
         self.graphdef, self.abstract_state = abstract_decoder(config, self.held)
         self.sampler, self.stop_ids, self.keep_logits = sampler or Sampler(), tuple(stop_ids), keep_logits
-        self.tile = tile
+        self.tile, self.intervention = tile, intervention
         options = COMPILER_OPTIONS | (compiler_options or {})
         jit = functools.partial(jax.jit, compiler_options=options)
         self.prefill = jit(self._prefill, donate_argnames="cache")
@@ -232,8 +240,8 @@ class Arms:
     # The programs. Each is a pure function of (prepared weights, arrays).
 
     def _prefill(
-        self, state, tokens, rows: Rows, cache: KVCache, alignment: Alignment | None = None
-    ) -> tuple[jax.Array, KVCache]:
+        self, state, tokens, rows: Rows, cache: Cache, alignment: Alignment | None = None
+    ) -> tuple[jax.Array, Any]:
         """Runs tokens [B, P], the first rows.prompt of them real. Returns the last real row's logits [B, V]."""
         model = nnx.merge(self.graphdef, state)
         positions = slot_positions(jnp.arange(tokens.shape[1], dtype=jnp.int32), rows.first, rows.prompt)
@@ -243,8 +251,8 @@ class Arms:
         return model.logits(last, alignment=alignment, slot=slot)[:, 0], cache
 
     def _cached_loop(
-        self, state, logits, run: Rollout, rows: Rows, end, cache: KVCache, alignment: Alignment | None = None
-    ) -> tuple[Rollout, KVCache]:
+        self, state, logits, run: Rollout, rows: Rows, end, cache: Cache, alignment: Alignment | None = None
+    ) -> tuple[Rollout, Any]:
         """Fills slots [run.slot, end) from `logits`, which are those of run.slot. Returns the cache for going on."""
         model = nnx.merge(self.graphdef, state)
 

@@ -6,6 +6,7 @@ executable (`drafts.py` makes a free generation of it).
 """
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,15 +24,24 @@ def run_cached(arms: Arms, state: nnx.State, tokens: np.ndarray, rows: Rows, lay
 
 def run_cached_keeping(
     arms: Arms, state: nnx.State, tokens: np.ndarray, rows: Rows, layout: Layout
-) -> tuple[Rollout, KVCache]:
-    """`run_cached`, and the cache it ends with."""
+) -> tuple[Rollout, Any]:
+    """`run_cached`, and the cache it ends with: a KVCache, or what the intervention of `arms` made."""
     _check_tiles(arms, layout.slots)
-    cache = empty_cache(arms.config, arms.precision, layout.batch, layout.slots)
+    cache = make_cache(arms, rows, layout)
     run, end = start_rollout(arms, tokens, rows, layout), layout.prompt + layout.new_tokens
     if arms.tile is not None:
         return arms.tile_loop(state, run, rows, end, cache, False, False, tile=arms.tile)
     logits, cache = arms.prefill(state, jnp.asarray(tokens[:, : layout.prefill]), rows, cache)
     return arms.cached_loop(state, logits, run, rows, end, cache)
+
+
+def make_cache(arms: Arms, rows: Rows, layout: Layout) -> Any:
+    """An empty cache for a batch: a KVCache, or what the intervention of `arms` makes; UserError if it cannot."""
+    if arms.intervention is None:
+        return empty_cache(arms.config, arms.precision, layout.batch, layout.slots)
+    return arms.intervention.make_cache(
+        arms.config, arms.precision, layout.batch, layout.slots, rows.problems, rows.seed
+    )
 
 
 def _check_tiles(arms: Arms, slots: int) -> None:
@@ -99,7 +109,12 @@ def run_uncached_keeping(
 
     Returns:
       The finished rollout, and what the last forward wrote: the keys and values of every token fed to it.
+
+    Raises:
+      ValueError: the arms have an intervention, for which there is no cache here. Arms without it are the clean run.
     """
+    if arms.intervention is not None:
+        raise ValueError("the uncached arm has no cache to change; run it with arms that have no intervention")
     segments = uncached_lengths(uncached_length, layout)
     # Widened once, for the longest: a forced run and a free one then share their programs at every length.
     missing = max(0, segments[-1][0] - run.tokens.shape[1])

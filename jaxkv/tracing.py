@@ -7,13 +7,14 @@ neighbours otherwise, so whoever uses a trace compares its logits with those of 
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxkv.cache import KVCache, empty_cache, write_slots
+from jaxkv.cache import Cache, KVCache, empty_cache, write_slots
 from jaxkv.decode import Arms, Layout, Rollout, Rows, start_rollout
 from jaxkv.interventions.patches import Patch, patch_rows
 from jaxkv.models.alignment import Alignment
@@ -47,11 +48,11 @@ class TracedDecoder(Decoder):
         self,
         tokens: jax.Array,
         positions: jax.Array,
-        cache: KVCache,
+        cache: Cache,
         slot: jax.Array | int,
         hook: Hook = no_hook,
         alignment: Alignment | None = None,
-    ) -> tuple[jax.Array, KVCache]:
+    ) -> tuple[jax.Array, Any]:
         """As in Decoder."""
         if not isinstance(cache, TracedCache):
             return super().__call__(tokens, positions, cache, slot, hook, alignment)

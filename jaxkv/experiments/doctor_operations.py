@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxkv.cache import EMPTY
+from jaxkv.cache import EMPTY, Slots
 from jaxkv.config import DType, ModelConfig, Precision
 from jaxkv.experiments.doctor_shapes import Key, Pool, Results, Run, Shape, Tile, cover_tested
 from jaxkv.models.decoder import DecoderLayer
@@ -210,7 +210,8 @@ def _module(name: str, module: Any, inputs: Inputs, x: np.ndarray, shapes: tuple
     def apply(w: Any, given: Any) -> Any:
         x, positions, k, v, key_positions, slot = given
         table = rope_table(positions, config.layer_rope_theta(0), config.head_dim, precision)
-        return nnx.merge(graphdef, w)(x, positions, k, v, key_positions, slot, table)
+        out, slots = nnx.merge(graphdef, w)(x, positions, Slots(k, v), key_positions, slot, table)
+        return out, slots.k, slots.v
 
     def rows(out: Any, tile: Tile) -> np.ndarray:
         start = int(inputs.slot(tile))

@@ -1,10 +1,12 @@
 """One decoder for every family; what differs between them is data in ModelConfig."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxkv.cache import KVCache, write_slots
+from jaxkv.cache import Cache, LayerCache
 from jaxkv.config import ModelConfig, Precision
 from jaxkv.models.alignment import Alignment, Rowwise, direct, make_rowwise
 from jaxkv.models.layers import MLP, Attention, Hook, RMSNorm, init_weight, no_hook, product, rope_table, softcap
@@ -35,23 +37,22 @@ class DecoderLayer(nnx.Module):
         self,
         resid,
         positions,
-        k_slots,
-        v_slots,
+        cache: LayerCache,
         key_positions,
         slot,
         table,
         hook: Hook = no_hook,
         rows: Rowwise = direct,
     ):
-        """One layer on resid [B,T,D]; the other arguments as in Attention. Returns resid, k_slots, v_slots."""
+        """One layer on resid [B,T,D]; the other arguments as in Attention. Returns resid and the layer's cache."""
         activation, layer = self.precision.activation, self.layer
         resid = hook(f"resid_pre.{layer}", resid)
         x = hook(f"attn_norm.{layer}", rows("norms", lambda resid: self.attn_norm(resid, activation), resid))
-        out, k_slots, v_slots = self.attn(x, positions, k_slots, v_slots, key_positions, slot, table, hook, rows)
+        out, cache = self.attn(x, positions, cache, key_positions, slot, table, hook, rows)
         resid = hook(f"resid_mid.{layer}", self._join(resid, out, self.attn_post_norm, "attn_out", hook, rows))
         x = hook(f"mlp_norm.{layer}", rows("norms", lambda resid: self.mlp_norm(resid, activation), resid))
         resid = self._join(resid, self.mlp(x, hook, rows), self.mlp_post_norm, "mlp_out", hook, rows)
-        return resid, k_slots, v_slots
+        return resid, cache
 
 
 class Decoder(nnx.Module):
@@ -69,11 +70,11 @@ class Decoder(nnx.Module):
         self,
         tokens: jax.Array,
         positions: jax.Array,
-        cache: KVCache,
+        cache: Cache,
         slot: jax.Array | int,
         hook: Hook = no_hook,
         alignment: Alignment | None = None,
-    ) -> tuple[jax.Array, KVCache]:
+    ) -> tuple[jax.Array, Any]:
         """Runs T rows against the cache. Without a cache is this same call on an empty one.
 
         Args:
@@ -85,28 +86,25 @@ class Decoder(nnx.Module):
           alignment: what is computed in tiles, None for nothing.
 
         Returns:
-          Hidden rows [B, T, D] after the final norm, and the new cache.
+          Hidden rows [B, T, D] after the final norm, and the new cache, of the kind of the old one.
         """
         config, precision = self.config, self.precision
         rows = make_rowwise(alignment, slot)
         factor = jnp.asarray(config.embed_scale, precision.activation).astype(precision.residual)
         resid = self.embed[...][tokens].astype(precision.residual) * factor
-        key_positions = write_slots(cache.positions, positions, slot)
+        call = cache.begin(positions, slot)
         tables = {
             theta: rows("rope", lambda p, theta=theta: rope_table(p, theta, config.head_dim, precision), positions)
             for theta in {config.layer_rope_theta(layer) for layer in range(config.num_layers)}
         }
-        k_all, v_all = [], []
+        written = []
         for index, layer in enumerate(self.layers):
             table = tables[config.layer_rope_theta(index)]
-            resid, k, v = layer(
-                resid, positions, cache.k[index], cache.v[index], key_positions, slot, table, hook, rows
-            )
-            k_all.append(k)
-            v_all.append(v)
+            resid, after = layer(resid, positions, call.layer(index), call.positions, slot, table, hook, rows)
+            written.append(after)
         resid = hook(f"resid_pre.{config.num_layers}", resid)
         hidden = hook("final_norm", rows("norms", lambda resid: self.final_norm(resid, precision.activation), resid))
-        return hidden, KVCache(tuple(k_all), tuple(v_all), key_positions)
+        return hidden, call.finish(written)
 
     def logits(
         self,

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxkv.cache import EMPTY, write_slots
+from jaxkv.cache import EMPTY, LayerCache
 from jaxkv.config import DType, ModelConfig, Precision
 from jaxkv.models.alignment import Rowwise, direct
 
@@ -132,8 +132,7 @@ class Attention(nnx.Module):
         self,
         x,
         query_positions,
-        k_slots,
-        v_slots,
+        cache: LayerCache,
         key_positions,
         slot,
         table,
@@ -145,7 +144,7 @@ class Attention(nnx.Module):
         Args:
           x: normed input [B, T, D].
           query_positions: [B, T], -1 for a padding row; its key and value enter the cache as zeros.
-          k_slots: [B, S, K, H]; v_slots alike.
+          cache: this layer's, of S slots.
           key_positions: [B, S] with this call's positions already written.
           slot: first slot to write.
           table: RoPE cos and sin for the query positions.
@@ -153,7 +152,7 @@ class Attention(nnx.Module):
           rows: how operations are passed (alignment.py).
 
         Returns:
-          Output [B, T, D] and the new k_slots and v_slots.
+          Output [B, T, D] and the layer's cache with the rows in it.
         """
         config, precision, layer = self.config, self.precision, self.layer
         B, T, D = x.shape
@@ -175,9 +174,10 @@ class Attention(nnx.Module):
         q = hook(f"q.{layer}", rows("rope", apply_rope, q, table))
         k = hook(f"k.{layer}", jnp.where(filled, rows("rope", apply_rope, k, table), 0).astype(precision.cache))
         v = hook(f"v.{layer}", jnp.where(filled, v, 0).astype(precision.cache))
-        k_slots, v_slots = write_slots(k_slots, k, slot), write_slots(v_slots, v, slot)
+        cache = cache.write(k, v, slot)
+        k_slots, v_slots = cache.read()
 
-        q = q.reshape(B, T, K, -1, H)
+        q = cache.rotate_queries(q).reshape(B, T, K, -1, H)
 
         def score(q):
             return product("btkgh,bskh->bkgts", q, k_slots.astype(precision.activation), precision)
@@ -201,9 +201,9 @@ class Attention(nnx.Module):
 
         weights = hook(f"attn_weights.{layer}", rows("attention", weigh, scores, rows_in=3, rows_out=3))
         heads = rows("attention", combine, weights, rows_in=3).reshape(B, T, -1, H)
-        heads = hook(f"attn_heads.{layer}", heads)
+        heads = hook(f"attn_heads.{layer}", cache.rotate_heads(heads))
         out = hook(f"attn_proj.{layer}", rows("output", project_out, heads.reshape(B, T, -1)))
-        return out, k_slots, v_slots
+        return out, cache
 
 
 class MLP(nnx.Module):

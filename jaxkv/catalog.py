@@ -77,7 +77,8 @@ def _run_drift(study: Study, done: Done) -> Batches:
 def _run_patching(study: Study, done: Done) -> Batches:
     from jaxkv.experiments.patching import run_patching
 
-    return run_patching(study.plain, study.state, study.items, study.spec, done)
+    layers, bins = study.settings["patch_layers"], study.settings["patch_bins"]
+    return run_patching(study.plain, study.state, study.items, study.spec, done, layers, bins)
 
 
 def _count_patches() -> int:

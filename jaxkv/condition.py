@@ -246,6 +246,8 @@ def make_run_config(study: Study) -> dict[str, Any]:
     }
     if settings["problems"]:
         config["problems"] = settings["problems"]
+    if "patching" in settings["experiments"]:
+        config["patching"] = {name: settings[f"patch_{name}"] for name in ("layers", "bins")}
     return config | (_torch_config(study) if study.framework == "torch" else _jax_config(study, config["decoding"]))
 
 

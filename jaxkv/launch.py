@@ -69,6 +69,10 @@ _DEFINED = [
                         "stepwise. draft if not set; stepwise with torch."),
     flags.DEFINE_integer("stepwise_problems", 1, "Both forms of the uncached arm run on this many problems."),
     flags.DEFINE_integer("control_problems", 8, "The controls run on this many problems."),
+    flags.DEFINE_integer("patch_layers", 16, "Patching: most layers that are patched one at a time; 0 for none.",
+                         lower_bound=0),
+    flags.DEFINE_integer("patch_bins", 4, "Patching: position bins of the layer-by-position grid; 0 for no grid.",
+                         lower_bound=0),
     flags.DEFINE_float("doctor_seconds", None, "The doctor begins no compilation after this; what is missing then "
                        "is listed. Chosen for a minute in all if not set: where kernels are autotuned, on a GPU, a "
                        "whole table takes minutes.", lower_bound=0.0),

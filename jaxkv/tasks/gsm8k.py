@@ -2,66 +2,30 @@
 
 import dataclasses
 import hashlib
-import json
-import logging
 import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from jaxkv.errors import UserError, nearest
+from jaxkv.errors import UserError
 from jaxkv.tasks.scoring import STOPS, TURN_ENDS, canonical, parse_number
+from jaxkv.tasks.sources import Source, check_row, fetch, import_datasets, read_rows
+from jaxkv.tasks.task import Problem as Problem
+from jaxkv.tasks.task import PromptSpec as PromptSpec
 
 HUB_NAME = "openai/gsm8k"
 HUB_REVISION = "740312add88f781978c0658806c59bc2815b9866"
-STYLES = ("zero_shot", "few_shot", "chat")
-ROW_SHAPE = "rows with 'question' and 'answer', the answer ending in '#### N'"
+SOURCE = Source(
+    title="GSM8K",
+    shape="rows with 'question' and 'answer', the answer ending in '#### N'",
+    hub=HUB_NAME,
+    config="main",
+    split="test",
+    revision=HUB_REVISION,
+    columns=("question", "answer"),
+)
 CHAT_REQUEST = (
     "Work it out step by step. Finish with one line that holds only #### and the final number, like this: #### 7"
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """One problem.
-
-    Attributes:
-      index: row in the source, from 0.
-      question: its text.
-      answer: the gold number in plain digits: no commas, no trailing zeros.
-      solution: the worked solution as published, `<<...>>` annotations and the `#### N` line included.
-    """
-
-    index: int
-    question: str
-    answer: str
-    solution: str
-
-
-@dataclasses.dataclass(frozen=True)
-class PromptSpec:
-    """How a problem is put to the model.
-
-    Attributes:
-      style: 'zero_shot' and 'few_shot' are plain text for base models; 'chat' is messages for a chat template.
-      shots: worked examples before the question; 0 for zero_shot, at least 1 for few_shot.
-      seed: None takes the first train problems; a number takes a seeded choice, the same on every machine.
-    """
-
-    style: Literal["zero_shot", "few_shot", "chat"]
-    shots: int = 0
-    seed: int | None = None
-
-    def __post_init__(self):
-        if self.style not in STYLES:
-            raise UserError(
-                f"unknown prompt style '{self.style}'{nearest(self.style, list(STYLES))}; known: {', '.join(STYLES)}"
-            )
-        fits = {"zero_shot": self.shots == 0, "few_shot": self.shots > 0, "chat": self.shots >= 0}
-        if not fits[self.style]:
-            raise UserError(
-                f"a {self.style} prompt cannot have {self.shots} shots; use few_shot with shots, or zero_shot"
-            )
 
 
 DEFAULT_PROMPT = PromptSpec("few_shot", shots=8)
@@ -87,24 +51,14 @@ def load_problems(
     """
     if data is None:
         return _load_hub(split, flag)
-    path = Path(data)
-    if path.suffix not in (".jsonl", ".parquet"):
-        raise UserError(
-            f"{data}: unknown extension '{path.suffix}'; {flag} takes a .jsonl or .parquet file: {ROW_SHAPE}"
-        )
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{data}: cannot be read ({error.strerror}); {flag} takes a file with {ROW_SHAPE}") from error
-    # Read here rather than by `datasets`, whose errors name no line and which stumbles on blank lines.
-    rows = _read_jsonl(data, content) if path.suffix == ".jsonl" else _read_parquet(data, path)
+    rows, sha256 = read_rows(SOURCE, data, flag)
     problems = tuple(_make_problem(where, index, row) for index, (where, row) in enumerate(rows))
     if not problems:
-        raise UserError(f"{data}: holds no rows; {flag} takes a file with {ROW_SHAPE}")
+        raise UserError(f"{data}: holds no rows; {flag} takes a file with {SOURCE.shape}")
     table = _make_table(problems)
     provenance = {
         "source": data,
-        "sha256": hashlib.sha256(content).hexdigest(),
+        "sha256": sha256,
         "rows": len(problems),
         "split": split,
         "revision": None,
@@ -190,11 +144,7 @@ def _plain(question: str) -> str:
 
 
 def _make_problem(where: str, index: int, row: Any) -> Problem:
-    if not isinstance(row, dict):
-        raise UserError(f"{where}: is not a JSON object; every row needs 'question' and 'answer'")
-    for field in ("question", "answer"):
-        if not isinstance(row.get(field), str) or not row[field].strip():
-            raise UserError(f"{where}: has no text in '{field}'; every row needs 'question' and 'answer'")
+    check_row(where, row, ("question", "answer"))
     _, marker, gold = row["answer"].rpartition("####")
     value = parse_number(gold) if marker else None
     if value is None:
@@ -202,38 +152,9 @@ def _make_problem(where: str, index: int, row: Any) -> Problem:
     return Problem(index, row["question"], canonical(value), row["answer"])
 
 
-def _read_jsonl(data: str, content: bytes) -> list[tuple[str, Any]]:
-    rows = []
-    for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        where = f"{data} line {number}"
-        try:
-            text = line.decode("utf-8").strip()
-            if text:
-                rows.append((where, json.loads(text)))
-        except UnicodeDecodeError as error:
-            raise UserError(f"{where}: is not UTF-8; save the file as UTF-8") from error
-        except json.JSONDecodeError as error:
-            raise UserError(f"{where}: is not JSON ({error.msg}); each line must be one JSON object") from error
-    return rows
-
-
-def _read_parquet(data: str, path: Path) -> list[tuple[str, Any]]:
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UserError(f"{data}: Parquet needs pyarrow; run `pip install pyarrow` or give a .jsonl file") from error
-    try:
-        rows = pyarrow.parquet.read_table(path, columns=["question", "answer"]).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(
-            f"{data}: is not a Parquet file that can be read; copy it again or give a .jsonl file"
-        ) from error
-    return [(f"{data} row {number}", row) for number, row in enumerate(rows, start=1)]
-
-
 def _make_table(problems: Sequence[Problem]) -> Any:
     """Returns the problems as a `datasets.Dataset`, fingerprinted by content; None without `datasets`."""
-    datasets = _import_datasets()
+    datasets = import_datasets()
     if datasets is None:
         return None
     text = datasets.Value("string")
@@ -244,17 +165,7 @@ def _make_table(problems: Sequence[Problem]) -> Any:
 
 
 def _load_hub(split: str, flag: str) -> tuple[tuple[Problem, ...], dict[str, Any]]:
-    remedy = f"pass {flag} FILE, a .jsonl or .parquet file: {ROW_SHAPE}"
-    datasets = _import_datasets()
-    if datasets is None:
-        raise UserError(f"GSM8K from the hub needs `datasets`: run `pip install datasets`, or {remedy}")
-    with _NoProgress(datasets):
-        try:
-            table = datasets.load_dataset(HUB_NAME, "main", revision=HUB_REVISION, split=split)
-        except Exception as error:
-            raise UserError(
-                f"GSM8K could not be fetched from the Hugging Face hub ({type(error).__name__}); {remedy}"
-            ) from error
+    table = fetch(dataclasses.replace(SOURCE, split=split), flag)
     problems = tuple(_make_problem(f"{HUB_NAME} {split} row {i + 1}", i, row) for i, row in enumerate(table))
     provenance = {
         "source": HUB_NAME,
@@ -265,31 +176,3 @@ def _load_hub(split: str, flag: str) -> tuple[tuple[Problem, ...], dict[str, Any
         "fingerprint": table._fingerprint,
     }
     return problems, provenance
-
-
-def _import_datasets() -> Any:
-    """Returns the `datasets` module, or None where it is not installed."""
-    try:
-        import datasets
-    except ImportError:
-        return None
-    return datasets
-
-
-class _NoProgress:
-    """Silences progress bars and retry notices of `datasets` while it reads."""
-
-    def __init__(self, datasets: Any):
-        self._datasets = datasets
-        self._logger = logging.getLogger("huggingface_hub")
-
-    def __enter__(self):
-        self._bars = self._datasets.are_progress_bars_disabled()
-        self._level = self._logger.level
-        self._datasets.disable_progress_bars()
-        self._logger.setLevel(logging.ERROR)
-
-    def __exit__(self, *_):
-        self._logger.setLevel(self._level)
-        if not self._bars:
-            self._datasets.enable_progress_bars()

@@ -1,0 +1,96 @@
+"""HumanEval (Chen et al., 2021, arXiv 2107.03374): complete a Python function; pass@1 by running its tests.
+
+The code that a model writes is run, in a child process under limits (`sandbox`), and only if that was allowed.
+"""
+
+import functools
+import json
+import re
+from typing import Any
+
+from jaxkv.errors import UserError
+from jaxkv.tasks.sandbox import Limits, run_program
+from jaxkv.tasks.sources import Source, check_row, load_rows
+from jaxkv.tasks.task import TURN_ENDS, Problem, Prompt, Request, Scores, Task, choose_spec, make_simple, refuse_fewshot
+
+FIELDS = ("task_id", "prompt", "entry_point", "test")
+SHAPE = "rows with 'task_id', 'prompt', 'entry_point' and 'test'"
+SOURCE = Source("HumanEval", SHAPE, "openai/openai_humaneval", None, "test")
+STYLES = ("zero_shot", "chat")
+STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint", *TURN_ENDS)  # Chen et al., section 3
+CHAT_REQUEST = "Complete this Python function. Answer with the whole function in one ```python block.\n\n```python\n"
+_BLOCK = re.compile(r"```(?:[Pp]ython|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+
+
+def load(request: Request) -> Task:
+    """Loads HumanEval.
+
+    Raises:
+      UserError: code may not be run, the data cannot be had, a row lacks a field, a style it lacks.
+    """
+    if not request.allow_code_execution:
+        raise UserError(
+            "the humaneval task runs code that the model wrote, in a child process under limits; "
+            "give --allow_code_execution to let it, or choose another --task"
+        )
+    spec = choose_spec("humaneval", request.spec, STYLES)
+    refuse_fewshot("humaneval", request)
+    rows, origin = load_rows(SOURCE, request.data)
+    problems = tuple(_make_problem(where, index, row) for index, (where, row) in enumerate(rows))
+    limits = Limits()
+    probe = run_program("", limits)
+    if probe.ended != "passed":
+        raise UserError(
+            f"an empty program does not run in the child process that humaneval needs ({probe.ended}); run on Linux "
+            "with Python's own executable, or choose another --task"
+        )
+    return make_simple(
+        "humaneval",
+        problems,
+        spec,
+        origin,
+        functools.partial(grade, style=spec.style, limits=limits),
+        stops=TURN_ENDS if spec.style == "chat" else STOPS,
+        ask=functools.partial(ask, spec.style),
+        scoring={"limits": limits.to_json(), "isolation": probe.isolation},
+    )
+
+
+def _make_problem(where: str, index: int, row: Any) -> Problem:
+    check_row(where, row, FIELDS)
+    gold = {name: row[name] for name in ("prompt", "entry_point", "test")}
+    return Problem(index, row["prompt"], json.dumps(gold), row.get("canonical_solution") or "")
+
+
+def ask(style: str, problem: Problem) -> Prompt:
+    """The function's head, or a request to complete it."""
+    if style != "chat":
+        return problem.question
+    return [{"role": "user", "content": f"{CHAT_REQUEST}{problem.question.rstrip()}\n```"}]
+
+
+def make_program(text: str, gold: dict[str, str], style: str) -> str:
+    """The program that a completion makes, tests included.
+
+    Of a chat answer the first code block is taken (without one, all of it); if that defines the function, it is put
+    behind what stands before the function in the prompt: imports and helpers.
+    """
+    prompt, name = gold["prompt"], gold["entry_point"]
+    if style == "chat":
+        block = _BLOCK.search(text)
+        text = block[1] if block else text
+        if re.search(rf"^def {re.escape(name)}\b", text, re.MULTILINE):
+            prompt = prompt[: re.search(rf"^def {re.escape(name)}\b|\Z", prompt, re.MULTILINE).start()]  # type: ignore[union-attr]
+    return f"{prompt}{text}\n{gold['test']}\ncheck({name})\n"
+
+
+@functools.lru_cache(maxsize=4096)
+def _run(program: str, limits: Limits) -> str:
+    """How a program ended; a text that is scored twice, for its label and for a change of labels, runs once."""
+    return run_program(program, limits).ended
+
+
+def grade(text: str, gold: str, *, style: str = "zero_shot", limits: Limits | None = None) -> Scores:
+    """Runs a completion. `pass`: how it ended ('passed', 'timed out', 'killed' or an exception), right if it passed."""
+    ended = _run(make_program(text, json.loads(gold), style), limits or Limits())
+    return {"pass": {"answer": ended, "correct": ended == "passed"}}

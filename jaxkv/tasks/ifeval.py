@@ -1,0 +1,122 @@
+"""IFEval (Zhou et al., 2023, arXiv 2311.07911): prompts with instructions that a program can check.
+
+Scores are those of lm-evaluation-harness (`ifeval_checker`), strict and loose. Prompt level: all instructions of a
+prompt are followed; that is `correct`. Instruction level: the share of all instructions; `answer` has a 1 or a 0 for
+each instruction of the prompt, and `instruction_level` adds them up.
+
+Left out of every subset: prompts with a `keywords:letter_frequency` whose letter is none of a to z (in the public file
+keys 1122, '#', and 1129, '!'), since the checker counts a letter drawn at random instead.
+
+The subset 'no_length_128' has no instruction `length_constraints:*`, which a limit on new tokens would decide. Of the
+prompts left, it is the 128 whose decimal key has the smallest SHA-256, in source order. It is not known which 128
+Shebel's study took.
+"""
+
+import hashlib
+import json
+import string
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jaxkv.errors import UserError
+from jaxkv.tasks.ifeval_checker import check, describe_checker, list_instructions
+from jaxkv.tasks.sources import Source, check_row, load_rows
+from jaxkv.tasks.task import TURN_ENDS, Problem, Request, Scores, Task, choose_spec, make_simple, refuse_fewshot
+
+SHAPE = "rows with 'key', 'prompt', 'instruction_id_list' and 'kwargs'"
+SOURCE = Source("IFEval", SHAPE, "google/IFEval", None, "train")
+STYLES = ("zero_shot", "chat")
+LENGTH = "length_constraints:"
+LETTER = "keywords:letter_frequency"
+SMALL = 128
+RULES = {
+    "all": f"without {LETTER} of what is no letter",
+    "no_length_128": f"without {LETTER} of what is no letter, without {LENGTH}*; of these the {SMALL} keys of smallest "
+    "SHA-256, in source order",
+}
+
+
+def load(request: Request) -> Task:
+    """Loads IFEval.
+
+    Raises:
+      UserError: a package of the checker is missing, the data cannot be had, a row that is not of IFEval or has an
+        instruction that the checker does not know, a subset of too few prompts, a style it lacks.
+    """
+    spec = choose_spec("ifeval", request.spec, STYLES)
+    refuse_fewshot("ifeval", request)
+    known = list_instructions()
+    rows, origin = load_rows(SOURCE, request.data)
+    golds = [_read_gold(where, row, known) for where, row in rows]
+    keep = choose_subset(golds, request.subset)
+    if not keep:
+        raise UserError(f"{origin['source']}: no prompt is left by the rule of the subset; take --subset=all")
+    problems = tuple(Problem(i, golds[i]["prompt"], json.dumps(golds[i])) for i in keep)
+    origin |= {
+        "subset": request.subset,
+        "rule": RULES[request.subset],
+        "indices": keep,
+        "random_letter_keys": [gold["key"] for gold in golds if draws_letter(gold)],
+    }
+    return make_simple("ifeval", problems, spec, origin, grade, stops=TURN_ENDS, scoring=describe_checker())
+
+
+def _read_gold(where: str, row: Any, known: Iterable[str]) -> dict[str, Any]:
+    check_row(where, row, ("prompt",))
+    key, names, kwargs = row.get("key"), row.get("instruction_id_list"), row.get("kwargs")
+    if not isinstance(key, int) or not isinstance(names, list) or not isinstance(kwargs, list):
+        raise UserError(f"{where}: is no row of IFEval; the file needs {SHAPE}")
+    if not names or len(names) != len(kwargs) or not all(isinstance(asked, dict) for asked in kwargs):
+        raise UserError(f"{where}: 'instruction_id_list' and 'kwargs' do not go together; copy the file again")
+    for name in names:
+        if name not in known:
+            raise UserError(f"{where}: the checker does not know the instruction '{name}'; correct it or drop the row")
+    # The hub's table gives every instruction the arguments of all, null where they are not its own.
+    given = [{name: value for name, value in asked.items() if value is not None} for asked in kwargs]
+    return {"key": key, "prompt": row["prompt"], "instruction_id_list": names, "kwargs": given}
+
+
+def draws_letter(gold: Mapping[str, Any]) -> bool:
+    """Whether the checker would count a random letter in a response to this prompt."""
+    pairs = zip(gold["instruction_id_list"], gold["kwargs"], strict=True)
+    return any(
+        name == LETTER and (len(letter := asked.get("letter", "")) != 1 or letter not in string.ascii_letters)
+        for name, asked in pairs
+    )
+
+
+def choose_subset(golds: Sequence[Mapping[str, Any]], subset: str) -> list[int]:
+    """Rows of a subset, in source order; the module tells the rules. Fewer than 128 where there are no more."""
+    rows = [index for index, gold in enumerate(golds) if not draws_letter(gold)]
+    if subset == "all":
+        return rows
+    rows = [i for i in rows if not any(name.startswith(LENGTH) for name in golds[i]["instruction_id_list"])]
+    return sorted(sorted(rows, key=lambda i: hashlib.sha256(str(golds[i]["key"]).encode()).digest())[:SMALL])
+
+
+def grade(text: str, gold: str) -> Scores:
+    """Scores a response: 'strict' and 'loose', `answer` a 1 or 0 for each instruction and `correct` if all are 1."""
+    found = check(json.loads(gold), text)
+    return {
+        name: {"answer": "".join(str(int(followed)) for followed in each), "correct": all(each)}
+        for name, each in found.items()
+    }
+
+
+def instruction_level(scores: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, float]]:
+    """Accuracy over all instructions of all prompts.
+
+    Args:
+      scores: of each response, as `grade` gives them.
+
+    Returns:
+      For 'strict' and 'loose' `followed`, `total` and `rate`; empty without a response.
+    """
+    answers: dict[str, str] = {}
+    for each in scores:
+        for name, score in each.items():
+            answers[name] = answers.get(name, "") + score["answer"]
+    return {
+        name: {"followed": bits.count("1"), "total": len(bits), "rate": bits.count("1") / len(bits)}
+        for name, bits in answers.items()
+    }

@@ -1,0 +1,93 @@
+"""MATH-500 and AIME 2024: answers in \\boxed{}, compared as mathematics by the package math-verify.
+
+MATH-500 is the 500 test problems of Hendrycks et al., 2021 (arXiv 2103.03874), that Lightman et al., 2023
+(arXiv 2305.20050), held out.
+"""
+
+import functools
+import re
+from typing import Any
+
+from jaxkv.errors import UserError
+from jaxkv.tasks.packages import require, versions
+from jaxkv.tasks.sources import Source, check_row, load_rows
+from jaxkv.tasks.task import Problem, Request, Scores, Task, choose_spec, make_simple, refuse_fewshot
+
+REQUEST = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+SHAPE = "rows with 'prompt' (or 'problem') and 'answer'"
+SOURCES = {
+    "math500": Source("MATH-500", SHAPE, "HuggingFaceH4/MATH-500", None, "test"),
+    "aime24": Source("AIME 2024", SHAPE, "HuggingFaceH4/aime_2024", None, "train"),
+}
+STYLES = ("zero_shot", "chat")
+_BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
+
+
+def load_math500(request: Request) -> Task:
+    """Loads MATH-500. Raises UserError as `load`."""
+    return load("math500", request)
+
+
+def load_aime24(request: Request) -> Task:
+    """Loads AIME 2024, I and II. Raises UserError as `load`."""
+    return load("aime24", request)
+
+
+def load(name: str, request: Request) -> Task:
+    """Loads a task.
+
+    Raises:
+      UserError: math-verify is missing, the data cannot be had, a row without prompt and answer, a style it lacks.
+    """
+    spec = choose_spec(name, request.spec, STYLES)
+    refuse_fewshot(name, request)
+    require(name, "math_verify")
+    rows, origin = load_rows(SOURCES[name], request.data)
+    problems = tuple(_make_problem(where, index, row) for index, (where, row) in enumerate(rows))
+    scoring = {"packages": versions("math-verify", "sympy")}
+    return make_simple(name, problems, spec, origin, grade, scoring=scoring)
+
+
+def _make_problem(where: str, index: int, row: Any) -> Problem:
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: is not a JSON object; the file needs {SHAPE}")
+    question = "prompt" if "prompt" in row else "problem"
+    row = row | {"answer": str(row["answer"])} if isinstance(row.get("answer"), int) else row
+    check_row(where, row, (question, "answer"))
+    text = row[question] if "\\boxed" in row[question] else row[question].rstrip() + REQUEST
+    return Problem(index, text, row["answer"].strip(), row.get("solution") or "")
+
+
+def find_boxed(text: str) -> str | None:
+    """Content of the last \\boxed{} whose braces close, without outer spaces; None if there is none."""
+    for match in reversed(list(_BOXED.finditer(text))):
+        depth, at = 1, match.end()
+        while at < len(text) and depth:
+            depth += {"{": 1, "}": -1}.get(text[at], 0) if text[at - 1] != "\\" else 0
+            at += 1
+        if not depth:
+            return text[match.end() : at - 1].strip()
+    return None
+
+
+@functools.lru_cache(maxsize=4096)  # a change of labels asks for the scores of the same texts again
+def _verify(text: str, gold: str) -> tuple[str | None, bool]:
+    """What math-verify reads in a text, as it writes it, and whether that equals the gold."""
+    package = require("math", "math_verify")
+    found = package.parse(text)
+    wanted = package.parse(f"\\boxed{{{gold}}}")
+    return (str(found[0]) if found else None), bool(package.verify(wanted, found))
+
+
+def grade(text: str, gold: str) -> Scores:
+    """Scores a text.
+
+    Returns:
+      'boxed' compares the content of the last \\boxed{} with the gold as strings, spaces aside. 'verified' parses the
+      text, whose boxed answer comes first, then LaTeX, then plain numbers, and compares the values (math-verify, whose
+      limit of 5 seconds an expression counts as wrong).
+    """
+    boxed = find_boxed(text)
+    same = boxed is not None and "".join(boxed.split()) == "".join(gold.split())
+    answer, correct = _verify(text, gold)
+    return {"boxed": {"answer": boxed, "correct": same}, "verified": {"answer": answer, "correct": correct}}

@@ -1,0 +1,185 @@
+"""What every task is made of: problems, the way they are put to a model, and the way its text is scored."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+from jaxkv.errors import UserError, nearest
+from jaxkv.tasks.scoring import TURN_ENDS as TURN_ENDS
+from jaxkv.tasks.scoring import cut_at_stop
+
+STYLES = ("zero_shot", "few_shot", "chat")
+SUBSETS = ("all", "no_length_128")
+Prompt = str | list[dict[str, str]]
+Scores = dict[str, dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One problem.
+
+    Attributes:
+      index: row in the source, from 0.
+      question: its text.
+      answer: the gold as the task's scorers read it: a number, a string, or JSON.
+      solution: a worked solution as published; empty where there is none.
+    """
+
+    index: int
+    question: str
+    answer: str
+    solution: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptSpec:
+    """How a problem is put to the model.
+
+    Attributes:
+      style: 'zero_shot' and 'few_shot' are plain text for base models; 'chat' is messages for a chat template.
+      shots: worked examples before the question; 0 for zero_shot, at least 1 for few_shot.
+      seed: None takes the first train problems; a number takes a seeded choice, the same on every machine.
+    """
+
+    style: Literal["zero_shot", "few_shot", "chat"]
+    shots: int = 0
+    seed: int | None = None
+
+    def __post_init__(self):
+        if self.style not in STYLES:
+            raise UserError(
+                f"unknown prompt style '{self.style}'{nearest(self.style, list(STYLES))}; known: {', '.join(STYLES)}"
+            )
+        fits = {"zero_shot": self.shots == 0, "few_shot": self.shots > 0, "chat": self.shots >= 0}
+        if not fits[self.style]:
+            raise UserError(
+                f"a {self.style} prompt cannot have {self.shots} shots; use few_shot with shots, or zero_shot"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a task is loaded with.
+
+    Attributes:
+      data: file with the problems to ask; None fetches them from the hub.
+      fewshot_data: file with the worked examples; None fetches them.
+      spec: prompt style; None takes the task's usual one for plain text.
+      subset: 'all', or 'no_length_128' of IFEval.
+      allow_code_execution: whether code that the model wrote may be run.
+    """
+
+    data: str | None = None
+    fewshot_data: str | None = None
+    spec: PromptSpec | None = None
+    subset: str = "all"
+    allow_code_execution: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """Problems with the way they are asked and scored.
+
+    Attributes:
+      name: key in the registry.
+      problems: what is asked, in source order.
+      spec: how it is asked.
+      shots: the worked examples in every prompt.
+      provenance: JSON-ready origin of `problems` and `shots` (None without shots), rows of the shots, prompt spec;
+        `scoring` where scores depend on more than this package.
+      stops: strings at which a continuation ends.
+      ask: builds the prompt of a problem: a string, or messages for the chat style.
+      grade: scores a continuation that was cut, against a gold: scorer -> `answer` (string or None) and `correct`. The
+        last scorer is the most forgiving one: its answer is what the text settles on. A pure function.
+    """
+
+    name: str
+    problems: tuple[Problem, ...]
+    spec: PromptSpec
+    shots: tuple[Problem, ...]
+    provenance: dict[str, Any]
+    stops: tuple[str, ...]
+    ask: Callable[[Problem], Prompt]
+    grade: Callable[[str, str], Scores]
+
+    def prompt(self, problem: Problem) -> Prompt:
+        """Returns the prompt: a string, or messages for the chat style."""
+        return self.ask(problem)
+
+    def cut(self, text: str) -> tuple[str, bool]:
+        """The continuation up to the first stop string, and whether there was one."""
+        kept = cut_at_stop(text, self.stops)
+        return kept, kept != text
+
+    def score(self, text: str, gold: str) -> Scores:
+        """Scores a continuation, cut at the first stop string, by every scorer."""
+        return self.grade(self.cut(text)[0], gold)
+
+    def label_change(self, text_a: str, text_b: str, gold: str) -> dict[str, str]:
+        """For each scorer, why its label differs between two arms.
+
+        Returns:
+          scorer -> 'same' if the labels agree, whatever the answers are; 'extraction_only' if they differ although both
+          texts settle on one answer by the last scorer; 'answer_changed' otherwise.
+        """
+        a, b = self.score(text_a, gold), self.score(text_b, gold)
+        settled = a[list(a)[-1]]["answer"] == b[list(b)[-1]]["answer"]
+        changed = "extraction_only" if settled else "answer_changed"
+        return {scorer: "same" if a[scorer]["correct"] == b[scorer]["correct"] else changed for scorer in a}
+
+
+def choose_spec(task: str, spec: PromptSpec | None, styles: tuple[str, ...]) -> PromptSpec:
+    """The prompt spec of a task without worked examples; zero_shot if none is asked for.
+
+    Raises:
+      UserError: a style that the task does not have, or shots.
+    """
+    spec = spec or PromptSpec("zero_shot")
+    if spec.style not in styles or spec.shots:
+        shots = f" with {spec.shots} shots" if spec.shots else ""
+        raise UserError(
+            f"the {task} task has no {spec.style} prompt{shots}; use {' or '.join(f'--prompt={s}' for s in styles)}"
+            " without --shots"
+        )
+    return spec
+
+
+def refuse_fewshot(task: str, request: Request) -> None:
+    """Raises UserError where worked examples are given to a task that has none."""
+    if request.fewshot_data is not None:
+        raise UserError(
+            f"--fewshot_data={request.fewshot_data}: the {task} task has no worked examples; drop --fewshot_data"
+        )
+
+
+def ask_plainly(style: str, problem: Problem) -> Prompt:
+    """The question as it stands: text, or a conversation's one message."""
+    return [{"role": "user", "content": problem.question}] if style == "chat" else problem.question
+
+
+def make_simple(
+    name: str,
+    problems: tuple[Problem, ...],
+    spec: PromptSpec,
+    origin: dict[str, Any],
+    grade: Callable[[str, str], Scores],
+    *,
+    stops: tuple[str, ...] = TURN_ENDS,
+    ask: Callable[[Problem], Prompt] | None = None,
+    scoring: dict[str, Any] | None = None,
+) -> Task:
+    """A task without worked examples.
+
+    Args:
+      name: of the task.
+      problems: what is asked.
+      spec: how.
+      origin: of the problems.
+      grade: as in `Task`.
+      stops: as in `Task`.
+      ask: as in `Task`; the question as it stands by default.
+      scoring: what scores depend on beyond this package: versions, seeds, limits.
+    """
+    provenance = {"prompt": dataclasses.asdict(spec), "problems": origin, "shots": None, "scoring": scoring}
+    return Task(name, problems, spec, (), provenance, stops, ask or functools.partial(ask_plainly, spec.style), grade)

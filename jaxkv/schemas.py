@@ -18,10 +18,10 @@ A sample of experiment 'divergence' is one problem decoded by both arms::
                              "compared_after": int},
      "controls": {"cached_rerun": null | comparison, "uncached_rerun": null | comparison,
                   "uncached_other_length": null | comparison, "uncached_stepwise": null | comparison},
-     "label_change": {"strict" | "flexible" | "numeric": "same" | "answer_changed" | "extraction_only"}}
+     "label_change": {scorer: "same" | "answer_changed" | "extraction_only"}}
 
     arm = {"tokens": [int], "text": str, "stop": "eos" | "length" | "stop_string" | "invalid",
-           "scores": {"strict" | "flexible" | "numeric": {"answer": str | null, "correct": bool}}}
+           "scores": {scorer: {"answer": str | null, "correct": bool}}}
 
     comparison = {"flip": [bool], "kl": [float], "kl_reverse": [float], "js": [float], "max_abs": [float],
                   "mean_abs": [float], "margin": [float], "bit_equal": [bool]}
@@ -29,20 +29,22 @@ A sample of experiment 'divergence' is one problem decoded by both arms::
 The lists of a comparison have one entry a token and equal lengths. `kl` is KL(uncached || cached) in nats and
 `margin` the reference arm's top logit minus its second. `teacher_forced` compares uncached with cached logits at each
 position, along the cached arm's tokens. `tile` is the aligned regime's, null in the plain one. `uncached_stepwise`
-compares the uncached arm's own run by draft and check with brute force. Samples of the PyTorch path also have
+compares the uncached arm's own run by draft and check with brute force. `scorer` is one of the task's, the same in
+both arms: "strict", "flexible" and "numeric" in gsm8k and arith. Samples of the PyTorch path also have
 `framework` "torch" (without the field it is "jax"), `attention` and `versions` (package -> str). `headroom` is the
 largest finite activation of the sample beside its dtype's maximum. In an invalid sample a non-finite number arose: it
 has no comparisons at all, since NaN is not agreement.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 FRAMEWORKS = ("jax", "torch")
 DEFAULT_FRAMEWORK = "jax"
 SAMPLERS = ("greedy", "temperature", "top_k", "top_p")
-SCORERS = ("strict", "flexible", "numeric")
+SCORERS = ("strict", "flexible", "numeric")  # of gsm8k and arith
+HEADLINES = ("numeric", "verified", "pass", "exact", "strict")
 CONTROLS = ("cached_rerun", "uncached_rerun", "uncached_other_length", "uncached_stepwise")
 LABEL_CHANGES = ("same", "answer_changed", "extraction_only")
 COMPARISON_FLAGS = ("flip", "bit_equal")
@@ -122,11 +124,19 @@ def validate_tokens(record: Any, field: str) -> int:
     return len(tokens)
 
 
+def find_headline(scorers: Iterable[str]) -> str:
+    """The scorer whose figure stands for a task: the first of HEADLINES that it has."""
+    return next(name for name in HEADLINES if name in scorers)
+
+
 def _validate_arm(record: Any, arm: str) -> None:
     validate_tokens(record, f"arms.{arm}.tokens")
     get_field(record, f"arms.{arm}.text", "str")
     choose(record, f"arms.{arm}.stop", ("eos", "length", "stop_string", "invalid"))
-    for scorer in SCORERS:
+    scorers = get_field(record, f"arms.{arm}.scores", "dict")
+    if not set(scorers) & set(HEADLINES):
+        fail(f"arms.{arm}.scores", f"none of {', '.join(HEADLINES)}")
+    for scorer in scorers:
         get_field(record, f"arms.{arm}.scores.{scorer}.answer", "str", optional=True)
         get_field(record, f"arms.{arm}.scores.{scorer}.correct", "bool")
 
@@ -203,6 +213,9 @@ def validate_sample(record: Mapping[str, Any]) -> None:
     status = validate_setting(record)
     for arm in ("cached", "uncached"):
         _validate_arm(record, arm)
+    scorers, others = (set(record["arms"][arm]["scores"]) for arm in ("cached", "uncached"))
+    if scorers != others:
+        fail("arms.uncached.scores", f"{sorted(others)} beside {sorted(scorers)} of the cached arm")
     comparisons = ["teacher_forced", *(f"controls.{name}" for name in CONTROLS)]
     if status == "invalid":
         require_null(record, [*comparisons, "free_running"])
@@ -214,5 +227,5 @@ def validate_sample(record: Mapping[str, Any]) -> None:
         if get_field(record, name, "dict", optional=True) is not None:
             validate_comparison(record, name)
     validate_free_running(record)
-    for scorer in SCORERS:
+    for scorer in record["arms"]["cached"]["scores"]:
         choose(record, f"label_change.{scorer}", LABEL_CHANGES)

@@ -11,7 +11,7 @@ import numpy as np
 from jaxkv.analysis import statistics
 from jaxkv.analysis.gather import Run, describe_condition
 from jaxkv.analysis.summary import clustered_share, share
-from jaxkv.schemas import SCORERS
+from jaxkv.schemas import find_headline
 
 Record = Mapping[str, Any]
 Samples = Mapping[Any, Record]
@@ -40,7 +40,7 @@ def pool_accuracy(conditions: Sequence[tuple[Mapping[str, Any], Samples]], score
 
     Args:
       conditions: description and valid samples by (problem, prompt) of each.
-      scorer: one of SCORERS.
+      scorer: one that every sample has.
 
     Returns:
       None without a sample.
@@ -89,8 +89,10 @@ def pool_accuracy(conditions: Sequence[tuple[Mapping[str, Any], Samples]], score
 
 
 def pool_scorers(conditions: Sequence[tuple[Mapping[str, Any], Samples]]) -> dict[str, Any]:
-    """`pool_accuracy` for every scorer."""
-    return {scorer: pool_accuracy(conditions, scorer) for scorer in SCORERS}
+    """`pool_accuracy` for every scorer that all samples have."""
+    scores = [sample["arms"][arm]["scores"] for _, samples in conditions for sample in samples.values() for arm in ARMS]
+    shared = [scorer for scorer in scores[0] if all(scorer in each for each in scores)] if scores else []
+    return {scorer: pool_accuracy(conditions, scorer) for scorer in shared}
 
 
 def _total(samples: Sequence[Record], name: str) -> tuple[list[float], list[int]]:
@@ -218,5 +220,6 @@ def _tokens(sample: Record) -> list[list[int]]:
 
 
 def _lead(sample: Record) -> int:
-    right = [sample["arms"][arm]["scores"]["numeric"]["correct"] for arm in ARMS]
+    scores = [sample["arms"][arm]["scores"] for arm in ARMS]
+    right = [each[find_headline(each)]["correct"] for each in scores]
     return int(right[0]) - int(right[1])

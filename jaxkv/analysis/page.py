@@ -33,12 +33,14 @@ from jaxkv.analysis.format import (
     format_share,
 )
 from jaxkv.analysis.gather import read_runs
+from jaxkv.analysis.injection_page import write_injection
 from jaxkv.analysis.mitigations import make_tables
 from jaxkv.analysis.page_parity import write_parity
 from jaxkv.analysis.report import LABELS, describe_gate
 from jaxkv.analysis.study import summarize_study
 from jaxkv.analysis.summary import share
 from jaxkv.schema_patching import DIRECTIONS
+from jaxkv.schemas import find_headline
 
 Study = Mapping[str, Any]
 TITLE = "Cached against uncached decoding: the claims, tested"
@@ -96,7 +98,8 @@ def write_conditions(study: Study) -> list[Block]:
         if found["status"] != "ok":
             rows.append([condition["name"], valid, *["none counted"] * 8])
             continue
-        forced, free, right = found["teacher_forced"], found["free_running"], found["accuracy"]["numeric"]
+        forced, free, accuracy = found["teacher_forced"], found["free_running"], found["accuracy"]
+        right = accuracy[find_headline(accuracy)]
         rows.append(
             [
                 condition["name"],
@@ -278,6 +281,15 @@ def write_patching(study: Study) -> list[Block]:
     return [Heading("Activation patching", name="patching"), *draw_patching(study), *blocks] if blocks else []
 
 
+def write_changes(study: Study) -> list[Block]:
+    """What changed caches do, run by run."""
+    blocks: list[Block] = []
+    for condition in study["conditions"]:
+        if condition.get("injection"):
+            blocks += [Heading(condition["name"], 3), *write_injection(condition["injection"])]
+    return [Heading("Changed caches", name="changed-caches"), *blocks] if blocks else []
+
+
 def write_doctor(study: Study) -> list[Block]:
     """What the device itself does."""
     found = [c for c in study["conditions"] if c.get("doctor")]
@@ -346,6 +358,7 @@ def write_blocks(study: Study) -> list[Block]:
         write_patching(study),
         write_parity(study),
         write_attribution(study),
+        write_changes(study),
         write_doctor(study),
         [Heading("Method", name="method"), Bullets(METHOD)],
         write_provenance(study),

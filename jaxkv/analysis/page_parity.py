@@ -65,7 +65,7 @@ def write_parity(study: Study) -> list[Block]:
         head = ["pair", "sequences that part", "first at (median)", "tokens that agree", "only first, second right"]
         blocks += [Heading(title, 3)]
         right = [f"{cell} {format_counted_share(entry)}" for cell, entry in group["cells"].items() if entry]
-        lines = [f"Right by numeric value: {'; '.join(right)}."] if right else []
+        lines = [f"Right by the main scorer: {'; '.join(right)}."] if right else []
         for contrast in group["contrasts"]:
             names = contrast["frameworks"]
             lines += [

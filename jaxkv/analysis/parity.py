@@ -18,6 +18,7 @@ from jaxkv.analysis.metrics import free_running
 from jaxkv.analysis.samples import collect
 from jaxkv.analysis.summary import clustered_share, group_invalid, share, summarize_comparisons
 from jaxkv.schema_parity import CACHE_PAIRS, CELLS, FRAMEWORK_PAIRS, PAIRS, name_pair, validate_parity
+from jaxkv.schemas import find_headline
 
 Record = Mapping[str, Any]
 ARMS = ("uncached", "cached")
@@ -103,7 +104,7 @@ def _compare_tokens(first: Sequence[Sequence[int]], second: Sequence[Sequence[in
 
 def _right(record: Record, arm: str) -> bool | None:
     scores = record["arms"][arm].get("scores")
-    return None if not scores else bool(scores["numeric"]["correct"])
+    return None if not scores else bool(scores[find_headline(scores)]["correct"])
 
 
 def summarize_free(group: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -141,7 +142,7 @@ def summarize_free(group: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _compare(first: Sequence[bool | None], second: Sequence[bool | None]) -> dict[str, Any] | None:
-    """Numeric accuracy of two cells on the same problems; None where one has no scores."""
+    """Accuracy of two cells on the same problems; None where one has no scores."""
     if None in (*first, *second):
         return None
     table = _count((bool(a), bool(b)) for a, b in zip(first, second, strict=True))

@@ -25,7 +25,7 @@ from jaxkv.analysis.format import (
 )
 from jaxkv.analysis.summary import summarize
 from jaxkv.errors import UserError
-from jaxkv.schemas import SCORERS
+from jaxkv.schemas import find_headline
 
 MAIN = "cached vs uncached"
 # Each control is an arm against itself.
@@ -128,8 +128,7 @@ def render_table(summary: Summary) -> Table:
     scores = _make_table("right, %")
     for name in ("cached", "uncached", "difference", "McNemar p", "labels"):
         scores.add_column(name, justify="right", no_wrap=True)
-    for scorer in SCORERS:
-        a = summary["accuracy"][scorer]
+    for scorer, a in summary["accuracy"].items():
         p = format_number(a["mcnemar_p"])
         _add_row(
             scores,
@@ -224,11 +223,12 @@ def _headline(summary: Summary, run: Mapping[str, Any]) -> str:
         for name, control in reversed(controls.items())
         if control is not None
     ]
-    numeric = summary["accuracy"]["numeric"]
+    scorer = find_headline(summary["accuracy"])
+    right, how = summary["accuracy"][scorer], "numeric value" if scorer == "numeric" else f"the {scorer} scorer"
     second = (
-        f"{numeric['cached']['count']} (cached) and {numeric['uncached']['count']} (uncached) of {problems['ok']}"
-        f" answers are right by numeric value (difference {format_points(numeric['difference'])} points, McNemar"
-        f" p = {format_number(numeric['mcnemar_p'])})"
+        f"{right['cached']['count']} (cached) and {right['uncached']['count']} (uncached) of {problems['ok']}"
+        f" answers are right by {how} (difference {format_points(right['difference'])} points, McNemar"
+        f" p = {format_number(right['mcnemar_p'])})"
     )
     if beside:
         second = f"An arm against itself flips at {', at '.join(beside)}, and {second}"
@@ -319,8 +319,7 @@ def _accuracy(accuracy: Mapping[str, Any]) -> list[str]:
     header = ["scorer", "cached", "uncached", "difference, points", "only cached right", "only uncached right"]
     header += ["McNemar p", "answer changed", "extraction only"]
     rows = []
-    for scorer in SCORERS:
-        a = accuracy[scorer]
+    for scorer, a in accuracy.items():
         changes = a["label_changes"]
         rows.append(
             [

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxkv.analysis import statistics
 from jaxkv.analysis.samples import collect
-from jaxkv.schemas import CONTROLS, LABEL_CHANGES, SCORERS, validate_sample
+from jaxkv.schemas import CONTROLS, LABEL_CHANGES, validate_sample
 
 CLUSTERED = (
     f"percentile bootstrap over sequences ({statistics.RESAMPLES} resamples, seed 0), widened to Wilson on tokens"
@@ -59,7 +59,9 @@ def summarize(records: Sequence[Record], run: Mapping[str, Any]) -> dict[str, An
     summary["teacher_forced"] = summarize_comparisons([(s, s["teacher_forced"]) for s in valid])
     summary["controls"] = {name: summarize_comparisons([(s, s["controls"][name]) for s in valid]) for name in CONTROLS}
     summary["free_running"] = _summarize_free_running(valid, summary["teacher_forced"])
-    summary["accuracy"] = {scorer: _summarize_accuracy(valid, scorer) for scorer in SCORERS}
+    summary["accuracy"] = {
+        scorer: _summarize_accuracy(valid, scorer) for scorer in valid[0]["arms"]["cached"]["scores"]
+    }
     return summary
 
 

@@ -39,6 +39,7 @@ from jaxkv.schema_foreign import validate_foreign
 from jaxkv.schema_mitigations import validate_mitigation
 from jaxkv.schema_parity import validate_parity
 from jaxkv.schema_patching import validate_patching
+from jaxkv.schema_perplexity import validate_perplexity
 from jaxkv.schemas import validate_sample as validate_sample
 
 FORMAT = 1
@@ -51,6 +52,7 @@ VALIDATORS = {
     "mitigations": validate_mitigation,
     "parity": validate_parity,
     "patching": validate_patching,
+    "perplexity": validate_perplexity,
 }
 Key = tuple[str | int, ...]
 

@@ -1,0 +1,169 @@
+"""How well does either arm predict a text? Teacher-forced negative log likelihood, through the cache and without it.
+
+A window's context is the prompt; its scored tokens are fed to the cached arm one by one, as in generation, so that each
+is predicted from keys and values that went through the cache. What a changed cache does to perplexity shows here, which
+one pass over the text would hide. The uncached arm is fed the same tokens.
+"""
+
+import functools
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxkv.audit import audit_rows
+from jaxkv.checkpoints.tokenizer import AnyTokenizer
+from jaxkv.compare import compare_logits
+from jaxkv.config import ModelConfig
+from jaxkv.decode import Arms, Layout, Rows, make_layout, make_rows
+from jaxkv.errors import UserError
+from jaxkv.experiments.divergence import DivergenceSpec, Item
+from jaxkv.experiments.traced_runs import Reference, describe_row, find_fault
+from jaxkv.generate import force, run_cached, run_forced
+from jaxkv.schema_perplexity import FIGURES
+from jaxkv.tasks.perplexity import Window
+
+
+def tokenize(tokenizer: AnyTokenizer, text: str) -> tuple[list[int], list[int]]:
+    """Token ids of a text without BOS, and for each how many characters it and those before it stand for."""
+    if not hasattr(tokenizer, "hf"):  # bytes
+        ids = list(text.encode())
+        starts = np.array([(byte & 0xC0) != 0x80 for byte in ids], bool)
+        return ids, np.cumsum(starts).tolist()
+    found = tokenizer.hf(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ends = np.maximum.accumulate([end for _, end in found["offset_mapping"]] or [0])
+    return list(found["input_ids"]), ends.tolist()
+
+
+@functools.partial(jax.jit, static_argnames="batch")
+def _score(logits: jax.Array, tokens: jax.Array, batch: int = 8) -> jax.Array:
+    """-ln p of tokens [n] under logits [n, V], in float64."""
+
+    def step(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
+        row = pair[0].astype(jnp.float64)
+        return jax.nn.logsumexp(row) - row[pair[1]]
+
+    return jax.lax.map(step, (logits, tokens), batch_size=batch)
+
+
+def score_tokens(logits: jax.Array, tokens: Sequence[int]) -> list[float]:
+    """Negative log likelihood in nats of tokens [n] under the first n of logits [m, V], computed in float64."""
+    padded = np.zeros(logits.shape[0], np.int32)
+    padded[: len(tokens)] = tokens
+    with jax.enable_x64(True):
+        return np.asarray(_score(logits, jnp.asarray(padded)))[: len(tokens)].tolist()
+
+
+def lay_out_windows(
+    windows: Sequence[Window], spec: DivergenceSpec, config: ModelConfig, tile: int | None = None
+) -> tuple[Layout, np.ndarray, Rows]:
+    """Layout, token buffer [B, S] with the scored tokens in it, and rows that are forced along them.
+
+    Fewer windows than rows of a batch: the last is repeated.
+
+    Raises:
+      UserError: a window that does not fit the context.
+    """
+    filled = [*windows, *[windows[-1]] * (spec.batch_size - len(windows))]
+    contexts = [list(window.context) for window in filled]
+    if (longest := len(contexts[0]) + spec.new_tokens) > config.context_length:
+        raise UserError(
+            f"a window of {longest} tokens exceeds the context of {config.context_length} of {config.name}; use a "
+            "shorter context or stride"
+        )
+    layout = make_layout(contexts, spec.new_tokens, spec.bucket, config, tile)
+    tokens, rows = make_rows(contexts, [window.index for window in filled], spec.seed, layout)
+    limits = []
+    for row, window in enumerate(filled):
+        end = layout.prompt + len(window.scored)
+        tokens[row, layout.prompt : end] = window.scored
+        limits.append(end)
+    limit = jnp.asarray(limits, jnp.int32)
+    return layout, tokens, Rows(rows.first, rows.prompt, limit, limit, rows.problems, rows.seed)
+
+
+def run_windows(arms: Arms, state: nnx.State, windows: Sequence[Window], spec: DivergenceSpec) -> Reference:
+    """Both arms along a batch of windows, audited."""
+    layout, tokens, rows = lay_out_windows(windows, spec, arms.config, arms.tile)
+    cached = run_cached(arms, state, tokens, rows, layout)
+    stepwise = spec.uncached == "stepwise"
+    uncached = run_forced(arms, state, cached, rows, layout, spec.uncached_length, stepwise)
+    findings = audit_rows(arms, state, cached, rows)
+    return Reference(layout, rows, force(rows, cached), np.asarray(cached.tokens), cached, uncached, findings)
+
+
+def make_record(arms: Arms, window: Window, row: int, ran: Reference, spec: DivergenceSpec) -> dict[str, Any]:
+    """The record of one window (schema: jaxkv.schema_perplexity)."""
+    fault, tokens = find_fault(ran, row, {}), len(window.scored)
+    item = Item(window.index, window.context, "")
+    record: dict[str, Any] = {
+        "experiment": "perplexity",
+        "problem": window.index,
+        "key": ["perplexity", window.index],
+        **describe_row(arms, item, row, ran, spec, fault),
+        "tokens": tokens,
+        "bytes": window.bytes,
+        "words": window.words,
+        **dict.fromkeys(FIGURES),
+    }
+    if fault:
+        return record
+    found = compare_logits(ran.uncached.logits[row], ran.cached.logits[row], tokens)
+    runs = {"cached": ran.cached, "uncached": ran.uncached}
+    return record | {
+        "nats": {arm: float(np.sum(score_tokens(run.logits[row], window.scored))) for arm, run in runs.items()},
+        "logits": {
+            "kl": float(np.sum(found["kl"])),
+            "flips": int(np.sum(found["flip"])),
+            "max_abs": float(np.max(found["max_abs"])),
+            "bit_equal": int(np.sum(found["bit_equal"])),
+        },
+    }
+
+
+def run_perplexity(
+    arms: Arms,
+    state: nnx.State,
+    windows: Sequence[Window],
+    spec: DivergenceSpec,
+    done: frozenset[int] = frozenset(),
+) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
+    """Yields, batch by batch, the records not yet done and their timing.
+
+    Args:
+      arms: the programs, of either regime; they must keep logits.
+      state: prepared weights.
+      windows: all of one context length (jaxkv.tasks.perplexity.plan_windows).
+      spec: what to run; of it count new_tokens, at least the tokens scored in a window, batch_size, bucket,
+        uncached_length and uncached.
+      done: windows that have a record. A batch is run whole if any of its windows lacks one.
+
+    Raises:
+      UserError: a window that does not fit the context, or a text with a stop token in it.
+    """
+    stops = set(arms.stop_ids)
+    for window in windows:
+        if stops & set(window.scored[:-1]):
+            raise UserError(
+                f"window {window.index} holds a token that ends a text ({min(stops & set(window.scored))}); take "
+                "spelled-out special tokens out of the text"
+            )
+    for begin in range(0, len(windows), spec.batch_size):
+        batch = windows[begin : begin + spec.batch_size]
+        if all(window.index in done for window in batch):
+            continue
+        start = time.perf_counter()
+        ran = run_windows(arms, state, batch, spec)
+        seconds = time.perf_counter() - start
+        records = [
+            make_record(arms, window, row, ran, spec) for row, window in enumerate(batch) if window.index not in done
+        ]
+        scored = sum(len(window.scored) for window in batch)
+        yield (
+            records,
+            {"problems": [w.index for w in batch], "seconds": {"both": seconds}, "tokens": {"both": scored}},
+        )

@@ -36,6 +36,7 @@ from jaxkv.schema_attribution import validate_attribution
 from jaxkv.schema_doctor import validate_doctor
 from jaxkv.schema_drift import validate_drift
 from jaxkv.schema_foreign import validate_foreign
+from jaxkv.schema_injection import validate_injection
 from jaxkv.schema_mitigations import validate_mitigation
 from jaxkv.schema_parity import validate_parity
 from jaxkv.schema_patching import validate_patching
@@ -49,6 +50,7 @@ VALIDATORS = {
     "doctor": validate_doctor,
     "drift": validate_drift,
     "foreign": validate_foreign,
+    "injection": validate_injection,
     "mitigations": validate_mitigation,
     "parity": validate_parity,
     "patching": validate_patching,

@@ -4,7 +4,18 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxkv.analysis import attribution, drift, mitigations, page_parity, parity, patching, report, summary
+from jaxkv.analysis import (
+    attribution,
+    drift,
+    injection,
+    injection_page,
+    mitigations,
+    page_parity,
+    parity,
+    patching,
+    report,
+    summary,
+)
 from jaxkv.analysis.gather import Run
 
 Summary = Mapping[str, Any]
@@ -19,12 +30,14 @@ class Experiment:
       render: summary -> what a terminal shows.
       write: (summary, content of run.json) -> Markdown.
       file: name of the Markdown file in a run directory.
+      page: summary -> the same as HTML with its figures, written beside the Markdown; None for those without figures.
     """
 
     summarize: Callable[[Run], Summary]
     render: Callable[[Summary], Any]
     write: Callable[[Summary, Summary], str]
     file: str
+    page: Callable[[Summary], str] | None = None
 
 
 EXPERIMENTS = {
@@ -60,5 +73,12 @@ EXPERIMENTS = {
         page_parity.render_parity,
         lambda found, run: page_parity.to_markdown(found),
         "parity.md",
+    ),
+    "injection": Experiment(
+        lambda run: injection.summarize_injection(run.records, run.run),
+        injection_page.render_injection,
+        lambda found, run: injection_page.to_markdown(found),
+        "injection.md",
+        injection_page.to_html,
     ),
 }

@@ -33,6 +33,7 @@ from jaxkv.analysis.format import (
     format_share,
 )
 from jaxkv.analysis.gather import read_runs
+from jaxkv.analysis.injection_page import write_injection
 from jaxkv.analysis.mitigations import make_tables
 from jaxkv.analysis.page_parity import write_parity
 from jaxkv.analysis.report import LABELS, describe_gate
@@ -280,6 +281,15 @@ def write_patching(study: Study) -> list[Block]:
     return [Heading("Activation patching", name="patching"), *draw_patching(study), *blocks] if blocks else []
 
 
+def write_changes(study: Study) -> list[Block]:
+    """What changed caches do, run by run."""
+    blocks: list[Block] = []
+    for condition in study["conditions"]:
+        if condition.get("injection"):
+            blocks += [Heading(condition["name"], 3), *write_injection(condition["injection"])]
+    return [Heading("Changed caches", name="changed-caches"), *blocks] if blocks else []
+
+
 def write_doctor(study: Study) -> list[Block]:
     """What the device itself does."""
     found = [c for c in study["conditions"] if c.get("doctor")]
@@ -348,6 +358,7 @@ def write_blocks(study: Study) -> list[Block]:
         write_patching(study),
         write_parity(study),
         write_attribution(study),
+        write_changes(study),
         write_doctor(study),
         [Heading("Method", name="method"), Bullets(METHOD)],
         write_provenance(study),

@@ -24,6 +24,8 @@ def _report(path: pathlib.Path, run: Run, name: str) -> Shown:
     if name == "divergence":
         write_summary(path, summary)
     records.write_atomically(path / experiment.file, experiment.write(summary, run.run))
+    if experiment.page is not None:
+        records.write_atomically((path / experiment.file).with_suffix(".html"), experiment.page(summary))
     return experiment.render(summary), experiment.file
 
 

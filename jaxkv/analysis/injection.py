@@ -1,0 +1,207 @@
+"""What changed caches do to a model: distance to its own clean run, and the task's score beside the clean one.
+
+Reads records alone, imports neither jax nor flax. The unit of every interval is the problem with all its seeds: noise
+is keyed by (seed, problem), so problems are independent of each other at one seed, and resampling them covers seeds.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxkv.analysis import injection_claims, statistics
+from jaxkv.analysis.samples import collect, mean_over_problems
+from jaxkv.analysis.summary import clustered_share, group_invalid
+from jaxkv.schema_injection import CLEAN, validate_injection
+from jaxkv.schemas import find_headline
+
+Record = Mapping[str, Any]
+Summary = Mapping[str, Any]
+Clusters = dict[int, list[Record]]  # problem -> its valid samples
+INSTRUCTIONS = ", instructions"  # of ifeval: the share of all instructions, not of prompts
+
+
+def summarize_injection(records: Sequence[Record], run: Mapping[str, Any]) -> dict[str, Any]:
+    """Summarizes the 'injection' records of a run.
+
+    Args:
+      records: samples; those of other experiments are left out. Changes keep the order in which they first appear.
+      run: content of run.json.
+
+    Returns:
+      Plain values. An invalid sample enters no figure but the count of invalid ones, and a problem whose clean run is
+      invalid enters none.
+
+    Raises:
+      ValueError: a record breaks its schema; starts with its key and the field.
+    """
+    samples = collect(records, "injection", validate_injection)
+    order = dict.fromkeys(r["change"] for r in records if r.get("experiment") == "injection")
+    clean = {s["problem"]: s for s in samples if s["change"] == CLEAN and s["status"] == "ok"}
+    config = run.get("config", {})
+    task = config.get("task")
+    scorers = _find_scorers(samples, task)
+    control: Clusters = {problem: [sample] for problem, sample in clean.items()}
+    changes = []
+    clusters = {}
+    for name in order:
+        members = [s for s in samples if s["change"] == name]
+        valid: Clusters = {}
+        for sample in members:
+            if sample["status"] == "ok" and sample["problem"] in clean:
+                valid.setdefault(sample["problem"], []).append(sample)
+        clusters[name] = valid
+        changes.append(_summarize_change(name, members, valid, control, scorers))
+    primary = find_headline(samples[0]["run"]["scores"]) if samples else ""
+    values = {name: _find_values(found, primary) for name, found in clusters.items()}
+    problems = {s["problem"] for s in samples}
+    summary = {
+        "experiment": "injection",
+        "fingerprint": run.get("fingerprint"),
+        "task": task,
+        "scorers": scorers,
+        "primary": primary,
+        "problems": {"asked": config.get("num_problems", len(problems)), "total": len(problems), "ok": len(clean)},
+        "changes": changes,
+        "windows": _group_windows(changes),
+    }
+    return summary | injection_claims.judge(changes, values, primary)
+
+
+def _find_scorers(samples: Sequence[Record], task: str | None) -> list[str]:
+    names = list(dict.fromkeys(scorer for s in samples for scorer in s["run"]["scores"]))
+    return [*(name + INSTRUCTIONS for name in names if task == "ifeval"), *names]
+
+
+def _score(sample: Record, scorer: str) -> tuple[float, float]:
+    """Points of a sample and how many there are to have."""
+    if scorer.endswith(INSTRUCTIONS):
+        followed = sample["run"]["scores"][scorer.removesuffix(INSTRUCTIONS)]["answer"] or ""
+        return float(followed.count("1")), float(len(followed))
+    return float(sample["run"]["scores"][scorer]["correct"]), 1.0
+
+
+def _average(clusters: Clusters, scorer: str, problems: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Points and possible points of each problem, each the mean over its seeds: [problems] both."""
+    pairs = [np.mean([_score(s, scorer) for s in clusters[problem]], axis=0) for problem in problems]
+    points, possible = np.asarray(pairs, np.float64).reshape(-1, 2).T
+    return points, possible
+
+
+def _find_values(clusters: Clusters, scorer: str) -> dict[str, dict[int, float]]:
+    """Score and KL of each problem, means over its seeds: what changes are compared by."""
+    compared = {
+        p: [s for s in found if s["teacher_forced"] and s["teacher_forced"]["kl"]] for p, found in clusters.items()
+    }
+    return {
+        "score": {p: float(np.mean([_score(s, scorer)[0] for s in found])) for p, found in clusters.items() if scorer},
+        "kl": {
+            p: float(np.mean([np.mean(s["teacher_forced"]["kl"]) for s in found]))
+            for p, found in compared.items()
+            if found
+        },
+    }
+
+
+def _summarize_score(valid: Clusters, control: Clusters, scorer: str) -> dict[str, Any] | None:
+    """Mean score with its interval, and its share of the control's, over the problems that both have."""
+    problems = sorted(valid)
+    if not problems:
+        return None
+    points, possible = _average(valid, scorer, problems)
+    clean = _average(control, scorer, problems)
+    if not possible.sum():
+        return None
+    low, high = 0.0, 1.0
+    if len(problems) > 1:
+        low, high = statistics.cluster_bootstrap(points, possible)
+        if possible.min() == possible.max():  # widened to Student's t, and to the exact bound at 0 and at all
+            widened = statistics.paired_interval(points / possible, np.zeros(len(problems)))
+            low, high = widened if widened is not None else (low, high)
+        if points.sum() in (0, possible.sum()):
+            bound = statistics.zero_upper_bound(len(problems))
+            low, high = (0.0, bound) if not points.sum() else (1 - bound, 1.0)
+    entry: dict[str, Any] = {
+        "mean": float(points.sum() / possible.sum()),
+        "interval": [max(0.0, low), min(1.0, high)],
+        "problems": len(problems),
+        "of_control": None,
+        "of_control_interval": None,
+    }
+    if clean[0].sum():
+        base = float(clean[0].sum() / clean[1].sum())
+        entry["of_control"] = entry["mean"] / base
+        ratio = statistics.ratio_bootstrap((points, possible), clean)
+        bound = statistics.zero_upper_bound(len(problems))
+        if np.array_equal(points, clean[0]):  # no problem differs: what the share that would is at most
+            ratio = (1 - bound / base, 1 + bound / base)
+        elif points.sum() in (0, possible.sum()):
+            ratio = (entry["interval"][0] / base, entry["interval"][1] / base)
+        entry["of_control_interval"] = None if ratio is None else [max(0.0, ratio[0]), ratio[1]]
+    return entry
+
+
+def _count(clusters: Sequence[Sequence[Record]], count: Any, size: Any) -> tuple[list[float], list[float]]:
+    return [sum(map(count, c)) for c in clusters], [sum(map(size, c)) for c in clusters]
+
+
+def _tokens_shared(sample: Record) -> int:
+    """Tokens before the free runs part; all of the run's where they do not."""
+    first = sample["free_running"]["first_diverged"]
+    return len(sample["run"]["tokens"]) if first is None else first
+
+
+def _summarize_change(
+    name: str, members: Sequence[Record], valid: Clusters, control: Clusters, scorers: Sequence[str]
+) -> dict[str, Any]:
+    kept = [valid[problem] for problem in sorted(valid)]
+    flat = [sample for cluster in kept for sample in cluster]
+    unusable = sum(s["status"] == "ok" for s in members) - len(flat)
+    entry: dict[str, Any] = {
+        "change": name,
+        "spec": members[0]["spec"] and dict(members[0]["spec"]),
+        "seeds": sorted({s["seed"] for s in members}),
+        "samples": {"total": len(members), "ok": len(flat), "without_control": unusable},
+        "problems": len(kept),
+        "invalid": group_invalid([s for s in members if s["status"] == "invalid"]),
+        "score": {scorer: _summarize_score(valid, control, scorer) for scorer in scorers},
+        "kl": None,
+        "agreement": None,
+        "diverged": None,
+        "tokens_shared": None,
+        "cache": None,
+        "saturated": None,
+    }
+    if flat:
+        entry["cache"] = {part: float(np.mean([s["cache"][part] for s in flat])) for part in members[0]["cache"]}
+        full = [s["saturated"] for s in flat if s["saturated"]]
+        if full:
+            entry["saturated"] = {part: sum(s[part] for s in full) for part in ("k", "v", "elements")}
+    if name == CLEAN or not flat:
+        return entry
+    steps = lambda s: len(s["teacher_forced"]["flip"])  # noqa: E731
+    spoken = [c for c in kept if sum(map(steps, c))]
+    if spoken:
+        entry["kl"] = mean_over_problems(*_count(spoken, lambda s: sum(s["teacher_forced"]["kl"]), steps))
+        agreed, sizes = _count(spoken, lambda s: s["teacher_forced"]["flip"].count(False), steps)
+        entry["agreement"] = clustered_share([int(n) for n in agreed], [int(n) for n in sizes])
+    parted, sizes = _count(kept, lambda s: int(s["free_running"]["diverged"]), lambda s: 1)
+    entry["diverged"] = clustered_share([int(n) for n in parted], [int(n) for n in sizes])
+    entry["tokens_shared"] = mean_over_problems(*_count(kept, _tokens_shared, lambda s: 1))
+    return entry
+
+
+def _group_windows(changes: Sequence[Summary]) -> list[dict[str, Any]]:
+    """Quantizers by the first and recent tokens that they keep on each side; groups of at least two."""
+    groups: dict[tuple, list[str]] = {}
+    for entry in changes:
+        spec = entry["spec"]
+        if not spec or spec["family"] != "quant" or not entry["cache"]:
+            continue
+        key = tuple((spec[side][part] if spec[side] else None) for side in ("k", "v") for part in ("first", "recent"))
+        groups.setdefault(key, []).append(entry["change"])
+    return [
+        {"k": {"first": key[0], "recent": key[1]}, "v": {"first": key[2], "recent": key[3]}, "changes": names}
+        for key, names in groups.items()
+        if len(names) > 1
+    ]

@@ -1,0 +1,347 @@
+"""The report on changed caches says what the records say, and no verdict is stronger than its interval."""
+
+import copy
+import io
+import json
+
+import pytest
+from injection_records import (
+    ERROR,
+    SEED_SPECS,
+    TOKENS,
+    error,
+    make_broken,
+    make_change,
+    make_control,
+    make_record,
+    quant,
+    some,
+)
+from rich.console import Console
+from study_records import make_run
+
+from jaxkv.analysis.experiments import EXPERIMENTS
+from jaxkv.analysis.injection import summarize_injection
+from jaxkv.analysis.injection_claims import compare_specs, decide
+from jaxkv.analysis.injection_figures import draw_injection
+from jaxkv.analysis.injection_page import SEED_TABLE, render_injection, to_html, to_markdown
+from jaxkv.analysis.page import write_blocks
+from jaxkv.analysis.study import summarize_study
+from jaxkv.schema_injection import validate_injection
+
+N = 40
+CONTROL = some(30, N)
+UNIFORM3 = error("uniform", (-1.5, 1.5), std=0.75**0.5, flips=1 / 6)
+POINTS = error("points", (0, 0.8660254), std=0.8660254)
+
+
+def summary_of(records, **config):
+    return summarize_injection(records, {"config": {"num_problems": N, "task": "arith", **config}, "fingerprint": "f"})
+
+
+def shown(summary, width=100):
+    console = Console(file=io.StringIO(), width=width)
+    console.print(render_injection(summary))
+    return console.file.getvalue()
+
+
+def study_records():
+    """The seed's changes with three seeds, scores falling with the error."""
+    records = make_control(CONTROL)
+    for index, (change, spec) in enumerate(SEED_SPECS.items()):
+        seeds = (0, 1, 2) if spec["family"] == "error" else (0,)
+        records += make_change(change, spec, some(28 - 2 * index, N), 0.01 * (index + 1), seeds, flips=index % 3)
+    return records
+
+
+def verdict_of(summary, name):
+    return next(claim["verdict"] for claim in summary["claims"] if claim["id"] == name)
+
+
+def of(summary, change):
+    return next(entry for entry in summary["changes"] if entry["change"] == change)
+
+
+def test_the_report_renders():
+    summary = summary_of(study_records())
+    json.dumps(summary, allow_nan=False)
+    text, markdown, html = shown(summary), to_markdown(summary), to_html(summary)
+    assert max(map(len, text.splitlines())) <= 100
+    assert "…" not in text
+    for change in SEED_SPECS:
+        assert change in text
+        assert f"| `{change}` |" in markdown
+    for label, *_ in SEED_TABLE.values():
+        assert f"| {label} |" in markdown
+    assert html.count("<svg") == 4
+    assert "40 of 40 problems valid" in text
+
+
+def test_the_seeds_share_of_control_is_computed_not_copied():
+    rows = [
+        line.split("|") for line in to_markdown(summary_of(study_records())).splitlines() if line.startswith("| U(")
+    ]
+    assert [[cell.strip() for cell in row[2:6]] for row in rows] == [
+        ["38", "83", "27.4", "53"],
+        ["39", "85", "31.4", "61"],
+    ]
+
+
+def test_each_figure_is_that_of_the_records():
+    records = make_control([True, True, False, True]) + make_change("x", ERROR, [True, False, False, True], 1.0, (5, 6))
+    records += [make_record(4, right=True)]  # a problem that the change has not
+    for record in records:
+        if record["change"] == "x" and record["problem"] == 0 and record["seed"] == 6:
+            record["run"]["scores"]["numeric"]["correct"] = False
+            record["teacher_forced"]["flip"] = [True] * TOKENS
+            record["free_running"] |= {"diverged": True, "first_diverged": 2}
+    entry = of(summary_of(records), "x")
+    assert entry["seeds"] == [5, 6]
+    score = entry["score"]["numeric"]
+    assert score["mean"] == (0.5 + 0 + 0 + 1) / 4  # means over the seeds of each problem
+    assert score["of_control"] == pytest.approx(score["mean"] / 0.75)  # over the problems of the change
+    factors = [1 + 0.05 * ((problem + seed) % 3) for problem in range(4) for seed in (5, 6)]
+    assert entry["kl"]["mean"] == pytest.approx(sum(factors) / 8)
+    assert entry["agreement"]["count"] == 7 * TOKENS
+    assert entry["diverged"]["count"] == 1
+    assert entry["tokens_shared"]["mean"] == (7 * TOKENS + 2) / 8
+
+
+def test_intervals_hold_what_few_problems_cannot_rule_out():
+    records = make_control([True] * 8) + make_change("x", ERROR, [False] * 8) + make_change("y", ERROR, [True] * 8)
+    none, every = (of(summary_of(records), name)["score"]["numeric"] for name in "xy")
+    bound = 1 - 0.05 ** (1 / 8)
+    assert none["interval"] == pytest.approx([0, bound])
+    assert none["of_control_interval"] == pytest.approx([0, bound])
+    assert every["interval"] == pytest.approx([1 - bound, 1])
+    assert every["of_control_interval"] == pytest.approx([1 - bound, 1 + bound])
+
+
+CHANGES = {
+    "score": lambda r: r["run"]["scores"]["numeric"].update(correct=not r["run"]["scores"]["numeric"]["correct"]),
+    "kl": lambda r: r["teacher_forced"]["kl"].__setitem__(0, 7.0),
+    "flip": lambda r: r["teacher_forced"]["flip"].__setitem__(TOKENS - 1, True),
+    "free": lambda r: r["free_running"].update(diverged=True, first_diverged=1),
+    "bits": lambda r: r["cache"].update(bits=3.21),
+    "packed": lambda r: r["cache"].update(packed=0.123),
+    "bytes": lambda r: r["cache"].update(bytes=123456),
+    "saturated": lambda r: r.update(saturated={"k": 3, "v": 4, "elements": 1000}),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_changed_record_changes_the_report(name):
+    records = study_records()
+    before = summary_of(records)
+    CHANGES[name](next(r for r in records if r["change"] == "llama:q4_0" and r["problem"] == 7))
+    after = summary_of(records)
+    assert to_markdown(before) != to_markdown(after)
+    drawn = [
+        [d.attrib for f in draw_injection(s) for drawing in f.drawings for d in drawing.iter()] for s in (before, after)
+    ]
+    assert (drawn[0] != drawn[1]) == (name in ("score", "kl", "bits"))
+
+
+def test_a_control_that_changes_moves_every_share():
+    records = study_records()
+    before = summary_of(records)
+    next(r for r in records if r["change"] == "none" and not r["run"]["scores"]["numeric"]["correct"])["run"]["scores"][
+        "numeric"
+    ]["correct"] = True
+    after = summary_of(records)
+    for change in SEED_SPECS:
+        assert of(before, change)["score"]["numeric"]["mean"] == of(after, change)["score"]["numeric"]["mean"]
+        assert (
+            of(before, change)["score"]["numeric"]["of_control"] > of(after, change)["score"]["numeric"]["of_control"]
+        )
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "kind"),
+    [
+        (UNIFORM3, POINTS, "flips"),
+        (UNIFORM3, error("normal", (0, 0.866), std=0.866, sign="keep"), "flips"),
+        (UNIFORM3, error("points", (0, 0.8), std=0.8), None),
+        (UNIFORM3, POINTS | {"side": "k"}, None),
+        (error(numbers=(0.5, 0), mean=0.5, std=0.0), error("points", (0, 0.5)), "mean"),
+        (error(numbers=(0.5, 0), mean=0.5, std=0.0), error("points", (0, 0.4), std=0.4), None),
+        (error("uniform", (0, 2), 1, 3**-0.5), error("uniform", (-1, 1), std=3**-0.5), "shift"),
+        (error("uniform", (-1, 1), std=3**-0.5, sign="keep"), error("uniform", (-1, 1), std=3**-0.5), "shape"),
+        (ERROR | {"draw": "read"}, ERROR, "draw"),
+        (ERROR | {"side": "k"}, ERROR | {"side": "v"}, "side"),
+        (ERROR | {"side": "k", "draw": "read"}, ERROR | {"side": "v"}, None),
+        (ERROR | {"correlate": "token"}, ERROR, "correlate"),
+        (error("truncate", (), std=0.0, bits=4, side="k"), error("truncate", (), std=0.0, bits=4, side="v"), "side"),
+        (error("truncate", (), std=0.0, bits=4), error("round", (), std=0.0, bits=4), None),
+        (ERROR, ERROR, None),
+    ],
+)
+def test_pairs_differ_in_one_thing(first, second, kind):
+    assert compare_specs(first, second) == kind
+    if kind:
+        assert compare_specs(second, first) is None
+
+
+def test_a_pairs_difference_is_that_of_its_problems():
+    records = (
+        make_control(CONTROL) + make_change("f", UNIFORM3, some(10, N), 2.0) + make_change("g", POINTS, CONTROL, 1.0)
+    )
+    (pair,) = summary_of(records)["pairs"]
+    assert (pair["kind"], pair["first"], pair["second"]) == ("flips", "f", "g")
+    assert pair["score"]["mean"] == -0.5
+    assert pair["kl"]["mean"] == pytest.approx(sum(1 + 0.05 * (p % 3) for p in range(N)) / N)
+
+
+def test_decide():
+    assert decide([]) == decide([None]) == decide([[-1, 1]]) == decide([[0, 1]]) == "cannot tell"
+    assert decide([[1, 2], [0.1, 3]]) == "holds"
+    assert decide([[1, 2], None]) == decide([[1, 2], [-1, 1]]) == "cannot tell"
+    assert decide([[1, 2], [-2, -1]]) == "does not hold"
+
+
+def flips_and_none(flipping, partner, count=N, kl=(2.0, 1.0)):
+    records = make_control([bool(i % 4) for i in range(count)])
+    records += make_change("uniform:-1.5,1.5", UNIFORM3, some(flipping, count), kl[0])
+    return records + make_change("points:0,0.8660254", POINTS, some(partner, count), kl[1])
+
+
+@pytest.mark.parametrize(
+    ("flipping", "partner", "verdict"),
+    [
+        (2, 28, "holds"),
+        (28, 28, "does not hold"),
+        (2, 2, "cannot tell"),  # the error itself is too large, flips or not
+        (14, 28, "cannot tell"),  # near half
+    ],
+)
+def test_are_sign_flips_catastrophic(flipping, partner, verdict):
+    assert verdict_of(summary_of(flips_and_none(flipping, partner)), "E1a") == verdict
+
+
+def test_flips_at_equal_variance():
+    worse = summary_of(flips_and_none(5, 28))
+    assert [verdict_of(worse, name) for name in ("E1b", "E1c")] == ["holds", "holds"]
+    better = summary_of(flips_and_none(28, 5, kl=(1.0, 2.0)))
+    assert [verdict_of(better, name) for name in ("E1b", "E1c")] == ["does not hold", "does not hold"]
+    same = summary_of(flips_and_none(20, 20, kl=(1.0, 1.0)))
+    assert [verdict_of(same, name) for name in ("E1b", "E1c")] == ["cannot tell", "cannot tell"]
+
+
+@pytest.mark.parametrize(
+    ("right", "verdict"), [(30, "holds"), (24, "cannot tell"), (10, "does not hold"), (0, "does not hold")]
+)
+def test_does_the_wide_uniform_keep_80_percent(right, verdict):
+    records = make_control(CONTROL) + make_change("uniform:-1.5,1.5", UNIFORM3, some(right, N), seeds=(0, 1))
+    assert verdict_of(summary_of(records), "E3") == verdict
+
+
+def test_mean_against_spread():
+    mean, spread = error(numbers=(0.5, 0), mean=0.5, std=0.0), error("points", (0, 0.5))
+    records = make_control(CONTROL) + make_change("m", mean, some(5, N), 3.0) + make_change("s", spread, CONTROL, 1.0)
+    assert [verdict_of(summary_of(records), name) for name in ("E2a", "E2b")] == ["holds", "holds"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_few_problems_decide_nothing(count):
+    records = flips_and_none(0, count, count)
+    summary = summary_of(records)
+    assert {claim["verdict"] for claim in summary["claims"] if claim["id"] != "E1c"} == {"cannot tell"}
+
+
+def test_nothing_run_decides_nothing():
+    for records in ([], make_control(CONTROL)):
+        summary = summary_of(records)
+        assert {claim["verdict"] for claim in summary["claims"]} == {"cannot tell"}
+        assert not draw_injection(summary)
+        to_html(summary)
+        shown(summary)
+
+
+def test_invalid_samples_enter_no_figure_and_decide_nothing():
+    records = flips_and_none(2, 28)
+    whole = summary_of(records)
+    at = next(i for i, r in enumerate(records) if r["change"] == "uniform:-1.5,1.5" and r["problem"] == 3)
+    records[at] = make_broken(records[at])
+    summary = summary_of(records)
+    entry = of(summary, "uniform:-1.5,1.5")
+    assert entry["samples"] == {"total": N, "ok": N - 1, "without_control": 0}
+    assert entry["score"]["numeric"]["problems"] == N - 1
+    assert verdict_of(whole, "E1a") == "holds"
+    assert {verdict_of(summary, name) for name in ("E1a", "E1b", "E1c", "E3")} == {"cannot tell"}
+    assert "1 samples invalid at logits, layer 3 (changed, nan)" in to_markdown(summary)
+    records[2] = make_broken(records[2])  # a clean run
+    entry = of(summary_of(records), "points:0,0.8660254")
+    assert entry["samples"] == {"total": N, "ok": N - 1, "without_control": 1}
+
+
+def test_methods_are_compared_at_equal_windows():
+    specs = {
+        "int4,first=32": quant(first=32), "llama:q4_0,first=32": quant("llama", 4.5, first=32),
+        "kvarn:k4v4": quant("kvarn", 4.3, first=128, block=128), "int4": quant(),
+    }  # fmt: skip
+    records = make_control(CONTROL)
+    for name, spec in specs.items():
+        records += make_change(name, spec, CONTROL)
+    summary = summary_of(records)
+    window = {"first": 32, "recent": 0}
+    assert summary["windows"] == [{"k": window, "v": window, "changes": ["int4,first=32", "llama:q4_0,first=32"]}]
+    assert "**first + recent tokens kept, K: 32 + 0, V: 32 + 0**" in to_markdown(summary)
+
+
+def test_ifeval_has_prompts_and_instructions():
+    records = make_control([True, False]) + make_change("x", ERROR, [True, False])
+    for record, answer in zip(records, ("11", "10", "11", "1000"), strict=True):
+        both = {"answer": answer, "correct": "0" not in answer}
+        record["run"]["scores"] = {"strict": both, "loose": both}
+    summary = summary_of(records, task="ifeval")
+    assert summary["primary"] == "strict"
+    assert of(summary, "x")["score"]["strict, instructions"]["mean"] == 3 / 6
+    assert of(summary, "none")["score"]["strict, instructions"]["mean"] == 3 / 4
+    assert of(summary, "x")["score"]["strict"]["mean"] == 1 / 2
+
+
+def test_a_study_has_a_section_for_it():
+    run = make_run(study_records(), task="arith")
+    study = summarize_study([run])
+    assert study["conditions"][0]["injection"]["problems"]["ok"] == N
+    from jaxkv.analysis.document import to_html as page
+
+    assert "Changed caches" in page("study", write_blocks(study))
+    assert EXPERIMENTS["injection"].file == "injection.md"
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (lambda r: r.update(key=["injection", 0, "x", 1]), "key"),
+        (lambda r: r.update(spec=None), "spec"),
+        (lambda r: r["spec"].update(family="noise"), "spec.family"),
+        (lambda r: r["spec"].pop("flip_share"), "spec.flip_share"),
+        (lambda r: r["run"].update(scores={}), "run.scores"),
+        (lambda r: r["run"]["scores"]["strict"].update(correct=1), "run.scores.strict.correct"),
+        (lambda r: r["run"].update(stop="invalid"), "run.stop"),
+        (lambda r: r.update(teacher_forced=None), "teacher_forced"),
+        (lambda r: r["teacher_forced"]["kl"].__setitem__(0, float("nan")), "teacher_forced.kl[0]"),
+        (lambda r: r.update(free_running=None), "free_running"),
+        (lambda r: r["cache"].update(bits=0.0), "cache.bits"),
+        (lambda r: r["cache"].update(packed=1.5), "cache.packed"),
+        (lambda r: r.update(saturated={"k": 2, "v": 2, "elements": 3}), "saturated"),
+        (lambda r: r.update(status="invalid", invalid=make_broken(r)["invalid"]), "teacher_forced"),
+    ],
+)
+def test_a_record_that_breaks_the_schema_is_named(change, field):
+    record = make_record(0, "x", ERROR)
+    validate_injection(record)
+    validate_injection(make_broken(copy.deepcopy(record)))
+    change(record)
+    with pytest.raises(ValueError, match=f"^{field}".replace("[", "\\[").replace("]", "\\]")):
+        validate_injection(record)
+
+
+def test_the_clean_arm_is_compared_with_nothing():
+    record = make_record(0)
+    validate_injection(record)
+    with pytest.raises(ValueError, match=r"^teacher_forced"):
+        validate_injection(record | {"teacher_forced": make_record(0, "x", ERROR)["teacher_forced"]})
+    with pytest.raises(ValueError, match=r"^spec"):
+        validate_injection(record | {"spec": ERROR})

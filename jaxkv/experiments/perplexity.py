@@ -86,14 +86,20 @@ def lay_out_windows(
     return layout, tokens, Rows(rows.first, rows.prompt, limit, limit, rows.problems, rows.seed)
 
 
-def run_windows(arms: Arms, state: nnx.State, windows: Sequence[Window], spec: DivergenceSpec) -> Reference:
-    """Both arms along a batch of windows, audited."""
+def run_windows(
+    arms: Arms, state: nnx.State, windows: Sequence[Window], spec: DivergenceSpec
+) -> tuple[Reference, dict[str, float]]:
+    """Both arms along a batch of windows, audited, and the wall time of each."""
     layout, tokens, rows = lay_out_windows(windows, spec, arms.config, arms.tile)
-    cached = run_cached(arms, state, tokens, rows, layout)
+    begin = time.perf_counter()
+    cached = jax.block_until_ready(run_cached(arms, state, tokens, rows, layout))
+    middle = time.perf_counter()
     stepwise = spec.uncached == "stepwise"
-    uncached = run_forced(arms, state, cached, rows, layout, spec.uncached_length, stepwise)
+    uncached = jax.block_until_ready(run_forced(arms, state, cached, rows, layout, spec.uncached_length, stepwise))
+    seconds = {"cached": middle - begin, "uncached": time.perf_counter() - middle}
     findings = audit_rows(arms, state, cached, rows)
-    return Reference(layout, rows, force(rows, cached), np.asarray(cached.tokens), cached, uncached, findings)
+    text = np.asarray(cached.tokens)
+    return Reference(layout, rows, force(rows, cached), text, cached, uncached, findings), seconds
 
 
 def make_record(arms: Arms, window: Window, row: int, ran: Reference, spec: DivergenceSpec) -> dict[str, Any]:
@@ -156,14 +162,9 @@ def run_perplexity(
         batch = windows[begin : begin + spec.batch_size]
         if all(window.index in done for window in batch):
             continue
-        start = time.perf_counter()
-        ran = run_windows(arms, state, batch, spec)
-        seconds = time.perf_counter() - start
+        ran, seconds = run_windows(arms, state, batch, spec)
         records = [
             make_record(arms, window, row, ran, spec) for row, window in enumerate(batch) if window.index not in done
         ]
-        scored = sum(len(window.scored) for window in batch)
-        yield (
-            records,
-            {"problems": [w.index for w in batch], "seconds": {"both": seconds}, "tokens": {"both": scored}},
-        )
+        scored = dict.fromkeys(seconds, sum(len(window.scored) for window in batch))
+        yield records, {"problems": [window.index for window in batch], "seconds": seconds, "tokens": scored}

@@ -24,7 +24,7 @@ from jaxkv.tasks.task import TURN_ENDS, Problem, Request, Scores, Task, choose_s
 STRINGS = 10
 UNKNOWN = "<unk>"
 RULE = f"lines of {STRINGS} strings or more that are no heading, without {UNKNOWN} among the first {STRINGS}"
-WIKITEXT = Source("WikiText-2", "UTF-8 text", "Salesforce/wikitext", "wikitext-2-raw-v1", "test")
+WIKITEXT = Source("WikiText-2", "UTF-8 text", "Salesforce/wikitext", "wikitext-2-raw-v1", "test", files="a text file")
 STOPS = ("\n", *TURN_ENDS)
 _HEADING = re.compile(r"\s*=.*=\s*")
 

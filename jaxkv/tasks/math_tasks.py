@@ -71,10 +71,10 @@ def find_boxed(text: str) -> str | None:
 
 
 @functools.lru_cache(maxsize=4096)  # a change of labels asks for the scores of the same texts again
-def _verify(text: str, gold: str) -> tuple[str | None, bool]:
-    """What math-verify reads in a text, as it writes it, and whether that equals the gold."""
+def _verify(text: str, boxed: str | None, gold: str) -> tuple[str | None, bool]:
+    """What math-verify reads in a box, or in a text without one, as it writes it, and whether that equals the gold."""
     package = require("math", "math_verify")
-    found = package.parse(text)
+    found = package.parse(text if boxed is None else f"\\boxed{{{boxed}}}")
     wanted = package.parse(f"\\boxed{{{gold}}}")
     return (str(found[0]) if found else None), bool(package.verify(wanted, found))
 
@@ -83,11 +83,11 @@ def grade(text: str, gold: str) -> Scores:
     """Scores a text.
 
     Returns:
-      'boxed' compares the content of the last \\boxed{} with the gold as strings, spaces aside. 'verified' parses the
-      text, whose boxed answer comes first, then LaTeX, then plain numbers, and compares the values (math-verify, whose
-      limit of 5 seconds an expression counts as wrong).
+      'boxed' compares the content of the last \\boxed{} with the gold as strings, spaces aside. 'verified' compares
+      values: of that content, or without one of what math-verify finds in the text, LaTeX before plain numbers. Its
+      limit of 5 seconds an expression counts as wrong. It works in the main thread alone.
     """
     boxed = find_boxed(text)
     same = boxed is not None and "".join(boxed.split()) == "".join(gold.split())
-    answer, correct = _verify(text, gold)
+    answer, correct = _verify(text, boxed, gold)
     return {"boxed": {"answer": boxed, "correct": same}, "verified": {"answer": answer, "correct": correct}}

@@ -27,6 +27,7 @@ class Source:
       split: of it.
       revision: a commit of it; None takes whatever is current, and the content hash says what that was.
       columns: fields read of a Parquet file, None for all.
+      files: what a file may be.
     """
 
     title: str
@@ -36,10 +37,11 @@ class Source:
     split: str
     revision: str | None = None
     columns: tuple[str, ...] | None = None
+    files: str = "a .jsonl or .parquet file"
 
     def remedy(self, flag: str) -> str:
         """What to do where the data cannot be had."""
-        return f"pass {flag} FILE, a .jsonl or .parquet file: {self.shape}"
+        return f"pass {flag} FILE, {self.files}: {self.shape}"
 
 
 def load_rows(source: Source, data: str | None, flag: str = "--data") -> tuple[Rows, dict[str, Any]]:
@@ -89,9 +91,7 @@ def read_rows(source: Source, data: str, flag: str) -> tuple[Rows, str]:
     """Reads a file's rows, and its SHA-256. They may be none. Raises UserError as `load_rows`."""
     path = Path(data)
     if not path.name.endswith(ROW_FILES):
-        raise UserError(
-            f"{data}: unknown extension '{path.suffix}'; {flag} takes a .jsonl or .parquet file: {source.shape}"
-        )
+        raise UserError(f"{data}: unknown extension '{path.suffix}'; {flag} takes {source.files}: {source.shape}")
     content = read_bytes(data, f"{flag} takes a file with {source.shape}")
     sha256 = hashlib.sha256(content).hexdigest()
     if path.suffix == ".parquet":

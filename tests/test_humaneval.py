@@ -1,0 +1,225 @@
+"""HumanEval: programs run under limits, apart from everything, and only when that was allowed."""
+
+import functools
+import gzip
+import json
+import os
+import pathlib
+import sys
+import time
+
+import pytest
+
+from jaxkv.errors import UserError
+from jaxkv.tasks import PromptSpec, humaneval, load_task
+from jaxkv.tasks.sandbox import Limits, run_program
+
+ROW = {
+    "task_id": "Ours/0",
+    "prompt": 'import math\n\n\ndef area(r: float) -> float:\n    """Area of a circle."""\n',
+    "entry_point": "area",
+    "canonical_solution": "    return math.pi * r * r\n",
+    "test": "def check(candidate):\n    assert abs(candidate(2) - 12.566370614) < 1e-6\n",
+}
+SHORT = Limits(seconds=3, cpu_seconds=1, memory_bytes=512 << 20, processes=64)
+
+
+def write(path, rows=(ROW,)):
+    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+    return str(path)
+
+
+@pytest.fixture
+def task(tmp_path):
+    return load_task("humaneval", data=write(tmp_path / "a.jsonl.gz"), allow_code_execution=True)
+
+
+def test_code_is_not_run_without_leave(tmp_path, monkeypatch):
+    monkeypatch.setattr(humaneval, "run_program", lambda *_: pytest.fail("it ran"))
+    with pytest.raises(UserError, match="give --allow_code_execution to let it") as caught:
+        load_task("humaneval", data=write(tmp_path / "a.jsonl"))
+    assert "\n" not in str(caught.value)
+
+
+def test_task(task):
+    (problem,) = task.problems
+    assert task.prompt(problem) == ROW["prompt"]
+    assert task.score(problem.solution, problem.answer) == {"pass": {"answer": "passed", "correct": True}}
+    run_on = problem.solution + "\ndef other():\n    return broken(\n"
+    assert task.score(run_on, problem.answer)["pass"]["correct"]
+    assert task.score("    return r\n", problem.answer) == {"pass": {"answer": "AssertionError", "correct": False}}
+    assert task.score("    return (\n", problem.answer)["pass"]["answer"] == "SyntaxError"
+    assert task.label_change(problem.solution, "    return r\n", problem.answer) == {"pass": "answer_changed"}
+    scoring = task.provenance["scoring"]
+    assert scoring["isolation"] == run_program("", Limits()).isolation
+    assert scoring["limits"]["cpu_seconds"] == Limits().cpu_seconds
+    assert json.loads(json.dumps(task.provenance)) == task.provenance
+
+
+@pytest.mark.parametrize(
+    ("answer", "passes"),
+    [
+        ("Here:\n```python\nimport math\ndef area(r):\n    return math.pi * r**2\n```\nDone.", True),
+        ("```\ndef area(r):\n    return math.pi * r**2\n```", True),  # the prompt's imports stay
+        ("    return math.pi * r * r\n", True),
+        ("```python\n    return math.pi * r * r\n```", True),
+        ("```python\ndef area(r):\n    return math.pi * r**2", True),  # cut by the limit on tokens
+        ("```python\ndef area(r):\n    return r\n```", False),
+        ("I cannot do that.", False),
+    ],
+)
+def test_chat_answers(tmp_path, answer, passes):
+    task = load_task("humaneval", data=write(tmp_path / "a.jsonl"), spec=PromptSpec("chat"), allow_code_execution=True)
+    (message,) = task.prompt(task.problems[0])
+    assert ROW["prompt"].rstrip() in message["content"]
+    assert task.score(answer, task.problems[0].answer)["pass"]["correct"] is passes
+
+
+def test_a_text_is_run_once(task, monkeypatch):
+    runs = []
+
+    def count(program, limits):
+        runs.append(program)
+        return run_program(program, limits)
+
+    monkeypatch.setattr(humaneval, "run_program", count)
+    gold, text = task.problems[0].answer, "    return 12.566370614\n"
+    assert task.score(text, gold)["pass"]["correct"]
+    assert task.label_change(text, text, gold) == {"pass": "same"}
+    assert len(runs) == 1
+
+
+# The sandbox, with namespaces where the kernel has them and without.
+
+namespaces = pytest.mark.parametrize("namespace", [True, False])
+
+
+def ended(program, namespace, limits=SHORT):
+    return run_program(program, Limits(**limits.to_json() | {"namespace": namespace})).ended
+
+
+@namespaces
+@pytest.mark.parametrize(
+    ("program", "how"),
+    [
+        ("print('x' * 100000)", "passed"),
+        ("1 / 0", "ZeroDivisionError"),
+        ("raise SystemExit(0)", "SystemExit"),
+        ("import os; os._exit(0)", "killed"),
+        ("assert input() == 'x'", "EOFError"),
+        ("x = bytearray(1 << 30)", "MemoryError"),
+        ("open('big', 'wb').write(bytes(2 << 20))", "OSError"),
+        ("import os; assert os.listdir('.') == []; open('a', 'w').write('x')", "passed"),
+        ("import sys; assert sys.flags.isolated and 'jaxkv' not in sys.modules", "passed"),
+        ("import os; assert not [n for n in os.environ if 'SECRET' in n]", "passed"),
+        ("import signal, os; assert os.getpid() != os.getppid()", "passed"),
+    ],
+)
+def test_how_programs_end(program, how, namespace, monkeypatch):
+    monkeypatch.setenv("SECRET", "1")
+    assert ended(program, namespace) == how
+
+
+@namespaces
+def test_processor_time_is_limited(namespace):
+    begin = time.monotonic()
+    assert ended("while True: pass", namespace) == "timed out"
+    assert time.monotonic() - begin < SHORT.seconds + 5
+
+
+@namespaces
+def test_a_timeout_ends_the_whole_group(namespace, tmp_path):
+    marker = f"sleeper{time.time_ns()}"
+    program = f"""
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", {marker!r}])
+time.sleep(60)
+"""
+    assert ended(program, namespace, Limits(seconds=1.5)) == "timed out"
+    assert not running(marker)
+
+
+def test_nothing_outlives_a_namespace(tmp_path):
+    outcome = run_program("", SHORT)
+    if "namespaces" not in outcome.isolation["network"]:
+        pytest.skip("this kernel grants no namespaces here")
+    marker = f"sleeper{time.time_ns()}"
+    program = f"""
+import subprocess, sys
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", {marker!r}], start_new_session=True)
+"""
+    assert ended(program, True) == "passed"
+    assert not running(marker)
+
+
+def running(marker, patience=3.0):
+    """Whether a process with the marker among its arguments is still there after a while."""
+    until = time.monotonic() + patience
+    while time.monotonic() < until:
+        commands = []
+        for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                commands.append(path.read_bytes())
+            except OSError:
+                continue
+        if not any(marker.encode() in command for command in commands):
+            return False
+        time.sleep(0.05)
+    return True
+
+
+@namespaces
+@pytest.mark.parametrize(
+    "call", ["socket.create_connection(ADDRESS, 2)", "urllib.request.urlopen('http://%s:%d' % ADDRESS, timeout=2)"]
+)
+def test_no_network(namespace, call):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        program = f"import socket, urllib.request\nADDRESS = {server.getsockname()}\ntry:\n    {call}\n"
+        program += "except OSError: pass\nelse: raise AssertionError('reached')\n"
+        assert ended(program, namespace) == "passed"
+        assert ended(program, namespace) == "passed"
+        server.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            server.accept()
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), 2):
+        server.accept()[0].close()  # the same call, made here, gets through
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root has a user to drop")
+def test_root_becomes_nobody():
+    outcome = run_program("import os\nassert os.getuid() == 65534\nopen('/jaxkv-was-here', 'w')", SHORT)
+    if outcome.isolation["user"] == "root":
+        pytest.skip("root cannot become nobody here")
+    assert outcome.ended == "PermissionError"
+    fork = "import os, time\nfor _ in range(200):\n    if os.fork() == 0: time.sleep(5); os._exit(0)\n"
+    assert run_program(fork, SHORT).ended == "BlockingIOError"
+
+
+def test_faults(tmp_path, monkeypatch):
+    load = functools.partial(load_task, "humaneval", allow_code_execution=True)
+    with pytest.raises(UserError, match="line 1: has no text in 'test'"):
+        load(data=write(tmp_path / "a.jsonl", [{**ROW, "test": ""}]))
+    (tmp_path / "b.jsonl.gz").write_bytes(b"no gzip")
+    with pytest.raises(UserError, match="is not a gzip file"):
+        load(data=str(tmp_path / "b.jsonl.gz"))
+    with pytest.raises(UserError, match="no few_shot prompt"):
+        load(data=write(tmp_path / "a.jsonl"), spec=PromptSpec("few_shot", 2))
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(UserError, match="an empty program does not run in the child process"):
+        load(data=write(tmp_path / "a.jsonl"))
+
+
+def test_hub(monkeypatch):
+    import datasets
+
+    def load(*args, **kwargs):
+        assert args == ("openai/openai_humaneval",)
+        assert kwargs["split"] == "test"
+        return datasets.Dataset.from_list([ROW])
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    task = load_task("humaneval", allow_code_execution=True)
+    assert task.score(task.problems[0].solution, task.problems[0].answer)["pass"]["correct"]

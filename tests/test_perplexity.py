@@ -1,0 +1,227 @@
+"""Perplexity: windows cover a text, both arms' likelihoods are those of plain forwards, and a changed cache shows."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+from small_models import changed_state, small_config, small_state
+
+from jaxkv.cache import empty_cache
+from jaxkv.checkpoints.tokenizer import ByteTokenizer, Tokenizer
+from jaxkv.config import make_precision
+from jaxkv.decode import Arms
+from jaxkv.errors import UserError
+from jaxkv.experiments import perplexity as experiment
+from jaxkv.experiments.divergence import DivergenceSpec
+from jaxkv.experiments.perplexity import run_perplexity, score_tokens, tokenize
+from jaxkv.records import VALIDATORS, to_plain
+from jaxkv.schema_perplexity import validate_perplexity
+from jaxkv.tasks.perplexity import Window, aggregate, plan_windows
+
+TEXT = "The river föx runs.\n Past nine  quiet towns, to the sea — and back."
+VOCAB = ByteTokenizer.vocab_size
+CONTEXT, STRIDE = 6, 9
+SPEC = DivergenceSpec(new_tokens=STRIDE, batch_size=2, bucket=8)
+
+
+@functools.cache
+def make_arms(family="mistral", precision="fp32", tile=None, stop_ids=()):
+    arms = Arms(small_config(family, VOCAB), make_precision(precision), stop_ids=stop_ids, tile=tile)
+    return arms, arms.prepare(small_state(family, precision, VOCAB))
+
+
+def make_windows(text=TEXT, context=CONTEXT, stride=STRIDE):
+    tokenizer = ByteTokenizer()
+    return plan_windows(text, *tokenize(tokenizer, text), context, stride, tokenizer.bos_id)
+
+
+@functools.cache
+def small_run(family="mistral", precision="fp32", tile=None):
+    return [r for batch, _ in run_perplexity(*make_arms(family, precision, tile), make_windows(), SPEC) for r in batch]
+
+
+# Windows.
+
+
+@given(st.text(st.sampled_from("aé— \n"), min_size=1, max_size=60), st.integers(1, 5), st.integers(1, 7), st.booleans())
+def test_windows_cover_a_text_once(text, given_tokens, stride, bos):
+    ids, ends = tokenize(ByteTokenizer(), text)
+    context = given_tokens + bos
+    if len(ids) <= given_tokens:
+        with pytest.raises(UserError, match="longer text"):
+            plan_windows(text, ids, ends, context, stride, 257 if bos else None)
+        return
+    windows = plan_windows(text, ids, ends, context, stride, 257 if bos else None)
+    assert [t for w in windows for t in w.scored] == ids[given_tokens:]
+    assert [w.index for w in windows] == list(range(len(windows)))
+    for window in windows:
+        assert len(window.context) == context
+        assert (window.context[0] == 257) is bos
+        begin = window.index * stride
+        assert list(window.context[bos:] + window.scored) == ids[begin : begin + given_tokens + len(window.scored)]
+        assert len(window.scored) <= stride
+    head = text[: ends[given_tokens - 1]]
+    assert sum(w.bytes for w in windows) == len(text.encode()) - len(head.encode())
+    assert sum(w.words for w in windows) == len(text.split()) - len(head.split())
+
+
+def test_offsets_of_a_transformers_tokenizer_are_those_of_bytes():
+    wrapped = Tokenizer(ByteTokenizer().to_transformers())
+    ids, ends = tokenize(wrapped, TEXT)
+    assert ids == tokenize(ByteTokenizer(), TEXT)[0]
+    windows = plan_windows(TEXT, ids, ends, CONTEXT, STRIDE, wrapped.bos_id)
+    assert [w.scored for w in windows] == [w.scored for w in make_windows()]
+    assert sum(w.bytes for w in windows) == sum(w.bytes for w in make_windows())
+
+
+@pytest.mark.parametrize(("context", "stride"), [(1, 4), (0, 4), (4, 0)])
+def test_windows_refuse(context, stride):
+    with pytest.raises(UserError, match="cannot be cut"):
+        make_windows(context=context, stride=stride)
+
+
+def test_aggregate():
+    records = [
+        {"tokens": 3, "bytes": 6, "words": 1, "nats": {"cached": 3.0, "uncached": 1.5}},
+        {"tokens": 1, "bytes": 2, "words": 0, "nats": {"cached": 1.0, "uncached": 0.5}},
+    ]
+    found = aggregate(iter(records), "cached")
+    assert found["perplexity"] == pytest.approx(math.e)
+    assert found["word_perplexity"] == pytest.approx(math.exp(4))
+    assert found["byte_perplexity"] == pytest.approx(math.exp(0.5))
+    assert found["bits_per_byte"] == pytest.approx(0.5 / math.log(2))
+    assert (found["tokens"], found["bytes"], found["words"], found["nats"]) == (4, 8, 1, 4.0)
+    assert aggregate(records, "uncached")["perplexity"] == pytest.approx(math.exp(0.5))
+    assert "word_perplexity" not in aggregate(records[1:], "cached")
+    assert aggregate([], "cached") is None
+    far = [{"tokens": 1, "bytes": 1, "words": 1, "nats": {"cached": 1e4}}]
+    assert aggregate(far, "cached")["perplexity"] == math.inf
+
+
+# Likelihoods.
+
+
+def test_score_tokens():
+    logits = np.random.default_rng(0).normal(size=(5, 11)).astype(np.float32) * 9
+    tokens = [3, 10, 0]
+    wide = logits.astype(np.float64)
+    expected = np.log(np.exp(wide).sum(-1))[:3] - wide[range(3), tokens]
+    np.testing.assert_allclose(score_tokens(jnp.asarray(logits), tokens), expected, rtol=1e-14)
+
+
+def forward_nats(arms, state, window):
+    """Sum of -ln p over a window's scored tokens from one plain forward over all of it, in float64."""
+    text = jnp.asarray([window.context + window.scored], jnp.int32)
+    length = text.shape[1]
+    model = nnx.merge(arms.graphdef, state)
+    cache = empty_cache(arms.config, arms.precision, 1, length)
+    hidden, _ = model(text, jnp.arange(length, dtype=jnp.int32)[None], cache, 0)
+    logits = np.asarray(model.logits(hidden)[0], np.float64)[len(window.context) - 1 : -1]
+    peak = logits.max(-1)
+    total = np.log(np.exp(logits - peak[:, None]).sum(-1)) + peak
+    return float((total - logits[np.arange(len(window.scored)), list(window.scored)]).sum())
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2"])
+def test_both_arms_have_the_likelihoods_of_a_plain_forward(family):
+    arms, state = make_arms(family)
+    for record, window in zip(small_run(family), make_windows(), strict=True):
+        expected = forward_nats(arms, state, window)
+        for arm in ("cached", "uncached"):
+            assert record["nats"][arm] == pytest.approx(expected, rel=1e-5)  # two shapes of one fp32 forward
+
+
+def test_records():
+    records, windows = small_run(), make_windows()
+    assert [r["problem"] for r in records] == [w.index for w in windows]
+    assert len(windows[-1].scored) < STRIDE  # the last window is a short one
+    for record, window in zip(records, windows, strict=True):
+        assert to_plain(record) == record
+        validate_perplexity(record)
+        assert record["steps"] == record["tokens"] == len(window.scored)
+        assert (record["bytes"], record["words"]) == (window.bytes, window.words)
+    assert VALIDATORS["perplexity"] is validate_perplexity
+
+
+def test_aligned_arms_are_equal_bit_for_bit():
+    for record in small_run(tile=4):
+        assert record["nats"]["cached"] == record["nats"]["uncached"]
+        assert record["logits"] == {"kl": 0.0, "flips": 0, "max_abs": 0.0, "bit_equal": record["tokens"]}
+
+
+def test_a_changed_cache_shows(monkeypatch):
+    """Keys and values wrong by a tenth once the prompt is in: the cached arm is off, the uncached one is not."""
+    arms, state = make_arms()
+    prefill = arms.prefill
+
+    def spoil(*args):
+        logits, cache = prefill(*args)
+        return logits, dataclasses.replace(
+            cache, **{name: jax.tree.map(lambda x: x * 1.1, getattr(cache, name)) for name in ("k", "v")}
+        )
+
+    monkeypatch.setattr(arms, "prefill", spoil)
+    changed = [r for batch, _ in run_perplexity(arms, state, make_windows(), SPEC) for r in batch]
+    for record, clean in zip(changed, small_run(), strict=True):
+        assert record["nats"]["uncached"] == clean["nats"]["uncached"]
+        assert abs(record["nats"]["cached"] - clean["nats"]["cached"]) > 1e-3
+        assert record["logits"]["kl"] > 1e3 * clean["logits"]["kl"]
+
+
+def test_a_resumed_run_makes_the_same_records():
+    arms, state = make_arms()
+    batches = list(run_perplexity(arms, state, make_windows(), SPEC, frozenset({0, 1, 2})))
+    assert [r["problem"] for batch, _ in batches for r in batch] == list(range(3, len(make_windows())))
+    assert [r for batch, _ in batches for r in batch] == small_run()[3:]
+    assert batches[0][1]["problems"] == [2, 3]
+    assert batches[0][1]["seconds"].keys() == {"cached", "uncached"}
+
+
+def test_numbers_that_are_not_finite():
+    arms, state = make_arms()
+    windows = make_windows()
+    token = windows[0].scored[0]
+    broken = changed_state(state, "embed", (token, 0), np.inf)
+    records = [r for batch, _ in run_perplexity(arms, broken, windows[:1], SPEC) for r in batch]
+    assert [r["status"] for r in records] == ["invalid"]
+    assert records[0]["nats"] is records[0]["logits"] is None
+    validate_perplexity(records[0])
+
+
+def test_refusals(monkeypatch):
+    arms, state = make_arms(stop_ids=(ord("n"),))
+    with pytest.raises(UserError, match=r"holds a token that ends a text \(110\)"):
+        next(run_perplexity(arms, state, make_windows(), SPEC))
+    arms, state = make_arms()
+    long = Window(0, tuple(range(60)), tuple(range(9)), 9, 1)
+    with pytest.raises(UserError, match="window of 69 tokens exceeds the context of 64"):
+        next(run_perplexity(arms, state, [long], SPEC))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("tokens", 0, "tokens: nothing"),
+        ("steps", 1, "steps: 1 beside"),
+        ("nats", {"cached": -1.0, "uncached": 1.0}, "nats.cached: negative"),
+        ("nats", None, "nats.cached: missing"),
+        ("logits", {"kl": 0.0, "flips": 99, "max_abs": 0.0, "bit_equal": 0}, "logits.flips: more than"),
+        ("logits", {"kl": -1.0, "flips": 0, "max_abs": 0.0, "bit_equal": 0}, "logits.kl: negative"),
+        ("key", ["perplexity", 5], "key: expected"),
+        ("bytes", -1, "bytes: expected count"),
+    ],
+)
+def test_schema_faults(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        validate_perplexity(small_run()[0] | {field: value})
+    equal = small_run()[0]["logits"] | {"bit_equal": STRIDE}
+    with pytest.raises(ValueError, match="although all their logits are equal"):
+        validate_perplexity(small_run()[0] | {"logits": equal})
+    assert experiment.FIGURES == ("nats", "logits")

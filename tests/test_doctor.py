@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,18 @@ from jaxkv.analysis.doctor import to_markdown
 from jaxkv.analysis.doctor_findings import conclude, describe, operand_kind
 from jaxkv.config import make_precision
 from jaxkv.decode import COMPILER_OPTIONS
-from jaxkv.experiments.doctor import DoctorSpec, compile_all, compile_with, measure_shapes, run_doctor
+from jaxkv.experiments import doctor
+from jaxkv.experiments.doctor import (
+    Bench,
+    DoctorSpec,
+    Part,
+    Programs,
+    compile_all,
+    compile_with,
+    join_parts,
+    measure_shapes,
+    run_doctor,
+)
 from jaxkv.experiments.doctor_operations import Inputs, compile_program, make_operations
 from jaxkv.experiments.doctor_shapes import (
     Shape,
@@ -284,6 +296,48 @@ def test_compilations_stop_when_time_is_up_and_a_fault_stays_alone():
     assert (programs.made, programs.missing) == ({}, {"a": "out of time"})
 
 
+def test_the_second_process_runs_beside_the_first(monkeypatch):
+    begun, compiling = threading.Event(), threading.Event()
+
+    def start(spec, seconds):
+        begun.set()
+        assert compiling.wait(60)
+        raise RuntimeError("it was there")
+
+    def compile_nothing(tasks, workers, seconds):
+        assert begun.wait(60)
+        compiling.set()
+        return Programs({}, dict.fromkeys(map(str, tasks), "out of time"), {})
+
+    monkeypatch.setattr(doctor, "compile_all", compile_nothing)
+    found = run_doctor(SPEC, start)
+    validate_doctor(found)
+    assert found["process"]["status"] == "cannot tell"
+    assert found["compilations"] == 0
+
+
+def test_programs_of_a_shape_are_one_whatever_dtypes_there_are():
+    shape, other = SPEC.row_shape(1), SPEC.row_shape(4)
+    made = {
+        Part(shape, "fp16"): lambda tile: {("fp16", "a"): tile},
+        Part(shape, "fp32"): lambda tile: {("fp32", "a"): -tile},
+        Part(other, "fp16"): lambda tile: {},
+        "arithmetic": None,
+    }
+    runs = join_parts(made)
+    assert set(runs) == {shape, other}
+    assert runs[shape](3) == {("fp16", "a"): 3, ("fp32", "a"): -3}
+
+
+def test_the_ends_of_every_question_come_first():
+    planned = [name for name in doctor.plan(SPEC, Bench(SPEC)) if isinstance(name, Part)]
+    assert [(str(p.shape), p.dtype) for p in planned[:4]] == [
+        ("rows 1x1, 128 slots", "fp16"), ("rows 1x1, 128 slots", "fp32"),
+        ("rows 1x4, 128 slots", "fp16"), ("rows 1x4, 128 slots", "fp32"),
+    ]  # fmt: skip
+    assert len(set(planned)) == len(planned) == 2 * (len(SPEC.rows) + len(SPEC.slots) + len(SPEC.batches))
+
+
 def test_spec_survives_json():
     assert DoctorSpec.from_json(json.loads(json.dumps(SPEC.to_json()))) == SPEC
 
@@ -302,8 +356,9 @@ def record():
 def test_end_to_end_on_this_device(record):
     validate_doctor(record)
     assert json.loads(json.dumps(record, allow_nan=False)) == record
+    shapes = len(SPEC.rows) + len(SPEC.slots) + len(SPEC.batches)
     # Every answer is there, and no program was compiled that is not counted.
-    assert record["compilations"] == record["compiled"] == 2 + len(SPEC.rows) + len(SPEC.slots) + len(SPEC.batches)
+    assert record["compilations"] == record["compiled"] == 2 + len(SPEC.dtypes) * shapes
     assert record["missing"] == {}
     assert record["process"] == {"status": "ok", "reason": None}
     for dtype in SPEC.dtypes:

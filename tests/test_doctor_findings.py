@@ -122,6 +122,12 @@ DIFFERS = clean_figure(differ=5)
         (("sum_bits", "fp16", "64", "exact"), 9.0, "16-bit partial sums at 64 rows", "in whichever dtype"),
         (("sum_bits", "fp16", "64", "exact"), None, "not finite at 64 rows", "in whichever dtype"),
         (("missing",), {"rows 1x4": "out of time"}, "Not measured: rows 1x4 (out of time).", "no such"),
+        (
+            ("missing",),
+            {f"{shape}, 128 slots, {d}": "out of time" for shape in ("rows 1x4", "rows 1x8") for d in ("fp16", "fp32")},
+            "Not measured: rows 1x4, 128 slots in fp16, fp32, rows 1x8, 128 slots in fp16, fp32 (out of time).",
+            "no such",
+        ),
     ],
 )  # fmt: skip
 def test_a_finding_changes_what_is_concluded(path, value, said, unsaid):

@@ -281,5 +281,18 @@ def conclude(record: Record) -> list[str]:
         " only for its own widths, outside a decoding loop."
     )
     if record["missing"]:
-        sentences.append(f"Not measured: {'; '.join(f'{name} ({why})' for name, why in record['missing'].items())}.")
+        sentences.append(f"Not measured: {_join_missing(record['missing'])}.")
     return sentences
+
+
+def _join_missing(missing: Mapping[str, str]) -> str:
+    """What is missing, programs of one reason together and dtypes of one program behind its shape."""
+    by_reason: dict[str, dict[str, list[str]]] = {}
+    for name, why in missing.items():
+        shape, _, dtype = name.rpartition(", ")
+        by_reason.setdefault(why, {}).setdefault(shape or name, []).extend([dtype] if shape else [])
+
+    def say(shape: str, dtypes: list[str]) -> str:
+        return f"{shape} in {join(dtypes)}" if dtypes else shape
+
+    return "; ".join(f"{', '.join(map(say, found, found.values()))} ({why})" for why, found in by_reason.items())

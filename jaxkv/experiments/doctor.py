@@ -16,7 +16,7 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -50,8 +50,13 @@ def _one_layer() -> ModelConfig:
 
 
 def default_seconds() -> float:
-    """How long compilations may begin so that all is done in a minute: a GPU's take ten seconds or more each."""
-    return 20.0 if jax.default_backend() == "gpu" else 40.0
+    """How long compilations may begin so that all is done in a minute: some of a GPU's take ten seconds."""
+    return 30.0 if jax.default_backend() == "gpu" else 40.0
+
+
+def default_workers() -> int:
+    """Programs compiled at a time; on a GPU few, since they wait for each other and none may be late."""
+    return min(2 if jax.default_backend() == "gpu" else 4, os.cpu_count() or 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,11 +85,11 @@ class DoctorSpec:
     batches: tuple[int, ...] = (2, 8)
     filled: int = 100
     tested: int = 16
-    process_rows: tuple[int, ...] = (1, 256)
+    process_rows: tuple[int, ...] = (1, 16)
     config: ModelConfig = dataclasses.field(default_factory=_one_layer)
     wide: tuple[int, int] = (4096, 1024)
     seed: int = 0
-    workers: int = dataclasses.field(default_factory=lambda: min(4, os.cpu_count() or 1))
+    workers: int = dataclasses.field(default_factory=default_workers)
     seconds: float = dataclasses.field(default_factory=default_seconds)
     child_seconds: float = 50.0
 
@@ -119,6 +124,30 @@ def compile_with(options: Mapping[str, Any] | None) -> Callable[..., Any]:
     return compile
 
 
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What one program computes: the operations of a shape in one dtype."""
+
+    shape: Shape
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.shape}, {self.dtype}"
+
+
+def join_parts(made: Mapping[Any, Any]) -> dict[Shape, Run]:
+    """The programs of a shape as one, whatever dtypes there are; what is no `Part` is left out."""
+    by_shape: dict[Shape, list[Run]] = {}
+    for part, run in made.items():
+        if isinstance(part, Part):
+            by_shape.setdefault(part.shape, []).append(run)
+
+    def join(runs: list[Run]) -> Run:
+        return lambda tile: {key: value for run in runs for key, value in run(tile).items()}
+
+    return {shape: join(runs) for shape, runs in by_shape.items()}
+
+
 class Bench:
     """Operations with their contents and weights, from which programs of any shape are compiled."""
 
@@ -134,9 +163,15 @@ class Bench:
             (d, op.name): jax.device_put(op.weights) for d, ops in self.operations.items() for op in ops
         }
 
-    def compile(self, shape: Shape) -> Run:
-        """Compiles the program of a shape."""
-        return compile_program(shape, self.spec.pool, self.operations, self.weights, compile_with(COMPILER_OPTIONS))
+    def compile(self, part: Part) -> Run:
+        """Compiles the program of a shape and dtype."""
+        operations = {part.dtype: self.operations[part.dtype]}
+        return compile_program(part.shape, self.spec.pool, operations, self.weights, compile_with(COMPILER_OPTIONS))
+
+    def plan(self, shapes: Iterable[Shape]) -> dict[Any, Callable[[], Any]]:
+        """The compilations of shapes in every dtype, in this order."""
+        parts = [Part(shape, dtype) for shape in dict.fromkeys(shapes) for dtype in self.spec.dtypes]
+        return {part: functools.partial(self.compile, part) for part in parts}
 
 
 @dataclasses.dataclass
@@ -237,7 +272,9 @@ def compute_hashes(spec: DoctorSpec) -> dict[str, Nested]:
     """What both processes are compared by: row count -> dtype -> operation -> hash of the tested rows' results."""
     bench = Bench(spec)
     shapes = {n: spec.row_shape(n) for n in spec.process_rows}
-    return {str(n): hash_results(compute_tested(bench.compile(s), s, spec.pool)) for n, s in shapes.items()}
+    programs = compile_all(bench.plan(shapes.values()), spec.workers, spec.seconds)
+    runs = join_parts(programs.made)
+    return {str(n): hash_results(compute_tested(runs[s], s, spec.pool)) for n, s in shapes.items() if s in runs}
 
 
 def device_description() -> dict[str, Any]:
@@ -260,15 +297,14 @@ def plan(spec: DoctorSpec, bench: Bench) -> dict[Any, Callable[[], Any]]:
     rows = [spec.row_shape(n) for n in spec.rows]
     slots = [spec.slot_shape(n) for n in spec.slots]
     batches = [spec.row_shape(1, batch=n) for n in spec.batches]
-    ends = [rows[0], rows[-1], slots[0], slots[-1], batches[-1], *map(spec.row_shape, spec.process_rows)]
-    shapes = dict.fromkeys([*ends, *rows[::-1], *slots, *batches])
+    ends = [*map(spec.row_shape, spec.process_rows), rows[0], slots[0], slots[-1], batches[-1], rows[-1]]
     ours, default = compile_with(COMPILER_OPTIONS), compile_with(None)
     casts = arithmetic.make_given(spec.dtypes, dots=False)
     tasks: dict[Any, Callable[[], Any]] = {
         "arithmetic": lambda: ours(arithmetic.program, (arithmetic.make_given(spec.dtypes),)),
         "casts by default": lambda: default(arithmetic.program, (casts,)),
     }
-    return tasks | {shape: functools.partial(bench.compile, shape) for shape in shapes}
+    return tasks | bench.plan([*ends, *rows[::-1], *slots, *batches])
 
 
 def run_doctor(
@@ -297,7 +333,7 @@ def _examine(
     """The record, with the hashes of the second process that runs beside this one, if any."""
     bench = Bench(spec)
     programs = compile_all(plan(spec, bench), spec.workers, spec.seconds)
-    runs = {shape: run for shape, run in programs.made.items() if isinstance(shape, Shape)}
+    runs = join_parts(programs.made)
     questions, hashes = measure_shapes(spec, runs)
     figures: dict[str, dict[str, Any]] = {d: {} for d in spec.dtypes}
     if {"arithmetic", "casts by default"} <= programs.made.keys():

@@ -1,0 +1,273 @@
+"""What a quantized cache stores and shows, step by step, beside the quantizers' own functions on the same rows."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from quantized_models import HEAD_DIM, wide_config
+from small_models import same_bits
+
+from jaxkv.cache import EMPTY, empty_cache
+from jaxkv.config import make_precision
+from jaxkv.decode import COMPILER_OPTIONS
+from jaxkv.errors import UserError
+from jaxkv.interventions.quantized_cache import Quantization, cache_bytes, effective_bits
+from jaxkv.interventions.quantizers import parse_cache_quant
+from jaxkv.models.families import get_preset
+
+FP16 = make_precision("fp16")
+CONFIG = dataclasses.replace(wide_config(), num_layers=1)
+K = CONFIG.num_kv_heads
+SLOTS, PREFILL, STEPS = 72, 24, 40
+LENGTHS = (7, 20, 13)
+SPECS = (
+    *("kvarn:k2v3,tile=16,first=5", "kvarn:2,tile=8,first=0,rotate=off,recent=3", "kivi:2,group=8,window=16"),
+    *("quarot:4", "turboquant:4,edges=0", "llama:q4_0", "fp8:e4m3,scale=token", "int4,first=2", "mask:8,recent=5"),
+    *("hf:2,every=12", "hf:4,axis=channel,group=8,every=12,first=3", "hf:2,axis=channel,group=8,anchor=end,every=12"),
+    *("k=kvarn:2,tile=8,first=3;v=none", "k=none;v=kivi:4,group=16,window=32", "k=int8,first=1;v=hf:2,every=9"),
+)
+EVERY = pytest.mark.parametrize("spec", SPECS)
+
+
+def make_rows(lengths, seed=0):
+    """Keys and values of whole texts by position, fp16 [B, n, K, H], spread over tokens; row b is keyed by b."""
+    made = {}
+    for side, offset in (("k", 0), ("v", 100)):
+        texts = []
+        for b, length in enumerate(lengths):
+            rng = np.random.default_rng((seed, b, offset))
+            n = length + STEPS
+            text = rng.normal(size=(n, K, HEAD_DIM)) * np.exp(rng.normal(size=(n, 1, 1)))
+            texts.append(text.astype(np.float16))
+        made[side] = texts
+    return made
+
+
+@functools.cache
+def programs(spec):
+    """Prefill and a loop of one-row steps, through the cache as a decoder meets it; both give what queries see."""
+
+    def call(cache, k, v, positions, slot):
+        turn = cache.begin(positions, slot)
+        layer = turn.layer(0).write(k, v, slot)
+        return turn.finish([layer]), layer.read()
+
+    def loop(cache, k, v, first, prompt):
+        def body(carry, rows):
+            cache, slot = carry
+            cache, views = call(cache, *rows, (slot - first)[:, None], slot)
+            return (cache, slot + 1), views
+
+        (cache, _), views = jax.lax.scan(body, (cache, prompt), (k, v))
+        return cache, views
+
+    return tuple(jax.jit(fn, compiler_options=COMPILER_OPTIONS) for fn in (call, loop))
+
+
+def place(texts, lengths, prompt):
+    """Prefill rows [B, PREFILL, K, H], left-padded to `prompt`, and decoded rows [STEPS, B, 1, K, H]."""
+    early = np.zeros((len(texts), PREFILL, K, HEAD_DIM), np.float16)
+    late = np.stack([text[length:] for text, length in zip(texts, lengths, strict=True)], axis=1)[:, :, None]
+    for b, (text, length) in enumerate(zip(texts, lengths, strict=True)):
+        early[b, prompt - length : prompt] = text[:length]
+    return early, late
+
+
+@functools.cache
+def run(spec, lengths=LENGTHS, precision="fp16", seed=0):
+    """The cache at the end, and what every call saw: k and v as lists of [B, S, K, H]; also the rows placed."""
+    prompt = max(lengths)
+    first = np.asarray([prompt - n for n in lengths], np.int32)
+    quantization = Quantization(parse_cache_quant(spec))
+    cache = quantization.make_cache(CONFIG, make_precision(precision), len(lengths), SLOTS)
+    rows = {side: place(texts, lengths, prompt) for side, texts in make_rows(lengths, seed).items()}
+    early, late = zip(*rows.values(), strict=True)
+    slots = np.arange(PREFILL, dtype=np.int32)[None]
+    positions = np.where((slots >= first[:, None]) & (slots < prompt), slots - first[:, None], EMPTY)
+    prefill, loop = programs(spec)
+    cache, views = prefill(cache, *early, positions, 0)
+    cache, later = loop(cache, *late, jnp.asarray(first), jnp.asarray(prompt))
+    seen = {side: [np.asarray(views[i]), *np.asarray(later[i])] for i, side in enumerate("kv")}
+    return cache, seen, rows
+
+
+def reference(quant, rows, lengths):
+    """What each call is to see of one side by position: for every call and row, [written, K, H] in fp16."""
+    quantizer, window = quant.quantizer, quant.window
+    rotate = jax.jit(quantizer.rotate)
+    turned = [np.asarray(rotate(rows[0])), np.stack([np.asarray(rotate(x)) for x in rows[1]])]
+    prompt, expected = max(lengths), [[] for _ in range(STEPS + 1)]
+    quantize, dequantize = jax.jit(quantizer.quantize), jax.jit(quantizer.dequantize)
+    room = SLOTS // quantizer.granularity * quantizer.granularity  # one program: a tile sees no other
+    pad = lambda x: np.pad(x.astype(np.float32), ((0, room - len(x)), (0, 0), (0, 0)))[None]  # noqa: E731
+    for b, length in enumerate(lengths):
+        text = np.concatenate([turned[0][b, prompt - length : prompt], turned[1][:, b, 0]])
+        first = min(window.first, len(text))
+        if not quantizer.whole_history:
+            read = np.asarray(dequantize(quantize(pad(text[first:][:room]))))[0].astype(np.float16)
+        held, packed = np.zeros((0, *text.shape[1:]), np.float32), 0
+        for call in range(STEPS + 1):
+            written = length + call
+            before = 0 if call == 0 else written - 1
+            ends = [int(window.packed(n, length)[1]) if n or not window.from_prompt else 0 for n in (before, written)]
+            if quantizer.whole_history and ends[1] > packed:
+                history = np.concatenate([held, text[max(packed, first) : ends[1]].astype(np.float32)])
+                new = np.asarray(dequantize(quantize(pad(history), jnp.asarray([len(history)]))))[0, : len(history)]
+            else:
+                new = held
+            exact = quantizer.own == "step" or (quantizer.own == "prompt" and call == 0)
+            end, store = (packed if quantizer.whole_history else ends[0], held) if exact else (ends[1], new)
+            end = max(first, end)
+            shown = text[:written].copy()
+            body = store.astype(np.float16) if quantizer.whole_history else read[: end - first]
+            if exact and call == 0:
+                body = body[:0]
+            shown[first : first + len(body)] = body
+            expected[call].append(shown)
+            held, packed = new, max(packed, ends[1])
+    return expected
+
+
+@EVERY
+def test_reads_are_the_quantizers_own_at_every_step(spec):
+    """Position by position and step by step, the bits of quantize and dequantize on each row alone."""
+    cache, seen, rows = run(spec)
+    quant = parse_cache_quant(spec)
+    changed = 0
+    for side in "kv":
+        sided, views = getattr(quant, side), seen[side]
+        if sided.quantizer is None:
+            early, late = rows[side]
+            expected = np.zeros((len(LENGTHS), SLOTS, K, HEAD_DIM), np.float16)
+            expected[:, :PREFILL] = early
+            for call, view in enumerate(views):
+                if call:
+                    expected[:, max(LENGTHS) + call - 1] = late[call - 1, :, 0]
+                assert same_bits(view, expected)
+            continue
+        wanted = reference(sided, rows[side], LENGTHS)
+        for call, view in enumerate(views):
+            for b, length in enumerate(LENGTHS):
+                start = max(LENGTHS) - length
+                assert same_bits(view[b, start : start + length + call], wanted[call][b]), (side, call, b)
+                assert not view[b, :start].any()
+                assert not view[b, start + length + call :].any()
+        changed += int((np.asarray(cache.packed(0)["kv".index(side)])).sum())
+    assert changed > len(LENGTHS) * 16
+
+
+ALONE = (
+    "kvarn:2,tile=8,first=5,rotate=off",
+    "kivi:2,group=8,window=16",
+    "hf:2,axis=channel,group=8,anchor=end,every=12",
+)
+
+
+@pytest.mark.parametrize("spec", [*ALONE, "kvarn:k2v3,tile=16,first=5"])
+def test_neighbours_and_left_padding_change_no_bit(spec):
+    """Other neighbours, of other lengths, so that a row's slots move: what is stored of it stays."""
+    cache, seen, _ = run(spec)
+    other, moved, _ = run(spec, (7, 11, 13))
+    for row in (0, 2):
+        for a, b in zip((*cache.k, *cache.v), (*other.k, *other.v), strict=True):
+            assert same_bits(jax.tree.map(lambda x: x[row], a), jax.tree.map(lambda x: x[row], b))  # noqa: B023
+        for side in "kv":
+            start, to = max(LENGTHS) - LENGTHS[row], 13 - LENGTHS[row]
+            for call in (0, 1, STEPS):
+                n = LENGTHS[row] + call
+                assert same_bits(seen[side][call][row, start : start + n], moved[side][call][row, to : to + n])
+
+
+@pytest.mark.parametrize("spec", ALONE)
+def test_a_row_by_itself_has_the_bits_it_has_in_a_batch(spec):
+    """One row takes slices where a batch takes gathers; a vmapped row is the third way."""
+    cache, seen, _ = run(spec)
+    alone, views, _ = run(spec, LENGTHS[:1])
+    for a, b in zip((*cache.k, *cache.v), (*alone.k, *alone.v), strict=True):
+        assert same_bits(jax.tree.map(lambda x: x[:1], a), b)
+    start = max(LENGTHS) - LENGTHS[0]
+    n = LENGTHS[0] + STEPS
+    for side in "kv":
+        assert same_bits(seen[side][STEPS][0, start : start + n], views[side][STEPS][0, :n])
+
+
+def test_vmap_is_a_loop():
+    _, _, rows = run(ALONE[1])
+    quantization = Quantization(parse_cache_quant(ALONE[1]))
+
+    def prefill(k, v, positions):
+        turn = quantization.make_cache(CONFIG, FP16, 1, SLOTS).begin(positions[None], 0)
+        layer = turn.layer(0).write(k[None], v[None], 0)
+        return turn.finish([layer]), layer.read()
+
+    positions = np.where(np.arange(PREFILL) < 21, np.arange(PREFILL), EMPTY)
+    k, v = rows["k"][0], rows["v"][0]
+    mapped = jax.jit(jax.vmap(prefill, in_axes=(0, 0, None)), compiler_options=COMPILER_OPTIONS)(k, v, positions)
+    one = jax.jit(prefill, compiler_options=COMPILER_OPTIONS)
+    for row in range(len(LENGTHS)):
+        assert same_bits(jax.tree.map(lambda x: x[row], mapped), one(k[row], v[row], positions))  # noqa: B023
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_stated_bits_are_counted_bytes(spec):
+    """At every size: packed positions at the method's bits, windows and what may wait at the cache's."""
+    quant = parse_cache_quant(spec)
+    for slots, precision in ((72, "fp16"), (127, "fp32"), (9, "bf16")):
+        cache = jax.eval_shape(lambda: Quantization(quant).make_cache(CONFIG, make_precision(precision), 2, slots))  # noqa: B023
+        elements = 2 * K * HEAD_DIM
+        width = 8 * jnp.dtype(make_precision(precision).cache).itemsize
+        stated = 0.0
+        for side, store, plan in zip("kv", (cache.k[0], cache.v[0]), cache.plans(0), strict=True):
+            sided = getattr(quant, side)
+            if sided.quantizer is None:
+                stated += slots * width * elements
+                continue
+            window = sided.window
+            start = min(window.first, slots)
+            wait = min(window.recent + window.block - 1, slots - start)
+            packed = plan.capacity
+            assert store.first.shape[1] == start
+            assert store.recent.shape[1] == wait
+            if window.from_prompt:
+                assert slots - start <= packed < slots - start + 8
+            else:
+                assert start + packed == max(start, int(window.packed(slots)[1]))
+            stated += (packed * sided.quantizer.bits_per_element(HEAD_DIM) + (start + wait) * width) * elements
+            if getattr(sided.quantizer, "anchor", "start") == "end" and packed:  # a group more, and a row's shift
+                stated += 32 * elements + 32 * 2
+        assert 8 * cache_bytes(cache) == stated
+        assert effective_bits(cache, CONFIG) == stated / (2 * slots * elements)
+
+
+def test_a_2_bit_cache_of_32k_tokens_is_a_fifth_at_most():
+    config = get_preset("llama2-7b")
+    changed = jax.eval_shape(lambda: Quantization(parse_cache_quant("kvarn:k2v2")).make_cache(config, FP16, 1, 1 << 15))
+    plain = jax.eval_shape(lambda: empty_cache(config, FP16, 1, 1 << 15))
+    assert cache_bytes(plain) == 2 * 32 * (1 << 15) * 4096 * 2
+    assert changed.positions.shape == plain.positions.shape
+    assert cache_bytes(changed) <= 0.2 * cache_bytes(plain)
+    assert effective_bits(changed, config) == (32640 * 2.25 + 255 * 16) / 32768  # the paper: 2.36
+
+
+def test_layers_that_stay_exact():
+    config = dataclasses.replace(CONFIG, num_layers=5)
+    cache = jax.eval_shape(lambda: Quantization(parse_cache_quant("turboquant:4")).make_cache(config, FP16, 1, 16))
+    exact = [store.shape for store in cache.k if isinstance(store, jax.ShapeDtypeStruct)]
+    assert exact == [(1, 16, K, HEAD_DIM)] * 4
+    assert [plan is not None for plan in cache.plans(2)] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("spec", "change", "words"),
+    [
+        ("kvarn:2", {"head_dim": 40}, "powers of two"),
+        ("kvarn:2,tile=600", {}, "a tile of 600 tokens"),
+        ("llama:q4_0", {"head_dim": 16}, "multiple of 32 channels"),
+    ],
+)
+def test_models_that_do_not_suit(spec, change, words):
+    with pytest.raises(UserError, match=words):
+        Quantization(parse_cache_quant(spec)).make_cache(dataclasses.replace(CONFIG, **change), FP16, 1, 16)

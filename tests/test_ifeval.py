@@ -7,10 +7,13 @@ import socket
 import sys
 
 import pytest
+from sample_records import make_sample
 
+from jaxkv.analysis.report import render_markdown
+from jaxkv.analysis.summary import summarize
 from jaxkv.errors import UserError
 from jaxkv.tasks import PromptSpec, load_task
-from jaxkv.tasks.ifeval import choose_subset, draws_letter, instruction_level
+from jaxkv.tasks.ifeval import choose_subset, draws_letter
 from jaxkv.tasks.ifeval_checker import check, load_checker
 
 KINDS = [
@@ -101,13 +104,31 @@ def test_label_changes(task):
     assert set(task.label_change(MIDDLE, FIRST, gold).values()) == {"answer_changed"}
 
 
-def test_instruction_level(task):
+def test_summaries_count_instructions_and_prompts(task):
+    """Two prompts of three instructions: one followed whole; of the other the first instruction alone."""
     capitals = "RIVERS RUN FROM THE HILLS, TO THE SEA AND THE RAIN BRINGS THE WATER BACK."
-    scores = [task.score(capitals, task.problems[2].answer)]
-    scores.append(task.score("No comma", task.problems[0].answer))
-    expected = {"followed": 2, "total": 3, "rate": 2 / 3}
-    assert instruction_level(scores) == {"strict": expected, "loose": expected}
-    assert instruction_level([]) == {}
+    samples = []
+    for index, (text, problem) in enumerate(
+        zip((capitals, "No comma"), (task.problems[2], task.problems[0]), strict=True)
+    ):
+        sample = make_sample(index)
+        for arm in ("cached", "uncached"):
+            sample["arms"][arm]["scores"] = task.score(text if arm == "cached" else "", problem.answer)
+        sample["label_change"] = task.label_change(text, "", problem.answer)
+        samples.append(sample)
+    run = {"format": 1, "fingerprint": "ab", "config": {"task": "ifeval"}, "sessions": [{"started": "now"}]}
+    summary = summarize(samples, run)
+    assert list(summary["accuracy"]) == ["strict", "loose"]
+    assert summary["accuracy"]["strict"]["cached"]["count"] == 1
+    for shares in summary["instruction_level"].values():
+        assert [(shares[arm]["count"], shares[arm]["total"]) for arm in ("cached", "uncached")] == [(2, 3), (0, 3)]
+    page = render_markdown(summary, run)
+    assert "by the strict scorer" in page
+    assert "Of all instructions:" in page
+    assert "2 of 3" in page
+    del samples[0]["arms"]["uncached"]["scores"]["loose"]
+    with pytest.raises(ValueError, match=r"arms\.uncached\.scores: \['strict'\] beside \['loose', 'strict'\]"):
+        summarize(samples, run)
 
 
 @pytest.mark.parametrize(

@@ -315,11 +315,11 @@ def _free(free: Mapping[str, Any] | None) -> list[str]:
     return ["## Running free", "", *_rows(["", MAIN], rows)]
 
 
-def _accuracy(accuracy: Mapping[str, Any]) -> list[str]:
+def _accuracy(summary: Summary) -> list[str]:
     header = ["scorer", "cached", "uncached", "difference, points", "only cached right", "only uncached right"]
     header += ["McNemar p", "answer changed", "extraction only"]
     rows = []
-    for scorer, a in accuracy.items():
+    for scorer, a in summary["accuracy"].items():
         changes = a["label_changes"]
         rows.append(
             [
@@ -334,7 +334,14 @@ def _accuracy(accuracy: Mapping[str, Any]) -> list[str]:
                 str(changes["extraction_only"]),
             ]
         )
-    return ["## Accuracy, both arms on the same problems", "", *_rows(header, rows)]
+    lines = ["## Accuracy, both arms on the same problems", "", *_rows(header, rows)]
+    if instructions := summary.get("instruction_level"):
+        followed = [
+            [scorer, *(format_counted_share(arms[arm]) for arm in ("cached", "uncached"))]
+            for scorer, arms in instructions.items()
+        ]
+        lines += ["Of all instructions:", "", *_rows(["scorer", "cached", "uncached"], followed)]
+    return lines
 
 
 def _invalid(summary: Summary) -> list[str]:
@@ -406,7 +413,7 @@ def render_markdown(summary: Summary, run: Mapping[str, Any]) -> str:
         lines += [f"**{missing}.**", ""]
     lines += _what_was_run(summary, run)
     if summary["status"] == "ok":
-        lines += [*_agreement(summary), *_free(summary["free_running"]), *_accuracy(summary["accuracy"])]
+        lines += [*_agreement(summary), *_free(summary["free_running"]), *_accuracy(summary)]
     lines += [*_invalid(summary), *_caveats(summary, run), *_provenance(run)]
     return "\n".join(lines).rstrip() + "\n"
 

@@ -62,7 +62,23 @@ def summarize(records: Sequence[Record], run: Mapping[str, Any]) -> dict[str, An
     summary["accuracy"] = {
         scorer: _summarize_accuracy(valid, scorer) for scorer in valid[0]["arms"]["cached"]["scores"]
     }
+    if run.get("config", {}).get("task") == "ifeval":
+        summary["instruction_level"] = _summarize_instructions(valid)
     return summary
+
+
+def _summarize_instructions(valid: Sequence[Record]) -> dict[str, Any]:
+    """Of IFEval: the share of all instructions followed, scorer -> arm -> share with an interval over prompts.
+
+    An answer there has a 1 or a 0 for each instruction of the prompt.
+    """
+
+    def followed(scorer: str, arm: str) -> dict[str, Any] | None:
+        answers = [s["arms"][arm]["scores"][scorer]["answer"] for s in valid]
+        return clustered_share([answer.count("1") for answer in answers], [len(answer) for answer in answers])
+
+    scorers = valid[0]["arms"]["cached"]["scores"]
+    return {scorer: {arm: followed(scorer, arm) for arm in ("cached", "uncached")} for scorer in scorers}
 
 
 def _find_gate(run: Mapping[str, Any]) -> dict[str, Any] | None:

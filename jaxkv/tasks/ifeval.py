@@ -2,7 +2,7 @@
 
 Scores are those of lm-evaluation-harness (`ifeval_checker`), strict and loose. Prompt level: all instructions of a
 prompt are followed; that is `correct`. Instruction level: the share of all instructions; `answer` has a 1 or a 0 for
-each instruction of the prompt, and `instruction_level` adds them up.
+each instruction of the prompt, which summaries add up (`jaxkv.analysis.summary`).
 
 Left out of every subset: prompts with a `keywords:letter_frequency` whose letter is none of a to z (in the public file
 keys 1122, '#', and 1129, '!'), since the checker counts a letter drawn at random instead.
@@ -100,23 +100,4 @@ def grade(text: str, gold: str) -> Scores:
     return {
         name: {"answer": "".join(str(int(followed)) for followed in each), "correct": all(each)}
         for name, each in found.items()
-    }
-
-
-def instruction_level(scores: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, float]]:
-    """Accuracy over all instructions of all prompts.
-
-    Args:
-      scores: of each response, as `grade` gives them.
-
-    Returns:
-      For 'strict' and 'loose' `followed`, `total` and `rate`; empty without a response.
-    """
-    answers: dict[str, str] = {}
-    for each in scores:
-        for name, score in each.items():
-            answers[name] = answers.get(name, "") + score["answer"]
-    return {
-        name: {"followed": bits.count("1"), "total": len(bits), "rate": bits.count("1") / len(bits)}
-        for name, bits in answers.items()
     }

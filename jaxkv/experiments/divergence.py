@@ -193,7 +193,10 @@ class ArmRuns:
         return Runs(self.cached, self.forced, free, drafts, seconds=self.seconds, **again)
 
 
-def _arm_record(tokens: list[int], broke: bool, stop_ids, tokenizer, scoring: Scoring, gold: str) -> dict[str, Any]:
+def make_arm(
+    tokens: list[int], broke: bool, stop_ids: Sequence[int], tokenizer: Any, scoring: Scoring, gold: str
+) -> dict[str, Any]:
+    """An arm's own run as a record has it; `broke` where its numbers did not stay finite."""
     text, cut = scoring.cut(tokenizer.decode([t for t in tokens if t not in stop_ids]))
     stop = "eos" if tokens and tokens[-1] in stop_ids else "stop_string" if cut else "length"
     return {
@@ -357,7 +360,7 @@ def make_record(
     found = compare_row(arms, item, row, ran, spec)
     broke = found["status"] == "invalid"
     scored = {
-        arm: _arm_record(tokens, broke, arms.stop_ids, tokenizer, scoring, item.gold)
+        arm: make_arm(tokens, broke, arms.stop_ids, tokenizer, scoring, item.gold)
         for arm, tokens in found["arms"].items()
     }
     return {

@@ -1,0 +1,126 @@
+"""What a cache holds at the end of a run: whether it is finite, what did not fit its format, bits and bytes."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.cache import EMPTY, KVCache
+from jaxkv.config import ModelConfig, Precision
+from jaxkv.interventions.cache_errors import CacheError
+from jaxkv.interventions.perturbed_cache import PerturbedCache
+from jaxkv.interventions.quantized_cache import QuantizedCache, cache_bytes, make_plans
+from jaxkv.interventions.quantizers import CacheQuant, Window
+from jaxkv.interventions.quantizers.base import Quantizer
+
+
+def _plain(cache: Any) -> Any:
+    return cache.plain if isinstance(cache, PerturbedCache) else cache
+
+
+@jax.jit
+def _find_nonfinite(cache: KVCache | QuantizedCache) -> tuple[jax.Array, jax.Array]:
+    """By row, layer and side [B, L, 2]: the first position that is not finite, the largest integer if none; any NaN."""
+    never = jnp.iinfo(jnp.int32).max
+    first, nan = [], []
+    for index in range(len(cache.k)):
+        sides = cache.read(index) if isinstance(cache, QuantizedCache) else (cache.k[index], cache.v[index])
+        for x in sides:
+            bad = ~jnp.all(jnp.isfinite(x), axis=(2, 3)) & (cache.positions != EMPTY)
+            first.append(jnp.min(jnp.where(bad, cache.positions, never), axis=1))
+            nan.append(jnp.any(jnp.isnan(x) & bad[:, :, None, None], axis=(1, 2, 3)))
+    shape = (cache.positions.shape[0], len(cache.k), 2)
+    return jnp.stack(first, axis=1).reshape(shape), jnp.stack(nan, axis=1).reshape(shape)
+
+
+def find_fault(name: str, cache: Any, row: int) -> dict[str, Any] | None:
+    """The first layer of a row whose keys or values are not finite, though no logit need show it; None if all are."""
+    first, nan = (np.asarray(found)[row] for found in _find_nonfinite(_plain(cache)))
+    found = np.argwhere(first < np.iinfo(np.int32).max)
+    if not len(found):
+        return None
+    layer, side = map(int, found[0])
+    value = "nan" if nan[layer, side] else "inf"
+    op = "kv"[side]
+    return {
+        "arm": name, "step": None, "layer": layer, "op": op, "position": int(first[layer, side]), "value": value,
+    }  # fmt: skip
+
+
+def _saturates(quant: CacheQuant) -> bool:
+    """Whether a format of either side has an end."""
+    methods = (quant.k.quantizer, quant.v.quantizer)
+    return any(method is not None and type(method).saturated is not Quantizer.saturated for method in methods)
+
+
+@functools.partial(jax.jit, static_argnames="quant")
+def _count(clean: KVCache, changed: QuantizedCache, quant: CacheQuant) -> jax.Array:
+    counts = jnp.zeros((3, clean.positions.shape[0]), jnp.int32)
+    for index, sides in enumerate(zip(clean.k, clean.v, strict=True)):
+        masks = changed.packed(index)
+        for side, (method, x) in enumerate(zip((quant.k.quantizer, quant.v.quantizer), sides, strict=True)):
+            if method is not None:
+                over = jnp.where(masks[side][:, :, None], method.saturated(method.rotate(x)), 0)
+                elements = jnp.sum(masks[side], axis=1, dtype=jnp.int32) * (x.shape[2] * x.shape[3])
+                counts = counts.at[side].add(jnp.sum(over, axis=(1, 2))).at[2].add(elements)
+    return counts.T
+
+
+def count_saturated(what: CacheError | CacheQuant, clean: KVCache, changed: Any) -> np.ndarray | None:
+    """Elements of the clean cache's keys and values that are packed and that a format cannot hold.
+
+    Args:
+      what: is done to the cache.
+      clean: the cache without it, of the same tokens.
+      changed: the cache with it.
+
+    Returns:
+      [B, 3] of keys, of values, and of all that are packed; None where no format has an end.
+    """
+    if not isinstance(what, CacheQuant) or not _saturates(what):
+        return None
+    return np.asarray(_count(clean, changed, what))
+
+
+@functools.lru_cache(maxsize=256)
+def _packed(window: Window, written: int, prompt: int) -> int:
+    start, end = window.packed(written, prompt)
+    return max(0, min(int(end), written) - start)
+
+
+def measure_cache(
+    what: CacheError | CacheQuant | None,
+    config: ModelConfig,
+    precision: Precision,
+    cache: Any,
+    written: int,
+    prompt: int,
+) -> dict[str, Any]:
+    """Bytes of a row, and bits per element of a cache of `written` tokens (schema: jaxkv.schema_injection).
+
+    Args:
+      what: is done to the cache; None for nothing.
+      config: architecture.
+      precision: its `cache` is what elements are stored in that are not packed.
+      cache: whose arrays are counted.
+      written: tokens.
+      prompt: those of them that came at once.
+    """
+    exact = 8.0 * jnp.dtype(precision.cache).itemsize
+    bits, shares = [], []
+    for layer in range(config.num_layers):
+        plans = make_plans(what, layer, config.num_layers, written) if isinstance(what, CacheQuant) else (None, None)
+        for plan in plans:
+            share = _packed(plan.window, written, prompt) / max(written, 1) if plan else 0.0
+            body = plan.quantizer.bits_per_element(config.head_dim) if plan else exact
+            shares.append(share)
+            bits.append(share * body + (1 - share) * exact)
+    return {
+        "bytes": cache_bytes(_plain(cache)) // cache.positions.shape[0],
+        "written": written,
+        "bits": float(np.mean(bits)),
+        "exact_bits": exact,
+        "packed": float(np.mean(shares)),
+    }

@@ -1,0 +1,131 @@
+"""Changes of a cache by name: what the flags `--cache_error` and `--cache_quant` ask for, with their seeds."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxkv.cache import Intervention
+from jaxkv.config import ModelConfig
+from jaxkv.decode import Arms
+from jaxkv.errors import UserError
+from jaxkv.interventions.cache_error_spec import parse_cache_error
+from jaxkv.interventions.cache_errors import CacheError
+from jaxkv.interventions.perturbed_cache import Perturbation
+from jaxkv.interventions.quantized_cache import Quantization
+from jaxkv.interventions.quantizers import CacheQuant, parse_cache_quant
+from jaxkv.schema_injection import CLEAN
+
+
+@dataclasses.dataclass(frozen=True)
+class _Seeded:
+    """An intervention with a seed of its own."""
+
+    made: Any
+    seed: int
+
+    def make_cache(self, config, precision, batch, slots, problems, seed) -> Any:
+        """As in jaxkv.cache.Intervention."""
+        del seed  # the sampler's
+        return self.made.make_cache(config, precision, batch, slots, problems, jnp.asarray(self.seed, jnp.int32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """What is done to the cache.
+
+    Attributes:
+      what: an error or a quantizer; None is the clean arm.
+    """
+
+    what: CacheError | CacheQuant | None
+
+    @property
+    def name(self) -> str:
+        """Its key in the records: the spec that gives it."""
+        return CLEAN if self.what is None else str(self.what)
+
+    def intervention(self, seed: int) -> Intervention | None:
+        """Makes its caches, whose noise has this seed whatever the sampler's is."""
+        if self.what is None:
+            return None
+        made = Perturbation(self.what) if isinstance(self.what, CacheError) else Quantization(self.what)
+        return _Seeded(made, seed)
+
+    def seeds(self, seeds: Sequence[int]) -> list[int]:
+        """The seeds it is to be run with: 0 alone if it draws nothing."""
+        return list(seeds) if isinstance(self.what, CacheError) and self.what.random else [0]
+
+    def describe(self, head_dim: int) -> dict[str, Any] | None:
+        """The spec of a record."""
+        if not isinstance(self.what, CacheQuant):
+            return None if self.what is None else self.what.describe()
+        sides: dict[str, Any] = {}
+        for name, side in (("k", self.what.k), ("v", self.what.v)):
+            method, window = side.quantizer, side.window
+            sides[name] = method and {
+                "method": type(method).__name__,
+                "bits": method.bits_per_element(head_dim),
+                **{part: getattr(window, part) for part in ("first", "recent", "block")},
+                "own": method.own,
+            }
+        return {"family": "quant"} | sides
+
+
+def make_changes(errors: Sequence[str], quants: Sequence[str], config: ModelConfig | None = None) -> list[Change]:
+    """The clean arm and the changes that are asked for, in order: quantizers, then errors.
+
+    Args:
+      errors: texts of `--cache_error`.
+      quants: texts of `--cache_quant`.
+      config: of the model that they must suit; None leaves that open.
+
+    Raises:
+      UserError: a text that is not understood, names the clean cache, is given twice, or does not suit the model.
+    """
+    changes = [Change(None)]
+    parsers: dict[str, Callable[[str], CacheError | CacheQuant]]
+    parsers = {"cache_quant": parse_cache_quant, "cache_error": parse_cache_error}
+    asked = [*(("cache_quant", text) for text in quants), *(("cache_error", text) for text in errors)]
+    for flag, text in asked:
+        change = Change(parsers[flag](text))
+        if change.name == CLEAN:
+            raise UserError(f"--{flag}={text} leaves the cache as it is, and the clean arm always runs; drop it")
+        if change in changes:
+            raise UserError(f"--{flag}={text} asks for {change.name} a second time; drop it")
+        try:
+            if config is not None and isinstance(change.what, CacheError):
+                change.what.check(config.num_layers, config.num_kv_heads)
+            elif config is not None and isinstance(change.what, CacheQuant):
+                change.what.check(config.head_dim, config.context_length)
+        except UserError as error:
+            raise UserError(f"--{flag}={text}: {error}") from None
+        changes.append(change)
+    return changes
+
+
+def list_runs(changes: Sequence[Change], seeds: Sequence[int]) -> list[tuple[Change, int]]:
+    """Each change with each of its seeds: one record a problem.
+
+    Raises:
+      UserError: no seed, one that is given twice, or one that does not fit 32 bits.
+    """
+    if not seeds or len(set(seeds)) != len(seeds) or not all(-(2**31) <= seed < 2**31 for seed in seeds):
+        given = ",".join(map(str, seeds))
+        raise UserError(f"--error_seeds={given} should be different whole numbers of 32 bits, at least one")
+    return [(change, seed) for change in changes for seed in change.seeds(seeds)]
+
+
+def change_cache(arms: Arms, intervention: Intervention | None) -> Arms:
+    """The arms with another cache, and the same programs.
+
+    Raises:
+      UserError: the aligned regime, which rewrites rows of a tile.
+    """
+    if arms.tile is not None:
+        raise UserError("a changed cache has no aligned regime; leave --regime at plain")
+    changed = copy.copy(arms)
+    changed.intervention = intervention
+    return changed

@@ -1,0 +1,251 @@
+"""The injection experiment: changes of nothing, changes of something, their records, and runs that are resumed."""
+
+import dataclasses
+import functools
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from quantized_models import wide_config
+from small_models import SAMPLERS
+from test_divergence import Scoring
+
+from jaxkv.analysis.injection import summarize_injection
+from jaxkv.checkpoints import ByteTokenizer
+from jaxkv.checkpoints.fill import flat_paths, with_leaves
+from jaxkv.config import make_precision
+from jaxkv.decode import Arms
+from jaxkv.errors import UserError
+from jaxkv.experiments.changes import change_cache, list_runs, make_changes
+from jaxkv.experiments.divergence import DivergenceSpec, Item, lay_out, plan_batches
+from jaxkv.experiments.injection import run_injection
+from jaxkv.generate import run_cached_keeping
+from jaxkv.models.decoder import Decoder
+from jaxkv.records import to_plain
+from jaxkv.schema_injection import CLEAN, validate_injection
+
+TOKENIZER = ByteTokenizer()
+SPEC = DivergenceSpec(new_tokens=10, seed=3, batch_size=2, bucket=8)
+LENGTHS = (6, 8, 6)
+CONFIG = dataclasses.replace(wide_config(), num_layers=1, vocab_size=TOKENIZER.vocab_size, context_length=64)
+
+
+def make_items(lengths=LENGTHS):
+    rng = np.random.default_rng(0)
+    return [Item(10 + i, tuple(rng.integers(0, 128, n).tolist()), "a") for i, n in enumerate(lengths)]
+
+
+@functools.cache
+def make_arms(sampler="greedy"):
+    return Arms(CONFIG, make_precision("fp16"), SAMPLERS[sampler], TOKENIZER.eos_ids)
+
+
+@functools.cache
+def make_state():
+    """Weights so large that the next token depends on the whole text."""
+    state = nnx.split(Decoder(CONFIG, make_precision("fp32"), nnx.Rngs(1)))[1]
+    rng = np.random.default_rng(2)
+    leaves = {path: rng.normal(size=leaf[...].shape) * 0.3 for path, leaf in flat_paths(state).items()}
+    return make_arms().prepare(with_leaves(state, {path: jnp.asarray(x, jnp.float16) for path, x in leaves.items()}))
+
+
+def run(errors=(), quants=(), seeds=(0,), sampler="greedy", lengths=LENGTHS, done=frozenset(), spec=SPEC):
+    changes = make_changes(errors, quants, CONFIG)
+    batches = run_injection(
+        make_arms(sampler), make_state(), make_items(lengths), spec, changes, seeds, TOKENIZER, Scoring(), done
+    )
+    found = [(to_plain(records), timing) for records, timing in batches]
+    records = [record for part, _ in found for record in part]
+    for record in records:
+        validate_injection(record)
+        json.dumps(record, allow_nan=False)
+    return records
+
+
+def by_key(records):
+    return {tuple(record["key"][1:]): record for record in records}
+
+
+@pytest.fixture(scope="module")
+def some_records():
+    return run(("normal:0,0.5", "truncate:2"), ("int4,first=4",), seeds=(4, 5))
+
+
+def test_one_record_a_problem_change_and_seed(some_records):
+    keys = [record["key"][1:] for record in some_records]
+    runs = [[CLEAN, 0], ["int4,first=4", 0], ["normal:0,0.5", 4], ["normal:0,0.5", 5], ["truncate:2", 0]]
+    assert sorted(keys) == sorted([problem, *each] for problem in (10, 11, 12) for each in runs)
+    assert all(record["status"] == "ok" for record in some_records)
+
+
+def test_changes_change_what_seeds_and_levels_key(some_records):
+    found = by_key(some_records)
+    for problem in (10, 11, 12):
+        kl = [np.mean(found[problem, name, seed]["teacher_forced"]["kl"]) for name, seed in
+              (("normal:0,0.5", 4), ("normal:0,0.5", 5), ("truncate:2", 0), ("int4,first=4", 0))]  # fmt: skip
+        assert len(set(kl)) == 4
+        assert min(kl) > 0
+
+
+def test_free_run_and_text_are_the_changed_arms_own(some_records):
+    found = by_key(some_records)
+    for (problem, name, _), record in found.items():
+        tokens, clean = record["run"]["tokens"], found[problem, CLEAN, 0]["run"]["tokens"]
+        assert record["run"]["text"] == TOKENIZER.decode(tokens).partition("#")[0]
+        if name != CLEAN:
+            assert record["free_running"]["diverged"] == (tokens != clean)
+            assert len(record["teacher_forced"]["kl"]) == len(clean)
+            first = next((i for i, flip in enumerate(record["teacher_forced"]["flip"]) if flip), None)
+            if None not in (first, record["free_running"]["first_diverged"]):
+                assert record["free_running"]["first_diverged"] == first  # greedy: they part at the first flip
+    assert any(record["free_running"]["diverged"] for record in some_records if record["change"] != CLEAN)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "errors", "quants"),
+    [("greedy", ("normal:0,0", "uniform:0,0;draw=read"), ("mask:16",)), ("temperature", ("normal:0,0",), ())],
+)
+def test_a_change_of_nothing_is_the_clean_run_bit_for_bit(sampler, errors, quants):
+    records = run(errors, quants, (7,), sampler)
+    assert len(records) == 3 * (1 + len(errors) + len(quants))
+    found = by_key(records)
+    for (problem, name, _), record in found.items():
+        if name != CLEAN:
+            assert all(record["teacher_forced"]["bit_equal"]), name
+            assert not any(record["teacher_forced"]["kl"])
+            assert record["run"] == found[problem, CLEAN, 0]["run"]
+            assert not record["free_running"]["diverged"]
+
+
+def test_the_error_has_a_seed_of_its_own():
+    """Another sampler seed changes what is drawn, not the error: along one text the logits stay as they were."""
+    errors = ("normal:0,0.5",)
+    one, other = (by_key(run(errors, seeds=(4,), spec=dataclasses.replace(SPEC, seed=seed))) for seed in (3, 9))
+    for key in one:
+        assert one[key]["teacher_forced"] == other[key]["teacher_forced"]  # greedy: the same clean tokens
+        assert (one[key]["sampling"]["seed"], other[key]["sampling"]["seed"]) == (3, 9)
+
+
+def test_an_interrupted_run_ends_as_an_undisturbed_one(some_records):
+    done = frozenset(tuple(record["key"][1:]) for record in some_records[:7] if record["problem"] != 12)
+    again = run(("normal:0,0.5", "truncate:2"), ("int4,first=4",), seeds=(4, 5), done=done)
+    found = by_key(some_records)
+    assert {tuple(record["key"][1:]) for record in again} == set(found) - done
+    assert all(record == found[tuple(record["key"][1:])] for record in again)
+    assert not run(("normal:0,0.5",), seeds=(4,), done=frozenset(found))
+
+
+def test_seeds_and_levels_share_a_program(some_records):
+    programs = make_arms().prefill, make_arms().cached_loop
+    before = [program._cache_size() for program in programs]
+    run(("normal:0.1,0.25", "normal:0,0"), seeds=(1, 2))
+    assert [program._cache_size() for program in programs] == before
+    assert some_records
+
+
+def test_numbers_that_overflow_are_invalid():
+    records = by_key(run(("normal:1e20,0", "normal:0,0.1"), lengths=(6, 6)))
+    for problem in (10, 11):
+        broken = records[problem, "normal:1e+20,0", 0]
+        assert broken["status"] == "invalid"
+        assert broken["invalid"]["arm"] == "changed (along clean)"
+        assert broken["teacher_forced"] is broken["free_running"] is None
+        assert broken["run"]["stop"] == "invalid"
+        assert records[problem, "normal:0,0.1", 0]["status"] == "ok"
+
+
+def test_an_overflow_that_no_logit_shows_is_found_in_the_cache():
+    """The last position's row is seen by its own step alone; keys of -inf have weight 0 there."""
+    from jaxkv.cache import empty_cache
+    from jaxkv.experiments.cache_measures import find_fault
+
+    cache = empty_cache(CONFIG, make_precision("fp16"), 2, 8)
+    positions = jnp.asarray([[-1, 0, 1, 2, 3, -1, -1, -1]] * 2)
+    cache = dataclasses.replace(cache, positions=positions)
+    assert find_fault("x", cache, 0) is None
+    hidden = dataclasses.replace(cache, k=(cache.k[0].at[1, 0].set(jnp.nan),))  # an empty slot
+    assert find_fault("x", hidden, 1) is None
+    broken = dataclasses.replace(cache, v=(cache.v[0].at[1, 3, 0, 2].set(jnp.inf),))
+    assert find_fault("x", broken, 0) is None
+    assert find_fault("x", broken, 1) == {
+        "arm": "x", "step": None, "layer": 0, "op": "v", "position": 2, "value": "inf",
+    }  # fmt: skip
+
+
+def test_bits_and_bytes_are_those_of_the_cache(some_records):
+    found = by_key(some_records)
+    heads, size = CONFIG.num_kv_heads, CONFIG.head_dim
+    for problem, length in zip((10, 11, 12), LENGTHS, strict=True):
+        clean, packed = found[problem, CLEAN, 0]["cache"], found[problem, "int4,first=4", 0]["cache"]
+        written = length + len(found[problem, CLEAN, 0]["run"]["tokens"]) - 1
+        assert clean["written"] == packed["written"] == written
+        slots = found[problem, CLEAN, 0]["shapes"]["slots"]
+        assert (clean["bytes"], clean["bits"], clean["packed"]) == (2 * slots * heads * size * 2, 16, 0)
+        assert packed["packed"] == pytest.approx((written - 4) / written)
+        body = found[problem, "int4,first=4", 0]["spec"]["k"]["bits"]
+        assert packed["bits"] == pytest.approx((4 * 16 + (written - 4) * body) / written)
+        assert packed["bytes"] < clean["bytes"]
+        assert found[problem, "normal:0,0.5", 4]["cache"] == clean
+
+
+def test_saturated_elements_are_counted():
+    """fp8 e4m3 with a static scale of 1/448 holds what is at most 1 in magnitude."""
+    name = "fp8:e4m3,scale=0.002232142857142857"
+    records = by_key(run((), (name,), lengths=(6, 6)))
+    layout, tokens, rows = lay_out(plan_batches(make_items((6, 6)), SPEC)[0], SPEC, CONFIG)
+    _, cache = run_cached_keeping(change_cache(make_arms(), None), make_state(), tokens, rows, layout)
+    for row, problem in enumerate((10, 11)):
+        found = records[problem, name, 0]["saturated"]
+        written = np.asarray(cache.positions[row]) >= 0
+        for side, stored in (("k", cache.k), ("v", cache.v)):
+            values = np.abs(np.asarray(stored, np.float64)[:, row, written])
+            assert found[side] == (values > 1).sum() > 0
+        assert found["elements"] == 2 * values.size
+    assert all(record["saturated"] is None for key, record in records.items() if key[1] == CLEAN)
+
+
+def test_left_padding_keeps_a_problems_error():
+    """Its noise does not see the neighbours; only the arithmetic of other shapes differs."""
+    alone = by_key(run(("normal:0,0.3",), seeds=(4,), lengths=(6,), spec=dataclasses.replace(SPEC, batch_size=1)))
+    padded = by_key(run(("normal:0,0.3",), seeds=(4,), lengths=(6, 8), spec=dataclasses.replace(SPEC, padding="left")))
+    assert padded[10, CLEAN, 0]["shapes"]["left_pad"] == 2
+    a, b = (found[10, "normal:0,0.3", 4]["teacher_forced"]["kl"] for found in (alone, padded))
+    np.testing.assert_allclose(a[:3], b[:3], rtol=0.1)
+
+
+def test_the_report_reads_the_records(some_records):
+    summary = summarize_injection(some_records, {"config": {"num_problems": 3, "task": "arith"}})
+    assert [entry["change"] for entry in summary["changes"]] == [CLEAN, "int4,first=4", "normal:0,0.5", "truncate:2"]
+    assert summary["changes"][2]["samples"] == {"total": 6, "ok": 6, "without_control": 0}
+
+
+@pytest.mark.parametrize(
+    ("errors", "quants", "said"),
+    [
+        (("normal:0,1;layers=5",), (), "--cache_error=normal:0,1;layers=5: layers go from 0 to 0"),
+        (("normal:0,1;heads=0-9",), (), "heads go from 0 to"),
+        (("normal:0,1", "normal:0,1.0"), (), "asks for normal:0,1 a second time"),
+        ((), ("none",), "the clean arm always runs"),
+        ((), ("kvarn:2,tile=128",), "--cache_quant=kvarn:2,tile=128: a tile of 128 tokens"),
+        (("norml:0,1",), (), "did you mean 'normal'"),
+        ((), ("kvrn:2",), "did you mean 'kvarn'"),
+    ],
+)
+def test_changes_that_cannot_be_made(errors, quants, said):
+    with pytest.raises(UserError) as caught:
+        make_changes(errors, quants, CONFIG)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("seeds", [(), (1, 1), (2**31,)])
+def test_seeds_are_different_numbers(seeds):
+    with pytest.raises(UserError, match="--error_seeds="):
+        list_runs(make_changes((), ()), seeds)
+
+
+def test_the_aligned_regime_is_refused():
+    arms = Arms(CONFIG, make_precision("fp16"), tile=8)
+    with pytest.raises(UserError, match="no aligned regime"):
+        change_cache(arms, None)

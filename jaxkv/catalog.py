@@ -16,11 +16,11 @@ class Experiment:
 
     Attributes:
       run: yields the records not yet done, batch by batch.
-      count: how many records a problem has.
+      count: how many records a problem has, by what the condition asks for.
     """
 
     run: Callable[[Study, Done], Batches]
-    count: Callable[[], int]
+    count: Callable[[Study], int]
 
 
 def _run_divergence(study: Study, done: Done) -> Batches:
@@ -44,7 +44,8 @@ def _run_attribution(study: Study, done: Done) -> Batches:
     return run_attribution(study.plain, study.state, study.items, study.spec, study.tile, done)
 
 
-def _count_attribution() -> int:
+def _count_attribution(study: Study) -> int:
+    del study
     from jaxkv.experiments.attribution import VARIANTS
 
     return len(VARIANTS)
@@ -61,10 +62,10 @@ def _run_mitigations(study: Study, done: Done) -> Batches:
     )  # fmt: skip
 
 
-def _count_mitigations() -> int:
+def _count_mitigations(study: Study) -> int:
     from jaxkv.experiments.mitigations import make_variants
 
-    return len(make_variants(1))
+    return len(make_variants(study.tile))
 
 
 def _run_drift(study: Study, done: Done) -> Batches:
@@ -81,7 +82,8 @@ def _run_patching(study: Study, done: Done) -> Batches:
     return run_patching(study.plain, study.state, study.items, study.spec, done, layers, bins)
 
 
-def _count_patches() -> int:
+def _count_patches(study: Study) -> int:
+    del study
     from jaxkv.schema_patching import DIRECTIONS, PATCHES
 
     return len(DIRECTIONS) * len(PATCHES)
@@ -96,11 +98,37 @@ def _run_parity(study: Study, done: Done) -> Batches:
     )
 
 
+def _list_injections(study: Study) -> tuple[list[Any], list[int]]:
+    """The changes asked for, or the seed study's where none is, and the seeds of their errors."""
+    from jaxkv.experiments.changes import ERROR_SEEDS, SEED_ERRORS, SEED_QUANTS, make_changes, read_seeds
+
+    errors, quants = (study.settings.get(name) or [] for name in ("cache_error", "cache_quant"))
+    if not errors and not quants:
+        errors, quants = SEED_ERRORS, SEED_QUANTS
+    seeds = read_seeds(study.settings.get("error_seeds") or ERROR_SEEDS)
+    return make_changes(errors, quants, study.checkpoint.config), seeds
+
+
+def _run_injection(study: Study, done: Done) -> Batches:
+    from jaxkv.experiments.injection import run_injection
+
+    changes, seeds = _list_injections(study)
+    tokenizer = study.checkpoint.tokenizer
+    return run_injection(study.arms, study.state, study.items, study.spec, changes, seeds, tokenizer, study.task, done)
+
+
+def _count_injections(study: Study) -> int:
+    from jaxkv.experiments.changes import list_runs
+
+    return len(list_runs(*_list_injections(study)))
+
+
 EXPERIMENTS: dict[str, Experiment] = {
-    "divergence": Experiment(_run_divergence, lambda: 1),
-    "drift": Experiment(_run_drift, lambda: 1),
+    "divergence": Experiment(_run_divergence, lambda study: 1),
+    "drift": Experiment(_run_drift, lambda study: 1),
     "patching": Experiment(_run_patching, _count_patches),
-    "parity": Experiment(_run_parity, lambda: 1),
+    "parity": Experiment(_run_parity, lambda study: 1),
     "attribution": Experiment(_run_attribution, _count_attribution),
     OWN_PRECISIONS: Experiment(_run_mitigations, _count_mitigations),
+    "injection": Experiment(_run_injection, _count_injections),
 }

@@ -79,7 +79,7 @@ def _run_experiments(settings: Settings, path: pathlib.Path, console: Any) -> No
     with RunDirectory.open(path, make_run_config(study), _flagfile(settings, path), make_provenance(study)) as run:
         for name in settings["experiments"]:
             experiment = EXPERIMENTS[name]
-            total = len(study.items) * experiment.count()
+            total = len(study.items) * experiment.count(study)
             done = frozenset(key[1:] for key in run.done_keys() if key[0] == name)
             if name == settings["experiments"][0] and len(done) < total:
                 _run_gate(study, run)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,12 +14,14 @@ from small_models import SAMPLERS
 from test_divergence import Scoring
 
 from jaxkv.analysis.injection import summarize_injection
+from jaxkv.analysis.injection_page import SEED_TABLE
+from jaxkv.catalog import EXPERIMENTS
 from jaxkv.checkpoints import ByteTokenizer
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
-from jaxkv.experiments.changes import change_cache, list_runs, make_changes
+from jaxkv.experiments.changes import ERROR_SEEDS, SEED_ERRORS, SEED_QUANTS, change_cache, make_changes, read_seeds
 from jaxkv.experiments.divergence import DivergenceSpec, Item, lay_out, plan_batches
 from jaxkv.experiments.injection import run_injection
 from jaxkv.generate import run_cached_keeping
@@ -38,7 +41,7 @@ def make_items(lengths=LENGTHS):
 
 
 @functools.cache
-def make_arms(sampler="greedy"):
+def make_arms(sampler):
     return Arms(CONFIG, make_precision("fp16"), SAMPLERS[sampler], TOKENIZER.eos_ids)
 
 
@@ -48,7 +51,9 @@ def make_state():
     state = nnx.split(Decoder(CONFIG, make_precision("fp32"), nnx.Rngs(1)))[1]
     rng = np.random.default_rng(2)
     leaves = {path: rng.normal(size=leaf[...].shape) * 0.3 for path, leaf in flat_paths(state).items()}
-    return make_arms().prepare(with_leaves(state, {path: jnp.asarray(x, jnp.float16) for path, x in leaves.items()}))
+    return make_arms("greedy").prepare(
+        with_leaves(state, {path: jnp.asarray(x, jnp.float16) for path, x in leaves.items()})
+    )
 
 
 def run(errors=(), quants=(), seeds=(0,), sampler="greedy", lengths=LENGTHS, done=frozenset(), spec=SPEC):
@@ -138,7 +143,7 @@ def test_an_interrupted_run_ends_as_an_undisturbed_one(some_records):
 
 
 def test_seeds_and_levels_share_a_program(some_records):
-    programs = make_arms().prefill, make_arms().cached_loop
+    programs = make_arms("greedy").prefill, make_arms("greedy").cached_loop
     before = [program._cache_size() for program in programs]
     run(("normal:0.1,0.25", "normal:0,0"), seeds=(1, 2))
     assert [program._cache_size() for program in programs] == before
@@ -195,7 +200,7 @@ def test_saturated_elements_are_counted():
     name = "fp8:e4m3,scale=0.002232142857142857"
     records = by_key(run((), (name,), lengths=(6, 6)))
     layout, tokens, rows = lay_out(plan_batches(make_items((6, 6)), SPEC)[0], SPEC, CONFIG)
-    _, cache = run_cached_keeping(change_cache(make_arms(), None), make_state(), tokens, rows, layout)
+    _, cache = run_cached_keeping(change_cache(make_arms("greedy"), None), make_state(), tokens, rows, layout)
     for row, problem in enumerate((10, 11)):
         found = records[problem, name, 0]["saturated"]
         written = np.asarray(cache.positions[row]) >= 0
@@ -239,10 +244,29 @@ def test_changes_that_cannot_be_made(errors, quants, said):
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize("seeds", [(), (1, 1), (2**31,)])
+@pytest.mark.parametrize("seeds", [(), (1, 1), (2**31,), ("1", "x")])
 def test_seeds_are_different_numbers(seeds):
-    with pytest.raises(UserError, match="--error_seeds="):
-        list_runs(make_changes((), ()), seeds)
+    with pytest.raises(UserError, match=r"--error_seeds=.* should be different whole numbers"):
+        read_seeds(seeds)
+
+
+def test_the_catalog_runs_what_is_asked_for_and_the_seed_study_by_default(some_records):
+    settings = {
+        "cache_error": ["normal:0,0.5", "truncate:2"],
+        "cache_quant": ["int4,first=4"],
+        "error_seeds": ["4", "5"],
+    }
+    checkpoint = types.SimpleNamespace(config=CONFIG, tokenizer=TOKENIZER)
+    parts = {"arms": make_arms("greedy"), "state": make_state(), "items": make_items(), "spec": SPEC, "task": Scoring()}
+    study = types.SimpleNamespace(settings=settings, checkpoint=checkpoint, **parts)
+    experiment = EXPERIMENTS["injection"]
+    assert experiment.count(study) * len(LENGTHS) == len(some_records)
+    records = [record for part, _ in experiment.run(study, frozenset()) for record in to_plain(part)]
+    assert by_key(records) == by_key(some_records)
+    study.settings = {}
+    drawn = len(SEED_ERRORS) * len(ERROR_SEEDS)
+    assert experiment.count(study) == 1 + len(SEED_QUANTS) + drawn
+    assert set(SEED_TABLE) <= {change.name for change in make_changes(SEED_ERRORS, SEED_QUANTS)}
 
 
 def test_the_aligned_regime_is_refused():

@@ -18,6 +18,16 @@ from jaxkv.interventions.quantized_cache import Quantization
 from jaxkv.interventions.quantizers import CacheQuant, parse_cache_quant
 from jaxkv.schema_injection import CLEAN
 
+# The caches of Shebel's study (May 2025), and beside its errors what tells their parts from each other: other laws of
+# the same variance, with and without sign flips; a mean and a spread of the same mean square; one side; each read anew.
+SEED_QUANTS = ("llama:q8_0", "llama:q4_0")
+SEED_ERRORS = (
+    *("uniform:-1,1", "uniform:-1.5,1.5", "normal:0,0.25", "normal:0,0.5"),
+    *("uniform:0,2", "points:0,0.8660254037844386", "normal:0,0.5;sign=keep", "normal:0.5,0", "points:0,0.5"),
+    *("uniform:-1,1;side=k", "uniform:-1,1;side=v", "uniform:-1,1;draw=read", "uniform:-1,1;correlate=token"),
+)
+ERROR_SEEDS = (0, 1, 2)
+
 
 @dataclasses.dataclass(frozen=True)
 class _Seeded:
@@ -106,15 +116,24 @@ def make_changes(errors: Sequence[str], quants: Sequence[str], config: ModelConf
     return changes
 
 
-def list_runs(changes: Sequence[Change], seeds: Sequence[int]) -> list[tuple[Change, int]]:
-    """Each change with each of its seeds: one record a problem.
+def read_seeds(given: Sequence[Any]) -> list[int]:
+    """Seeds of errors from numbers or their texts.
 
     Raises:
-      UserError: no seed, one that is given twice, or one that does not fit 32 bits.
+      UserError: a text that is no whole number, no seed at all, one twice, or one that does not fit 32 bits.
     """
+    try:
+        seeds = [int(seed) for seed in given]
+    except ValueError:
+        seeds = []
     if not seeds or len(set(seeds)) != len(seeds) or not all(-(2**31) <= seed < 2**31 for seed in seeds):
-        given = ",".join(map(str, seeds))
-        raise UserError(f"--error_seeds={given} should be different whole numbers of 32 bits, at least one")
+        text = ",".join(map(str, given))
+        raise UserError(f"--error_seeds={text} should be different whole numbers of 32 bits, at least one")
+    return seeds
+
+
+def list_runs(changes: Sequence[Change], seeds: Sequence[int]) -> list[tuple[Change, int]]:
+    """Each change with each of its seeds: one record a problem."""
     return [(change, seed) for change in changes for seed in change.seeds(seeds)]
 
 

@@ -184,13 +184,13 @@ def run_injection(
       items: the problems.
       spec: what to run; what it says of the uncached arm, of controls and of stepwise problems has no place here.
       changes: from `make_changes`.
-      seeds: of the errors.
+      seeds: of the errors, different ones.
       tokenizer: decodes token ids (`decode`).
       scoring: the task's scorers.
       done: (problem, change, seed) that have a record; a batch is run whole if any of its problems lacks one.
 
     Raises:
-      UserError: the aligned regime, seeds as in `list_runs`, or a prompt that does not fit the context.
+      UserError: the aligned regime, or a prompt that does not fit the context.
     """
     wanted = list_runs(changes, seeds)
     for batch in plan_batches(items, spec):

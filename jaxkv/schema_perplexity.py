@@ -2,12 +2,13 @@
 
 ::
 
-    {"experiment": "perplexity", "problem": int, "key": ["perplexity", problem],
+    {"experiment": "perplexity", "problem": int, "change": str, "seed": int, "key": [experiment, problem, change, seed],
      "prompt_tokens", "prompt_sha256", "shapes", "sampling", "headroom", "status", "invalid": as in 'divergence',
      "tokens_sha256": str, "steps": int, "tokens": int, "bytes": int, "words": int,
      "nats": null | {"cached": float, "uncached": float},
      "logits": null | {"kl": float, "flips": int, "max_abs": float, "bit_equal": int}}
 
+`change` and `seed` say what was done to the cached arm's cache, "none" and 0 if nothing (jaxkv.schema_injection).
 `problem` is the window's place, `prompt_tokens` the tokens given to it, `tokens` those scored after them, and `bytes`
 and `words` what these stand for in the text (jaxkv.tasks.perplexity). `nats` is the sum of -ln p over the scored
 tokens, of an arm that is fed the text's own tokens: cached one by one through the cache, uncached by recomputing each
@@ -32,8 +33,9 @@ def validate_perplexity(record: Mapping[str, Any]) -> None:
     """
     choose(record, "experiment", ("perplexity",))
     problem = get_field(record, "problem", "count")
-    if list(get_field(record, "key", "list")) != ["perplexity", problem]:
-        fail("key", f"expected ['perplexity', {problem}], got {record['key']!r:.60}")
+    key = ["perplexity", problem, get_field(record, "change", "str"), get_field(record, "seed", "int")]
+    if list(get_field(record, "key", "list")) != key:
+        fail("key", f"expected {key}, got {record['key']!r:.60}")
     status = validate_setting(record)
     get_field(record, "tokens_sha256", "str")
     tokens, steps = get_field(record, "tokens", "count"), get_field(record, "steps", "count")

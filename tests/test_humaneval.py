@@ -106,6 +106,7 @@ def ended(program, namespace, limits=SHORT):
         ("print('x' * 100000)", "passed"),
         ("1 / 0", "ZeroDivisionError"),
         ("raise SystemExit(0)", "SystemExit"),
+        ("class passed(Exception): pass\nraise passed", "program.passed"),
         ("import os; os._exit(0)", "killed"),
         ("assert input() == 'x'", "EOFError"),
         ("x = bytearray(1 << 30)", "MemoryError"),

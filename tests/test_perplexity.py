@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import io
 import math
 
 import jax
@@ -11,8 +12,10 @@ import pytest
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from small_models import changed_state, small_config, small_state
 
+from jaxkv.analysis.perplexity import render_perplexity, summarize_perplexity, to_markdown
 from jaxkv.cache import empty_cache
 from jaxkv.checkpoints.tokenizer import ByteTokenizer, Tokenizer
 from jaxkv.config import make_precision
@@ -140,7 +143,7 @@ def test_both_arms_have_the_likelihoods_of_a_plain_forward(family):
 
 def test_records():
     records, windows = small_run(), make_windows()
-    assert [r["problem"] for r in records] == [w.index for w in windows]
+    assert [r["key"] for r in records] == [["perplexity", w.index, "none", 0] for w in windows]
     assert len(windows[-1].scored) < STRIDE  # the last window is a short one
     for record, window in zip(records, windows, strict=True):
         assert to_plain(record) == record
@@ -214,7 +217,8 @@ def test_refusals(monkeypatch):
         ("nats", None, "nats.cached: missing"),
         ("logits", {"kl": 0.0, "flips": 99, "max_abs": 0.0, "bit_equal": 0}, "logits.flips: more than"),
         ("logits", {"kl": -1.0, "flips": 0, "max_abs": 0.0, "bit_equal": 0}, "logits.kl: negative"),
-        ("key", ["perplexity", 5], "key: expected"),
+        ("key", ["perplexity", 0], "key: expected"),
+        ("change", "other", "key: expected"),
         ("bytes", -1, "bytes: expected count"),
     ],
 )
@@ -225,3 +229,48 @@ def test_schema_faults(field, value, message):
     with pytest.raises(ValueError, match="although all their logits are equal"):
         validate_perplexity(small_run()[0] | {"logits": equal})
     assert experiment.FIGURES == ("nats", "logits")
+
+
+# The summary.
+
+
+def make_change(change, factor, seed=0):
+    """Records of a change under which the cached arm loses so much more than the uncached one."""
+    records = []
+    for record in small_run():
+        nats = {"cached": record["nats"]["uncached"] * factor, "uncached": record["nats"]["uncached"]}
+        named = {"change": change, "seed": seed, "key": ["perplexity", record["problem"], change, seed]}
+        records.append(record | named | {"nats": nats})
+    return records
+
+
+def test_summary():
+    worse = [*make_change("normal:0,0.25", 1.1), *make_change("normal:0,0.25", 1.3, seed=1)]
+    summary = summarize_perplexity([*small_run(), *worse])
+    clean, changed = summary["changes"]
+    assert (clean["change"], changed["change"], changed["seeds"]) == ("none", "normal:0,0.25", [0, 1])
+    total = sum(r["nats"]["uncached"] for r in small_run())
+    tokens = sum(r["tokens"] for r in small_run())
+    assert clean["uncached"]["perplexity"] == pytest.approx(math.exp(total / tokens))
+    assert clean["ratio"]["mean"] == pytest.approx(1, abs=1e-5)
+    assert changed["ratio"]["mean"] == pytest.approx(math.exp(0.2 * total / tokens))
+    assert changed["ratio"]["interval"][0] < changed["ratio"]["mean"] < changed["ratio"]["interval"][1]
+    assert changed["windows"] == len(small_run())
+    assert changed["cached"]["tokens"] == 2 * tokens
+    page = to_markdown(summary)
+    assert f"| normal:0,0.25 | {len(small_run())} | {2 * tokens} |" in page
+    assert f"{changed['ratio']['mean']:.6g}" in page
+    console = Console(width=200, file=io.StringIO())
+    console.print(render_perplexity(summary))
+    assert "normal:0,0.25" in console.file.getvalue()
+
+
+def test_summary_leaves_out_invalid_windows():
+    fault = {"arm": "cached", "layer": 0, "op": "k", "position": 1, "step": 0, "value": "nan"}
+    broken = [r | {"status": "invalid", "invalid": fault, "nats": None, "logits": None} for r in small_run()]
+    summary = summarize_perplexity([broken[0], *small_run()[1:]])
+    assert summary["changes"][0]["windows"] == len(small_run()) - 1
+    assert "window 0 is invalid: k of the cached arm" in to_markdown(summary)
+    assert "none valid" in to_markdown(summarize_perplexity(broken))
+    with pytest.raises(ValueError, match="nats"):
+        summarize_perplexity([small_run()[0] | {"nats": None}])

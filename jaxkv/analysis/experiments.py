@@ -13,6 +13,7 @@ from jaxkv.analysis import (
     page_parity,
     parity,
     patching,
+    perplexity,
     report,
     summary,
 )
@@ -73,6 +74,12 @@ EXPERIMENTS = {
         page_parity.render_parity,
         lambda found, run: page_parity.to_markdown(found),
         "parity.md",
+    ),
+    "perplexity": Experiment(
+        lambda run: perplexity.summarize_perplexity(run.records, run.run),
+        perplexity.render_perplexity,
+        lambda found, run: perplexity.to_markdown(found),
+        "perplexity.md",
     ),
     "injection": Experiment(
         lambda run: injection.summarize_injection(run.records, run.run),

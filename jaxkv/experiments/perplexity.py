@@ -24,6 +24,7 @@ from jaxkv.errors import UserError
 from jaxkv.experiments.divergence import DivergenceSpec, Item
 from jaxkv.experiments.traced_runs import Reference, describe_row, find_fault
 from jaxkv.generate import force, run_cached, run_forced
+from jaxkv.schema_injection import CLEAN
 from jaxkv.schema_perplexity import FIGURES
 from jaxkv.tasks.perplexity import Window
 
@@ -102,14 +103,18 @@ def run_windows(
     return Reference(layout, rows, force(rows, cached), text, cached, uncached, findings), seconds
 
 
-def make_record(arms: Arms, window: Window, row: int, ran: Reference, spec: DivergenceSpec) -> dict[str, Any]:
+def make_record(
+    arms: Arms, window: Window, row: int, ran: Reference, spec: DivergenceSpec, change: str = CLEAN, seed: int = 0
+) -> dict[str, Any]:
     """The record of one window (schema: jaxkv.schema_perplexity)."""
     fault, tokens = find_fault(ran, row, {}), len(window.scored)
     item = Item(window.index, window.context, "")
     record: dict[str, Any] = {
         "experiment": "perplexity",
         "problem": window.index,
-        "key": ["perplexity", window.index],
+        "change": change,
+        "seed": seed,
+        "key": ["perplexity", window.index, change, seed],
         **describe_row(arms, item, row, ran, spec, fault),
         "tokens": tokens,
         "bytes": window.bytes,
@@ -137,16 +142,21 @@ def run_perplexity(
     windows: Sequence[Window],
     spec: DivergenceSpec,
     done: frozenset[int] = frozenset(),
+    change: str = CLEAN,
+    seed: int = 0,
 ) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
     """Yields, batch by batch, the records not yet done and their timing.
 
     Args:
-      arms: the programs, of either regime; they must keep logits.
+      arms: the programs, of either regime; they must keep logits. Their intervention, if they have one, changes the
+        cache of the cached arm.
       state: prepared weights.
       windows: all of one context length (jaxkv.tasks.perplexity.plan_windows).
       spec: what to run; of it count new_tokens, at least the tokens scored in a window, batch_size, bucket,
         uncached_length and uncached.
-      done: windows that have a record. A batch is run whole if any of its windows lacks one.
+      done: windows that have a record of this change. A batch is run whole if any of its windows lacks one.
+      change: name of what the arms' intervention does.
+      seed: of the change.
 
     Raises:
       UserError: a window that does not fit the context, or a text with a stop token in it.
@@ -164,7 +174,9 @@ def run_perplexity(
             continue
         ran, seconds = run_windows(arms, state, batch, spec)
         records = [
-            make_record(arms, window, row, ran, spec) for row, window in enumerate(batch) if window.index not in done
+            make_record(arms, window, row, ran, spec, change, seed)
+            for row, window in enumerate(batch)
+            if window.index not in done
         ]
         scored = dict.fromkeys(seconds, sum(len(window.scored) for window in batch))
         yield records, {"problems": [window.index for window in batch], "seconds": seconds, "tokens": scored}

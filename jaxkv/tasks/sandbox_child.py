@@ -95,7 +95,8 @@ def run(program, report):
     except SystemExit:
         ended = "SystemExit"
     except BaseException as error:
-        ended = type(error).__name__
+        kind = type(error)  # with a dot in the name of one that is no builtin, so that none is called 'passed'
+        ended = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     os.write(report, ended.encode() + b"\n")
 
 

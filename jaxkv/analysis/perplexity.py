@@ -1,0 +1,118 @@
+"""Perplexity of a text by arm and change of the cache. Reads records alone, imports neither jax nor flax."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from jaxkv.analysis import statistics
+from jaxkv.analysis.format import format_counted_share, format_number
+from jaxkv.analysis.samples import collect, count_problems, describe_problems, list_invalid, say_few
+from jaxkv.analysis.summary import clustered_share
+from jaxkv.schema_perplexity import ARMS, validate_perplexity
+from jaxkv.tasks.perplexity import aggregate
+
+Record = Mapping[str, Any]
+Summary = Mapping[str, Any]
+HEADER = ["change", "windows", "tokens", "uncached", "cached", "cached / uncached"]
+HEADER += ["a word", "bits a byte", "KL", "flips"]
+NOTE = (
+    "Perplexity a token, of the text's own tokens fed one by one through the cache, and without it. A word, bits a "
+    "byte: of the cached arm; they compare across tokenizers. KL(uncached || cached) in nats a token. Intervals are "
+    "95 %, over windows."
+)
+
+
+def summarize_perplexity(records: Sequence[Record], run: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Summarizes the 'perplexity' records of a run.
+
+    Args:
+      records: samples; those of other experiments are left out. Changes keep the order in which they first appear.
+      run: content of run.json.
+
+    Returns:
+      Plain values. An invalid window enters no figure but the count of invalid ones.
+
+    Raises:
+      ValueError: a record breaks its schema; starts with its key and the field.
+    """
+    samples = collect(records, "perplexity", validate_perplexity)
+    names = list(dict.fromkeys(r["change"] for r in records if r.get("experiment") == "perplexity"))
+    valid = [s for s in samples if s["status"] == "ok"]
+    return {
+        "experiment": "perplexity",
+        "fingerprint": (run or {}).get("fingerprint"),
+        "problems": count_problems(samples, {}),
+        "invalid": list_invalid(samples),
+        "changes": [_summarize_change(name, [s for s in valid if s["change"] == name]) for name in names],
+    }
+
+
+def _summarize_change(name: str, samples: Sequence[Record]) -> dict[str, Any]:
+    summary: dict[str, Any] = {"change": name, "windows": len({s["problem"] for s in samples})}
+    summary |= {"seeds": sorted({s["seed"] for s in samples})}
+    if not samples:
+        return summary
+    summary |= {arm: aggregate(samples, arm) for arm in ARMS}
+    by_window: dict[int, list[Record]] = {}
+    for sample in samples:
+        by_window.setdefault(sample["problem"], []).append(sample)
+    windows = by_window.values()
+    tokens = [sum(s["tokens"] for s in each) for each in windows]
+    gaps = [math.fsum(s["nats"]["cached"] - s["nats"]["uncached"] for s in each) for each in windows]
+    interval = [math.exp(end) for end in statistics.cluster_bootstrap(gaps, tokens)] if len(tokens) > 1 else None
+    summary["ratio"] = {"mean": math.exp(math.fsum(gaps) / sum(tokens)), "interval": interval}
+    summary["kl"] = math.fsum(s["logits"]["kl"] for s in samples) / sum(tokens)
+    summary["flips"] = clustered_share([sum(s["logits"]["flips"] for s in each) for each in windows], tokens)
+    return summary
+
+
+def _make_rows(summary: Summary) -> list[list[str]]:
+    rows = []
+    for found in summary["changes"]:
+        if not found["windows"]:
+            rows.append([found["change"], "0", *["none valid"] * (len(HEADER) - 2)])
+            continue
+        cached, ratio = found["cached"], found["ratio"]
+        ends = "" if ratio["interval"] is None else " [{:.6g}, {:.6g}]".format(*ratio["interval"])
+        rows.append(
+            [
+                found["change"],
+                str(found["windows"]),
+                str(cached["tokens"]),
+                format_number(found["uncached"]["perplexity"], 5),
+                format_number(cached["perplexity"], 5),
+                f"{ratio['mean']:.6g}{ends}",
+                format_number(cached["word_perplexity"], 5) if "word_perplexity" in cached else "-",
+                format_number(cached["bits_per_byte"], 5) if "bits_per_byte" in cached else "-",
+                format_number(found["kl"]),
+                format_counted_share(found["flips"]),
+            ]
+        )
+    return rows
+
+
+def _notes(summary: Summary) -> list[str]:
+    broken = [f"window {bad['key'][1]} is invalid: {bad['op']} of the {bad['arm']} arm" for bad in summary["invalid"]]
+    return [NOTE, *say_few(summary["problems"]["ok"]), *broken]
+
+
+def render_perplexity(summary: Summary) -> Group:
+    """The table for a terminal."""
+    table = Table(box=box.SIMPLE_HEAD, title=f"Perplexity: {describe_problems(summary)}", title_justify="left")
+    for name in HEADER:
+        table.add_column(name, justify="left" if name == "change" else "right")
+    for row in _make_rows(summary):
+        table.add_row(*map(Text, row))
+    return Group(table, *map(Text, _notes(summary)))
+
+
+def to_markdown(summary: Summary) -> str:
+    """The same as Markdown."""
+    lines = ["# Perplexity", "", f"{describe_problems(summary)}.", "", f"| {' | '.join(HEADER)} |"]
+    lines += ["|" + " --- |" * len(HEADER), *(f"| {' | '.join(row)} |" for row in _make_rows(summary)), ""]
+    return "\n".join([*lines, *(f"- {note}" for note in _notes(summary))]) + "\n"

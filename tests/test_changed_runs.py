@@ -1,0 +1,138 @@
+"""Runs of models whose cache is changed: quantizers and errors of nothing, neighbours, forced runs, what is refused."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from quantized_models import FAMILIES, set_up, wide_arms, wide_config, wide_state
+from small_models import SAMPLERS, make_prompts, same_bits
+
+from jaxkv.config import make_precision
+from jaxkv.decode import Arms
+from jaxkv.errors import UserError
+from jaxkv.generate import force, run_cached, run_cached_keeping, run_uncached_keeping, start_forced
+from jaxkv.interventions.cache_errors import CacheError
+from jaxkv.interventions.perturbed_cache import Perturbation
+from jaxkv.interventions.quantized_cache import Quantization
+from jaxkv.interventions.quantizers import parse_cache_quant
+
+NEW_TOKENS = 12
+UNEQUAL = (4, 7, 6)
+
+
+@functools.cache
+def run(family, precision, spec=None, lengths=UNEQUAL, seeds=(0, 1, 2), sampler="temperature"):
+    """A free run with left padding."""
+    options = {"sampler": SAMPLERS[sampler]}
+    arms = wide_arms(family, precision, spec, **options)
+    prompts = [make_prompts((n,), seed)[0] for n, seed in zip(lengths, seeds, strict=True)]
+    layout, tokens, rows = set_up(prompts, NEW_TOKENS, list(seeds))
+    return run_cached_keeping(arms, arms.prepare(wide_state(family, precision)), tokens, rows, layout)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packing_that_changes_nothing_changes_no_bit(family):
+    """fp16 values whose bits are all kept, packed, with windows, and read back; a prefill and a loop."""
+    clean, _ = run(family, "fp16")
+    packed, cache = run(family, "fp16", "mask:16,first=3,recent=4")
+    assert same_bits(clean, packed)
+    assert int(cache.packed(0)[0].sum()) == sum(n + NEW_TOKENS - 1 - 7 for n in UNEQUAL)
+
+
+@pytest.mark.parametrize("family", FAMILIES[:3])
+def test_packing_that_changes_nothing_changes_no_bit_in_fp32(family):
+    assert same_bits(run(family, "fp32")[0], run(family, "fp32", "mask:32,of=fp32")[0])
+
+
+@pytest.mark.parametrize(("family", "precision"), [("llama", "fp32"), ("gemma3", "fp16")])
+def test_none_is_the_clean_run(family, precision):
+    assert same_bits(run(family, precision)[0], run(family, precision, "none")[0])
+
+
+@pytest.mark.parametrize("spec", ["kvarn:2,tile=4,first=2", "hf:2,every=5"])
+def test_neighbours_change_no_bit(spec):
+    """Of a row's logits and of what is stored of it; the batch has its shape."""
+    (a, cache), (b, other) = (run("gemma2", "fp16", spec, seeds=seeds) for seeds in ((0, 1, 2), (7, 1, 8)))
+    assert not same_bits(a.logits[0], b.logits[0])
+    pick = lambda tree: jax.tree.map(lambda x: x[1], tree)  # noqa: E731
+    assert same_bits((a.logits[1], a.tokens[1]), (b.logits[1], b.tokens[1]))
+    assert same_bits(pick((cache.k, cache.v)), pick((other.k, other.v)))
+    clean, _ = run("gemma2", "fp16")
+    if spec.startswith("hf"):  # a prefill sees its rows as they are, and hf rotates none
+        assert same_bits(a.logits[:, 0], clean.logits[:, 0])
+    assert not same_bits(a.logits, clean.logits)
+
+
+def test_a_forced_run_follows_the_clean_one():
+    reference, _ = run("mistral", "fp16", sampler="greedy")
+    arms = wide_arms("mistral", "fp16", "int2", sampler=SAMPLERS["greedy"])
+    layout, _, rows = set_up([make_prompts((n,), seed)[0] for seed, n in enumerate(UNEQUAL)], NEW_TOKENS)
+    forced = force(rows, reference)
+    state = arms.prepare(wide_state("mistral", "fp16"))
+    along = run_cached(arms, state, np.asarray(reference.tokens), forced, layout)
+    assert same_bits(along.tokens, reference.tokens)
+    assert same_bits(along.lengths, reference.lengths)
+    assert not same_bits(along.logits, reference.logits)
+    assert not same_bits(along.choices, reference.choices)
+
+
+def test_what_is_refused():
+    config, precision = wide_config(), make_precision("fp16")
+    changed = Quantization(parse_cache_quant("int8"))
+    with pytest.raises(UserError, match="no aligned regime"):
+        Arms(config, precision, tile=8, intervention=changed)
+    arms = wide_arms("mistral", "fp16", "int8")
+    layout, _, rows = set_up(make_prompts((4,)), NEW_TOKENS)
+    with pytest.raises(ValueError, match="no cache to change"):
+        run_uncached_keeping(arms, None, start_forced(arms, run("mistral", "fp16")[0], rows, layout), rows, layout)
+
+
+# Errors.
+
+
+@functools.cache
+def error_arms(error):
+    return Arms(wide_config(), make_precision("fp16"), SAMPLERS["greedy"], intervention=Perturbation(error))
+
+
+def run_error(error, lengths=UNEQUAL, seed=0, problems=None):
+    arms = error_arms(error)
+    prompts = [make_prompts((n,), index)[0] for index, n in enumerate(lengths)]
+    layout, tokens, rows = set_up(prompts, NEW_TOKENS, problems)
+    rows = dataclasses.replace(rows, seed=jnp.asarray(seed, jnp.int32))
+    state = arms.prepare(wide_state("mistral", "fp16"))
+    return run_cached_keeping(arms, state, tokens, rows, layout), rows, layout
+
+
+@pytest.mark.parametrize("draw", ["write", "read"])
+def test_an_error_of_nothing_is_the_clean_run(draw):
+    clean, plain = run("mistral", "fp16", sampler="greedy")
+    (changed, cache), _, _ = run_error(CacheError("normal", (0.0, 0.0), draw=draw))
+    assert same_bits(clean, changed)
+    assert same_bits(plain, cache.plain)
+    assert int(cache.calls) == NEW_TOKENS
+    kept = run_error(CacheError("normal", (0.0, 0.3), draw=draw))[0]
+    assert not same_bits(clean.logits, kept[0].logits)
+    assert same_bits(kept, run_error(CacheError("normal", (0.0, 0.3), draw=draw))[0])
+    assert not same_bits(kept, run_error(CacheError("normal", (0.0, 0.3), draw=draw), seed=1)[0])
+
+
+def test_frozen_errors_lie_in_the_cache_and_redrawn_ones_do_not():
+    """In layer 0, whose keys and values depend on the tokens alone."""
+    _, plain = run("mistral", "fp16", sampler="greedy")
+    scoped = {"positions": ((0, 3),), "side": "v"}
+    frozen = CacheError("normal", (0.0, 0.3), **scoped)
+    (_, cache), rows, layout = run_error(frozen)
+    early = slice(0, layout.prompt)
+    expected = frozen.perturb(
+        plain.v[0], layer=0, side="v", positions=plain.positions, problems=rows.problems, seed=rows.seed
+    )
+    assert same_bits(cache.plain.v[0][:, early], expected[:, early])
+    assert not same_bits(cache.plain.v[0][:, early], plain.v[0][:, early])
+    assert same_bits(cache.plain.k[0][:, early], plain.k[0][:, early])
+    (_, cache), _, _ = run_error(dataclasses.replace(frozen, draw="read"))
+    assert same_bits(cache.plain.v[0][:, early], plain.v[0][:, early])
+    assert not same_bits(cache.plain.v[1][:, early], plain.v[1][:, early])

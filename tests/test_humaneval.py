@@ -13,6 +13,7 @@ import pytest
 from jaxkv.errors import UserError
 from jaxkv.tasks import PromptSpec, humaneval, load_task
 from jaxkv.tasks.sandbox import Limits, run_program
+from jaxkv.tasks.sandbox_child import count_tasks
 
 ROW = {
     "task_id": "Ours/0",
@@ -197,6 +198,15 @@ def test_root_becomes_nobody():
     assert outcome.ended == "PermissionError"
     fork = "import os, time\nfor _ in range(200):\n    if os.fork() == 0: time.sleep(5); os._exit(0)\n"
     assert run_program(fork, SHORT).ended == "BlockingIOError"
+
+
+def test_processes_that_run_already_are_counted_with_their_threads(tmp_path):
+    for process, threads in (("12", 1), ("13", 3), ("self", 5)):
+        for thread in range(threads):
+            (tmp_path / process / "task" / str(thread)).mkdir(parents=True)
+    (tmp_path / "14").mkdir()  # one that has just ended
+    assert count_tasks(tmp_path) == 4
+    assert count_tasks() >= 1
 
 
 def test_faults(tmp_path, monkeypatch):

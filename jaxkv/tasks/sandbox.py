@@ -29,7 +29,7 @@ class Limits:
       cpu_seconds: processor time of each process, after which it is killed.
       memory_bytes: address space of each process.
       file_bytes: size of a file it writes.
-      processes: of its user, itself included; root is not bound by it.
+      processes: beyond those that its user runs already; root is not bound by it.
       namespace: whether namespaces are tried.
     """
 

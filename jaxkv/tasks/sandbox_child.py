@@ -57,13 +57,25 @@ def _holds(capability):
     return bool(held >> capability & 1)
 
 
-def set_limits(limits):
-    """Sets the limits of this process and those it starts."""
+def count_tasks(table="/proc"):
+    """Processes and threads of this user, which the kernel's limit counts together with those of a program."""
+    found = 0
+    for entry in os.scandir(table):
+        if entry.name.isdigit():
+            try:
+                found += len(os.listdir(f"{entry.path}/task")) if entry.stat().st_uid == os.getuid() else 0
+            except OSError:  # it ended meanwhile
+                continue
+    return found
+
+
+def set_limits(limits, others):
+    """Sets the limits of this process and those it starts; `others` are processes that run already."""
     for name, value in (
         (resource.RLIMIT_CPU, limits["cpu_seconds"]),
         (resource.RLIMIT_AS, limits["memory_bytes"]),
         (resource.RLIMIT_FSIZE, limits["file_bytes"]),
-        (resource.RLIMIT_NPROC, limits["processes"]),
+        (resource.RLIMIT_NPROC, limits["processes"] + others),
         (resource.RLIMIT_NOFILE, 64),
         (resource.RLIMIT_CORE, 0),
     ):
@@ -109,6 +121,7 @@ def main():
         os.dup2(nothing, descriptor)
     libc = ctypes.CDLL(None, use_errno=True)
     root = not os.getuid()
+    others = 0 if root else count_tasks()
     inside = limits["namespace"] and enter_namespaces(libc)
     child = os.fork()
     if child:
@@ -122,7 +135,7 @@ def main():
     user = drop_root(libc) if root else "own"
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of user, which clears it
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    set_limits(limits)
+    set_limits(limits, others)
     if not inside:
         block_sockets()
     network = "own network and process namespaces" if inside else "sockets blocked in Python"

@@ -1,0 +1,150 @@
+"""A quantized cache whose worst token scales an oracle corrects.
+
+Quantization changes a token's vector in norm and in direction. The scale error of a packed token of a kv head is
+| |x'| - |x| | / |x|, x the row that entered and x' what is read of it. Of each (row, kv head, side) the worst tokens
+are the `SHARE` of its packed ones, rounded up, with the largest scale error. A repaired token is read as x' |x| / |x'|:
+the oracle gives it its norm back and leaves its direction as it is. If scales are the culprit, repairing the worst ones
+takes away much of the attention output's error, and repairing all the others takes away little.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.cache import EMPTY, KVCache, Slots, empty_cache
+from jaxkv.config import ModelConfig, Precision
+from jaxkv.interventions.quantized_cache import Quantization, QuantizedCache, QuantizedCall, QuantizedLayer
+from jaxkv.interventions.quantizers.spec import CacheQuant
+
+SHARE = 0.05
+CHOICES = ("nothing", "worst", "others", "everything")
+
+
+def repair_tokens(view: jax.Array, exact: jax.Array, packed: jax.Array, choice: jax.Array | int) -> jax.Array:
+    """What is read after the repair.
+
+    Args:
+      view: [B, S, K, H] what is read without it.
+      exact: [B, S, K, H] the rows that entered.
+      packed: [B, S] which slots are packed; others are read exactly.
+      choice: index of CHOICES, which tokens are repaired.
+    """
+    size, wrong = (jnp.linalg.norm(x.astype(jnp.float32), axis=-1) for x in (exact, view))
+    error = jnp.where(packed[:, :, None], jnp.abs(wrong - size) / jnp.where(size > 0, size, 1), -1.0)
+    count = jnp.ceil(SHARE * jnp.sum(packed, axis=1)).astype(jnp.int32)  # [B]
+    last = jnp.clip(count - 1, 0)[:, None, None]
+    least = jnp.take_along_axis(-jnp.sort(-error, axis=1), last, axis=1)  # [B, 1, K]
+    worst = packed[:, :, None] & (error >= least)
+    chosen = jnp.stack([jnp.zeros_like(worst), worst, packed[:, :, None] & ~worst, packed[:, :, None] | worst])[choice]
+    factor = jnp.where(chosen & (wrong > 0), size / jnp.where(wrong > 0, wrong, 1), 1)
+    return jnp.where(chosen[..., None], view.astype(jnp.float32) * factor[..., None], view).astype(view.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class RepairedLayer:
+    """One layer during a call (jaxkv.cache.LayerCache)."""
+
+    packed: QuantizedLayer
+    exact: Slots
+    choice: jax.Array
+
+    def write(self, k: jax.Array, v: jax.Array, slot: jax.Array | int) -> "RepairedLayer":
+        """As in LayerCache."""
+        exact = self.exact.write(*self.packed.rotate_rows(k, v), slot)
+        return dataclasses.replace(self, packed=self.packed.write(k, v, slot), exact=exact)
+
+    def read(self) -> tuple[jax.Array, jax.Array]:
+        """As in LayerCache."""
+        k, v = map(self._repair, range(2), self.packed.read(), self.exact.read())
+        return k, v
+
+    def rotate_queries(self, q: jax.Array) -> jax.Array:
+        """As in LayerCache."""
+        return self.packed.rotate_queries(q)
+
+    def rotate_heads(self, heads: jax.Array) -> jax.Array:
+        """As in LayerCache."""
+        return self.packed.rotate_heads(heads)
+
+    def _repair(self, side: int, view: jax.Array, exact: jax.Array) -> jax.Array:
+        assert self.packed.ends is not None
+        plan, end, keys = self.packed.plans[side], self.packed.ends[side], self.packed.turn.keys
+        if plan is None:
+            return view
+        held = (keys >= plan.first) & (keys < end[:, None]) & (keys != EMPTY)
+        return repair_tokens(view, exact, held, self.choice)
+
+
+@dataclasses.dataclass(frozen=True)
+class RepairedCall:
+    """A RepairedCache during a call (jaxkv.cache.CacheCall)."""
+
+    cache: "RepairedCache"
+    packed: QuantizedCall
+    exact: KVCache
+
+    @property
+    def positions(self) -> jax.Array:
+        """As in CacheCall."""
+        return self.packed.positions
+
+    def layer(self, index: int) -> RepairedLayer:
+        """As in CacheCall."""
+        return RepairedLayer(self.packed.layer(index), self.exact.layer(index), self.cache.choice)
+
+    def finish(self, layers: Sequence[RepairedLayer]) -> "RepairedCache":
+        """As in CacheCall."""
+        return RepairedCache(
+            self.packed.finish([layer.packed for layer in layers]),
+            self.exact.finish([layer.exact for layer in layers]),
+            self.cache.choice,
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RepairedCache:
+    """A quantized cache beside the rows that entered it.
+
+    Attributes:
+      packed: what is read.
+      exact: what the oracle knows, rotated as in `packed`.
+      choice: int32 scalar, index of CHOICES.
+    """
+
+    packed: QuantizedCache
+    exact: KVCache
+    choice: jax.Array
+
+    @property
+    def positions(self) -> jax.Array:
+        """As in jaxkv.cache.Cache."""
+        return self.packed.positions
+
+    def begin(self, positions: jax.Array, slot: jax.Array | int) -> RepairedCall:
+        """As in jaxkv.cache.Cache."""
+        return RepairedCall(self, self.packed.begin(positions, slot), self.exact.begin(positions, slot))
+
+
+@dataclasses.dataclass(frozen=True)
+class Repair:
+    """Quantizes as `quant` says and repairs the `choice` of tokens (jaxkv.cache.Intervention)."""
+
+    quant: CacheQuant
+    choice: str
+
+    def make_cache(
+        self,
+        config: ModelConfig,
+        precision: Precision,
+        batch: int,
+        slots: int,
+        problems: jax.Array | None = None,
+        seed: jax.Array | None = None,
+    ) -> RepairedCache:
+        """An empty cache. Raises UserError as `Quantization` does."""
+        packed = Quantization(self.quant).make_cache(config, precision, batch, slots, problems, seed)
+        choice = jnp.asarray(CHOICES.index(self.choice), jnp.int32)
+        return RepairedCache(packed, empty_cache(config, precision, batch, slots), choice)

@@ -1,0 +1,205 @@
+"""The regimes: static feeds no error back, accumulated(1) is decode, records say what was measured."""
+
+import dataclasses
+import functools
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from quantized_models import wide_arms, wide_config, wide_state
+from small_models import SAMPLERS, make_prompts, same_bits
+
+from jaxkv.config import make_precision
+from jaxkv.decode import Arms
+from jaxkv.errors import UserError
+from jaxkv.experiments.accumulation import Accumulation, list_regimes, plan_bins, run_accumulation, run_batches
+from jaxkv.experiments.divergence import DivergenceSpec, Item, plan_batches
+from jaxkv.experiments.traced_runs import run_reference
+from jaxkv.interventions.quantizers import parse_cache_quant
+from jaxkv.interventions.repaired_cache import CHOICES, repair_tokens
+from jaxkv.records import to_line
+from jaxkv.schema_accumulation import validate_accumulation
+
+LENGTHS = (9, 6)
+ITEMS = tuple(Item(index, tuple(make_prompts((n,), index)[0]), "1") for index, n in enumerate(LENGTHS))
+SPEC = DivergenceSpec(new_tokens=22, batch_size=2, padding="left", bucket=8)
+KVARN = "kvarn:k2v2,tile=4,first=2"
+PLAIN = "mask:16"  # every bit of fp16
+BLOCKS = (1, 5)
+
+
+@functools.cache
+def set_up():
+    arms = wide_arms("mistral", "fp16", sampler=SAMPLERS["greedy"])
+    state = arms.prepare(wide_state("mistral", "fp16"))
+    runs = Accumulation(arms, state, [parse_cache_quant(spec) for spec in (KVARN, PLAIN)], BLOCKS, repair=True)
+    reference = run_reference(arms, state, plan_batches(ITEMS, SPEC)[0], SPEC)
+    return runs, reference, runs.trace(reference)
+
+
+@functools.cache
+def ran(regime, quant=KVARN):
+    runs, reference, clean = set_up()
+    return runs.run(reference, clean, str(parse_cache_quant(quant)), regime)
+
+
+def record_of(regime, quant=KVARN, row=1):
+    runs, reference, clean = set_up()
+    return runs.make_record(
+        ITEMS[row], row, reference, clean, ran(regime, quant), str(parse_cache_quant(quant)), regime, SPEC
+    )
+
+
+def valid_logits(logits):
+    lengths = np.asarray(set_up()[1].cached.lengths)
+    return [logits[row, :length] for row, length in enumerate(lengths)]
+
+
+def test_accumulated_1_is_decode():
+    """Blocks of one token by the program of the regimes, and the arm's own loop: bit for bit, left padding included."""
+    blocks, decode = ran("accumulated:1"), ran("decode")
+    assert same_bits(valid_logits(blocks.replay.logits), valid_logits(decode.arm.logits))
+    assert same_bits(blocks.replay.errors, decode.replay.errors)
+    assert not same_bits(valid_logits(blocks.replay.logits), valid_logits(set_up()[1].cached.logits))
+    assert not same_bits(blocks.replay.errors, ran("accumulated:5").replay.errors)
+
+
+def test_static_feeds_nothing_back():
+    """The model goes on from the clean run's values: its logits are the clean ones, its first layers' error its own."""
+    _, reference, _ = set_up()
+    static, decode = ran("static"), ran("decode")
+    assert same_bits(valid_logits(static.replay.logits), valid_logits(reference.cached.logits))
+    errors = [np.asarray(x) for x in static.replay.errors]
+    assert all((error > 0).any() for error in errors)
+    prompt = reference.layout.prompt
+    # KVarN's prefill sees its rows as they are, but for the rounding of their rotation.
+    assert max(error[:, :prompt].max() for error in errors) < 4e-3
+    assert min(error[:, prompt:-1].mean() for error in errors) > 4e-2
+    first = np.asarray(decode.replay.errors[0])
+    # Layer 0 has clean inputs in both regimes, later layers have them in one.
+    assert same_bits(first[:, prompt:], errors[0][:, prompt:])
+    assert not same_bits(np.asarray(decode.replay.errors[1])[:, prompt:], errors[1][:, prompt:])
+
+
+def test_a_quantizer_of_nothing_errs_nowhere():
+    run, (_, reference, _) = ran("static", PLAIN), set_up()
+    assert same_bits(valid_logits(run.replay.logits), valid_logits(reference.cached.logits))
+    assert not any(np.asarray(error).any() for error in run.replay.errors)
+    record = record_of("static", PLAIN)
+    assert record["logits"]["kl_sum"] == 0
+    assert record["logits"]["bit_equal"] == record["steps"]
+    assert record["stored"]["k"]["relative"] == [0.0, 0.0]
+    assert record["stored"]["v"]["packed"] == [LENGTHS[1] + record["steps"] - 1] * 2
+    assert not np.any([record["repair"][choice] for choice in CHOICES])
+
+
+def test_repair():
+    rng = np.random.default_rng(0)
+    exact = jnp.asarray(rng.normal(size=(1, 40, 1, 8)), jnp.float32)
+    scale = np.ones(40)
+    scale[[3, 7]], scale[20:] = (3.0, 0.2), 1.05
+    view = exact * scale[None, :, None, None].astype(np.float32)
+    packed = jnp.arange(40)[None] < 39  # 5 % of 39 tokens are 2
+    size = lambda x: np.linalg.norm(np.asarray(x)[0, :, 0], axis=-1) / np.linalg.norm(exact[0, :, 0], axis=-1)  # noqa: E731
+    nothing, worst, others, everything = (size(repair_tokens(view, exact, packed, n)) for n in range(4))
+    assert np.allclose(nothing, scale)
+    assert np.allclose(worst[[3, 7]], 1)
+    assert np.allclose(np.delete(worst, [3, 7]), np.delete(scale, [3, 7]))
+    assert np.allclose(others[[3, 7]], [3.0, 0.2])
+    assert np.allclose(np.delete(others, [3, 7])[:-1], 1)
+    assert np.allclose(everything[:39], 1)
+    assert everything[39] == pytest.approx(1.05)
+
+
+def test_an_oracle_repairs_norms_alone():
+    """Repairing nothing is the static regime; repairing all leaves less error than the tokens' norms had made."""
+    static = ran("static")
+    assert same_bits([np.asarray(x) for x in static.replay.errors], static.repairs["nothing"])
+    mean = {choice: float(np.mean([e.mean() for e in errors])) for choice, errors in static.repairs.items()}
+    assert len(set(mean.values())) == 4
+    assert mean["worst"] < mean["nothing"]
+
+
+def test_records_are_valid():
+    for record in (
+        record_of("static"),
+        record_of("accumulated:5"),
+        record_of("decode", row=0),
+        record_of("static", PLAIN),
+    ):
+        validate_accumulation(json.loads(to_line(record)))
+    record = record_of("decode")
+    steps = record["steps"]
+    assert record["bins"][-1][1] == LENGTHS[1] + steps - 1
+    assert record["instrumented_bit_equal"] == {"clean": steps, "changed": steps}
+    assert record["logits"]["agree_sum"] == sum(n for n in record["logits"]["agree"] if n is not None)
+    packed = (LENGTHS[1] + steps - 1 - 2) // 4 * 4
+    assert record["stored"]["k"]["packed"] == [packed, packed]
+    assert all(0 < share < 1 for share in record["stored"]["k"]["norm_share"])
+    assert record["storage"]["bytes"] < record["storage"]["clean_bytes"]
+    assert len(to_line(record_of("static"))) < 5000
+
+
+def test_what_is_done_is_not_run_again():
+    """Records come batch by batch, in order; what is left of a batch has the bytes it has in a whole run."""
+    runs, _, _ = set_up()
+    every = {(n, quant, regime) for n in (0, 1) for quant in runs.quants for regime in runs.regimes}
+    wanted = {(1, str(parse_cache_quant(KVARN)), "accumulated:5"), (0, str(parse_cache_quant(KVARN)), "static")}
+    found = list(run_batches(runs, ITEMS, SPEC, frozenset(every - wanted)))
+    assert [[tuple(r["key"][1:]) for r in records] for records, _ in found] == [[key] for key in sorted(wanted)]
+    assert to_line(found[1][0][0]) == to_line(record_of("accumulated:5"))
+    assert found[1][1]["tokens"] == {"accumulated:5": int(set_up()[1].cached.lengths.sum())}
+    assert not list(run_batches(runs, ITEMS, SPEC, frozenset(every)))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "fault"),
+    [
+        (("regime",), "later", "regime"),
+        (("bins", 0, 1), 99, "bins"),
+        (("attention_error", "error"), [], "attention_error.error"),
+        (("logits", "places", 0), 50, "logits.places"),
+        (("logits", "kl_sum"), -1.0, "logits.kl_sum"),
+        (("stored", "k", "norm_share", 0), 2.0, "stored.k.norm_share"),
+        (("stored", "v", "relative", 0), None, "stored.v.relative"),
+        (("instrumented_bit_equal", "changed"), None, "instrumented_bit_equal.changed"),
+        (("storage", "bytes"), -1, "storage.bytes"),
+    ],
+)
+def test_faulty_records_are_refused(path, value, fault):
+    record = json.loads(to_line(record_of("decode")))
+    place = record
+    for part in path[:-1]:
+        place = place[part]
+    place[path[-1]] = value
+    if path == ("regime",):
+        record["key"][-1] = value
+    with pytest.raises(ValueError, match=f"^{fault}"):
+        validate_accumulation(record)
+
+
+def test_invalid_samples_have_no_figures():
+    runs, reference, clean = set_up()
+    broken = dataclasses.replace(ran("decode"), nonfinite_step=np.asarray([-1, 3]))
+    quant = str(parse_cache_quant(KVARN))
+    record = json.loads(to_line(runs.make_record(ITEMS[1], 1, reference, clean, broken, quant, "decode", SPEC)))
+    assert record["invalid"]["step"] == 3
+    validate_accumulation(record)
+    validate_accumulation(
+        json.loads(to_line(runs.make_record(ITEMS[0], 0, reference, clean, broken, quant, "decode", SPEC)))
+    )
+
+
+def test_bins_and_regimes():
+    assert plan_bins(3, 0) == [[0, 1], [1, 2], [2, 3]]
+    bins = plan_bins(100, 1000)
+    assert len(bins) == 24
+    assert bins[11][1] == bins[12][0] == 100
+    assert bins[-1][1] == 1100
+    assert list(list_regimes((1, 64))) == ["static", "accumulated:1", "accumulated:64", "decode"]
+    with pytest.raises(UserError, match="blocks of 0 tokens"):
+        list_regimes((64, 0))
+    arms = Arms(wide_config(), make_precision("fp16"), tile=8)
+    with pytest.raises(UserError, match="plain regime"):
+        next(run_accumulation(arms, None, ITEMS, SPEC, [parse_cache_quant(KVARN)]))

@@ -32,6 +32,7 @@ from jaxkv.errors import UserError
 from jaxkv.provenance import environment as environment
 from jaxkv.provenance import git_revision as git_revision
 from jaxkv.provenance import sha256_file as sha256_file
+from jaxkv.schema_accumulation import validate_accumulation
 from jaxkv.schema_attribution import validate_attribution
 from jaxkv.schema_doctor import validate_doctor
 from jaxkv.schema_drift import validate_drift
@@ -45,6 +46,7 @@ from jaxkv.schemas import validate_sample as validate_sample
 
 FORMAT = 1
 VALIDATORS = {
+    "accumulation": validate_accumulation,
     "attribution": validate_attribution,
     "divergence": validate_sample,
     "doctor": validate_doctor,

@@ -239,6 +239,17 @@ def test_mean_against_spread():
     mean, spread = error(numbers=(0.5, 0), mean=0.5, std=0.0), error("points", (0, 0.5))
     records = make_control(CONTROL) + make_change("m", mean, some(5, N), 3.0) + make_change("s", spread, CONTROL, 1.0)
     assert [verdict_of(summary_of(records), name) for name in ("E2a", "E2b")] == ["holds", "holds"]
+    zero_two, plain = error("uniform", (0, 2), 1, 3**-0.5), error("uniform", (-1, 1), std=3**-0.5)
+    records = (
+        make_control(CONTROL) + make_change("w", zero_two, some(5, N), 1.0) + make_change("p", plain, CONTROL, 2.0)
+    )
+    assert [verdict_of(summary_of(records), name) for name in ("E2c", "E2d")] == ["holds", "does not hold"]
+
+
+def test_a_tokens_scale_against_its_channels():
+    records = make_control(CONTROL) + make_change("t", ERROR | {"correlate": "token"}, some(5, N), 3.0)
+    records += make_change("c", ERROR, CONTROL, 1.0)
+    assert [verdict_of(summary_of(records), name) for name in ("E5a", "E5b")] == ["holds", "holds"]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -246,6 +257,14 @@ def test_few_problems_decide_nothing(count):
     records = flips_and_none(0, count, count)
     summary = summary_of(records)
     assert {claim["verdict"] for claim in summary["claims"] if claim["id"] != "E1c"} == {"cannot tell"}
+
+
+def test_samples_that_are_missing_are_said():
+    records = study_records()
+    assert "UNFINISHED" not in to_markdown(summary_of(records))
+    summary = summary_of([r for r in records if r["key"][1:] != [5, "normal:0,0.5", 2]])
+    for text in (shown(summary), to_markdown(summary)):
+        assert f"UNFINISHED: `normal:0,0.5` has {3 * N - 1} of {3 * N} samples." in text
 
 
 def test_nothing_run_decides_nothing():

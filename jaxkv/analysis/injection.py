@@ -52,6 +52,9 @@ def summarize_injection(records: Sequence[Record], run: Mapping[str, Any]) -> di
                 valid.setdefault(sample["problem"], []).append(sample)
         clusters[name] = valid
         changes.append(_summarize_change(name, members, valid, control, scorers))
+        if name == CLEAN:
+            for score in filter(None, changes[-1]["score"].values()):
+                score["of_control_interval"] = None  # it is the control
     primary = find_headline(samples[0]["run"]["scores"]) if samples else ""
     values = {name: _find_values(found, primary) for name, found in clusters.items()}
     problems = {s["problem"] for s in samples}

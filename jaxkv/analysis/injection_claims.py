@@ -92,9 +92,11 @@ def _contrast(first: Mapping[int, float], second: Mapping[int, float], share: bo
     a, b = (np.asarray([side[problem] for problem in problems], np.float64) for side in (first, second))
     interval = statistics.paired_interval(a, b)
     mean = float(np.mean(a - b))
-    if share and interval is not None and np.ptp(a - b) == 0:
-        bound = statistics.zero_upper_bound(len(problems))
-        interval = max(-1.0, (1 - bound) * mean - bound), min(1.0, (1 - bound) * mean + bound)
+    if share and interval is not None:
+        if np.ptp(a - b) == 0:
+            bound = statistics.zero_upper_bound(len(problems))
+            interval = (1 - bound) * mean - bound, (1 - bound) * mean + bound
+        interval = max(-1.0, interval[0]), min(1.0, interval[1])
     return {"mean": mean, "interval": None if interval is None else list(interval), "problems": len(problems)}
 
 
@@ -195,7 +197,7 @@ def _judge_catastrophe(changes: Sequence[Summary], values: Values, pairs: Sequen
 
 
 def judge(changes: Sequence[Summary], values: Values, primary: str) -> dict[str, Any]:
-    """The pairs, and the seed's statements with verdict and figures.
+    """The pairs, and the studies' statements with verdict and figures.
 
     Args:
       changes: their summaries.
@@ -216,6 +218,8 @@ def judge(changes: Sequence[Summary], values: Values, primary: str) -> dict[str,
     add("E1c", "at equal mean and variance, sign changes raise KL", _judge_pairs(pairs, "flips", "kl", 1))
     add("E2a", "at equal mean square, a mean costs more score than spread", _judge_pairs(pairs, "mean", "score", -1))
     add("E2b", "at equal mean square, a mean raises KL more than spread", _judge_pairs(pairs, "mean", "kl", 1))
+    add("E2c", "at equal spread, a mean costs score", _judge_pairs(pairs, "shift", "score", -1))
+    add("E2d", "at equal spread, a mean raises KL", _judge_pairs(pairs, "shift", "kl", 1))
     wide, plain = named.get(WIDE), named.get(PLAIN)
     lines = [_say_share(wide, primary)] if wide else [f"`{WIDE}` was not run"]
     keeps = _judge_share(wide, values, primary, KEEPS) if wide else CANNOT_TELL
@@ -228,4 +232,7 @@ def judge(changes: Sequence[Summary], values: Values, primary: str) -> dict[str,
         add("E4", "U(-1.5, 1.5), which flips signs, beats U(-1, 1), which flips none", (decide([usable]), lines))
     else:
         add("E4", "U(-1.5, 1.5), which flips signs, beats U(-1, 1), which flips none", (CANNOT_TELL, ["not both run"]))
+    text = "at equal mean square, an error of a token's scale {} than one of each channel (KVarN, arXiv 2606.03458)"
+    add("E5a", text.format("costs more score"), _judge_pairs(pairs, "correlate", "score", -1))
+    add("E5b", text.format("raises KL more"), _judge_pairs(pairs, "correlate", "kl", 1))
     return {"pairs": pairs, "claims": claims}

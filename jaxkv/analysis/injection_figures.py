@@ -4,11 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxkv.analysis.document import Figure
+from jaxkv.analysis.injection_claims import SCOPE
 from jaxkv.analysis.svg import Chart, limits
 from jaxkv.schema_injection import CLEAN
 
 Summary = Mapping[str, Any]
 SERIES = 6  # colours there are
+PLAIN = {"kind": "mul", "correlate": "none", "draw": "write", "side": "kv"} | dict.fromkeys(SCOPE)
 
 
 def name_method(entry: Summary) -> str:
@@ -64,6 +66,11 @@ def _draw(
     return chart.svg
 
 
+def _is_plain(spec: Summary) -> bool:
+    """Whether an error has no mean and no option but its sign's: those differ in law and size alone."""
+    return spec["family"] == "error" and not spec["mean"] and all(spec[name] == value for name, value in PLAIN.items())
+
+
 def draw_injection(summary: Summary) -> list[Figure]:
     """Score and KL against bits of quantized caches, and against the size of injected errors."""
     primary = summary["primary"]
@@ -72,17 +79,21 @@ def draw_injection(summary: Summary) -> list[Figure]:
     usable = [c for c in summary["changes"] if c["spec"] and c["kl"] and c["score"].get(primary)]
     quants = _group([c for c in usable if c["spec"]["family"] == "quant"], name_method)
     errors = _group(
-        [c for c in usable if c["spec"]["family"] == "error" and (c["spec"]["std"] or c["spec"]["mean"])],
+        [c for c in usable if _is_plain(c["spec"])],
         lambda c: c["spec"]["law"] if c["spec"]["sign"] == "any" else f"{c['spec']['law']}, sign kept",
     )
     score = (f"score ({primary})", lambda c: c["score"][primary]["mean"], False)
     kl = ("mean KL, nats", lambda c: c["kl"]["mean"], True)
     bits = ("bits per element, whole cache", lambda c: c["cache"]["bits"], False)
-    size = ("root mean square of e", lambda c: (c["spec"]["mean"] ** 2 + c["spec"]["std"] ** 2) ** 0.5, True)
+    size = ("standard deviation of e", lambda c: c["spec"]["std"], True)
     figures = []
     for groups, x, what in (
         (quants, bits, "Quantized caches: score and KL against bits per element of the whole cache, windows counted."),
-        (errors, size, "Injected errors: score and KL against the size of the error, of every scope and option."),
+        (
+            errors,
+            size,
+            "Errors of mean 0, put into all of K and V once, one a channel: score and KL against their size.",
+        ),
     ):
         panels = [
             _draw("Score", groups, x, score, lambda c: c["score"][primary]["interval"], level),

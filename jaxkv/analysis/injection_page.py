@@ -70,10 +70,21 @@ def _kl(entry: Summary) -> str:
     return format_mean(entry["kl"]) if entry["kl"] else "-"
 
 
+def _say_what_there_is(summary: Summary) -> list[str]:
+    """How many problems, and which changes lack samples of them."""
+    lines = [describe_problems(summary), *say_few(summary["problems"]["ok"])]
+    for entry in summary["changes"]:
+        asked, total = summary["problems"]["total"] * len(entry["seeds"]), entry["samples"]["total"]
+        if total < asked:
+            lines.append(f"UNFINISHED: `{entry['change']}` has {total} of {asked} samples.")
+    return lines
+
+
 def write_claims(summary: Summary) -> list[Block]:
-    """The seed study's statements with their verdicts."""
+    """The statements with their verdicts."""
     rows = [[f"{c['id']}: {c['claim']}", c["verdict"], tuple(c["figure"])] for c in summary["claims"]]
-    text = f"Statements of the seed study, on this run; score: {summary['primary']} of {summary['task'] or 'the task'}."
+    score = f"{summary['primary']} of {summary['task']}" if summary["primary"] else "none yet"
+    text = f"Statements of the seed study (Shebel 2025), and one of KVarN's, on this run; score: {score}."
     return [Paragraph(text, "note"), Table(["statement", "verdict", "figure"], rows, kind="claims")]
 
 
@@ -186,9 +197,8 @@ def _write_windows(summary: Summary) -> list[Block]:
 
 def write_injection(summary: Summary) -> list[Block]:
     """The whole report of a run's changes, figures included."""
-    lines = [describe_problems(summary), *say_few(summary["problems"]["ok"])]
     return [
-        Bullets(lines),
+        Bullets(_say_what_there_is(summary)),
         *write_claims(summary),
         *write_seed_table(summary),
         *draw_injection(summary),
@@ -201,7 +211,8 @@ def write_injection(summary: Summary) -> list[Block]:
 
 def to_markdown(summary: Summary) -> str:
     """The report without its figures."""
-    return document.to_markdown(TITLE, write_injection(summary))
+    blocks = [block for block in write_injection(summary) if not isinstance(block, document.Figure)]
+    return document.to_markdown(TITLE, [*blocks, Paragraph("Figures: `injection.html`.")])
 
 
 def to_html(summary: Summary) -> str:
@@ -224,8 +235,8 @@ def render_injection(summary: Summary) -> Group:
     verdicts = [[f"{c['id']}: {c['claim']}", c["verdict"]] for c in summary["claims"]]
     return document.to_terminal(
         [
-            Bullets([describe_problems(summary), *say_few(summary["problems"]["ok"])]),
+            Bullets(_say_what_there_is(summary)),
             Table(head, rows),
-            Table(["statement of the seed study", "verdict"], verdicts),
+            Table(["statement", "verdict"], verdicts),
         ]
     )

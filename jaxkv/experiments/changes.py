@@ -66,7 +66,7 @@ class Change:
 
     def seeds(self, seeds: Sequence[int]) -> list[int]:
         """The seeds it is to be run with: 0 alone if it draws nothing."""
-        return list(seeds) if isinstance(self.what, CacheError) and self.what.random else [0]
+        return list(seeds) if isinstance(self.what, CacheError) and self.what.moments()[1] else [0]
 
     def describe(self, head_dim: int) -> dict[str, Any] | None:
         """The spec of a record."""

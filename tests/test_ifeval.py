@@ -173,8 +173,13 @@ def test_no_network_and_the_same_answer_again(monkeypatch):
     found = [follows(*ambiguous) for _ in range(20)]
     assert found == found[:1] * 20
     drawn = (["startend:end_checker"], [{}], "Is there anything else I can help with?")
-    assert [follows(*drawn) for _ in range(20)] == [follows(*drawn)] * 20
     assert random.getstate() == state
+    found = []
+    for seed in range(20):
+        random.seed(seed)
+        found.append(follows(*drawn))
+    random.setstate(state)
+    assert found == found[:1] * 20
 
 
 def test_subset():

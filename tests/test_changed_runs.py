@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 from quantized_models import FAMILIES, set_up, wide_arms, wide_config, wide_state
 from small_models import SAMPLERS, make_prompts, same_bits
 
 from jaxkv.config import make_precision
-from jaxkv.decode import Arms
+from jaxkv.decode import Arms, start_rollout
 from jaxkv.errors import UserError
-from jaxkv.generate import force, run_cached, run_cached_keeping, run_uncached_keeping, start_forced
+from jaxkv.generate import force, make_cache, run_cached, run_cached_keeping, run_uncached_keeping, start_forced
 from jaxkv.interventions.cache_errors import CacheError
 from jaxkv.interventions.perturbed_cache import Perturbation
 from jaxkv.interventions.quantized_cache import Quantization
@@ -136,3 +137,25 @@ def test_frozen_errors_lie_in_the_cache_and_redrawn_ones_do_not():
     (_, cache), _, _ = run_error(dataclasses.replace(frozen, draw="read"))
     assert same_bits(cache.plain.v[0][:, early], plain.v[0][:, early])
     assert not same_bits(cache.plain.v[1][:, early], plain.v[1][:, early])
+
+
+@pytest.mark.parametrize(
+    "spec", ["kvarn:k2v2,tile=4,first=2", "hf:4,axis=channel,group=8,every=8", "turboquant:4,edges=0"]
+)
+def test_programs_lower_for_every_device(spec):
+    arms = wide_arms("gemma2", "bf16", spec, backend="cuda")
+    layout, tokens, rows = set_up(make_prompts((5, 7)), NEW_TOKENS)
+    start = jax.eval_shape(lambda: start_rollout(arms, tokens, rows, layout))
+    cache = jax.eval_shape(lambda: make_cache(arms, rows, layout))
+    logits = jax.ShapeDtypeStruct((2, arms.config.vocab_size), arms.precision.logits)
+    prompt = jax.ShapeDtypeStruct((2, layout.prefill), jnp.int32)
+    end = jax.ShapeDtypeStruct((), jnp.int32)
+    platforms = ("cpu", "cuda", "tpu")
+    for program, given in (
+        (arms.prefill, (arms.abstract_state, prompt, rows, cache)),
+        (arms.cached_loop, (arms.abstract_state, logits, start, rows, end, cache)),
+    ):
+        exported = export.export(program, platforms=platforms)(*given)
+        assert exported.platforms == platforms
+        kinds = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(cache)]
+        assert [(aval.shape, aval.dtype) for aval in exported.out_avals[-len(kinds) :]] == kinds

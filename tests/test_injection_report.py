@@ -68,6 +68,7 @@ def test_the_report_renders():
     text, markdown, html = shown(summary), to_markdown(summary), to_html(summary)
     assert max(map(len, text.splitlines())) <= 100
     assert "…" not in text
+    assert "…" not in shown(summary, 70)
     for change in SEED_SPECS:
         assert change in text
         assert f"| `{change}` |" in markdown

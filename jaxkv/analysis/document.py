@@ -216,8 +216,9 @@ def to_terminal(blocks: Sequence[Block]) -> Group:
         elif isinstance(block, Fold):
             shown.append(to_terminal(block.blocks))
         elif isinstance(block, Table):
+            columns = (rich.table.Column(name, overflow="fold") for name in block.header)  # no name is cut short
             table = rich.table.Table(
-                *block.header, box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False
+                *columns, box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False
             )
             for row in block.rows:
                 table.add_row(*(rich.text.Text(str(cell)) for cell in row))

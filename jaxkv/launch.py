@@ -48,7 +48,7 @@ _DEFINED = [
     flags.DEFINE_integer("shots", None, "Worked examples in the prompt: 8 for few_shot, 0 for chat if not set."),
     flags.DEFINE_integer("shots_seed", None, "Chooses the worked examples; the first ones if not set."),
     flags.DEFINE_integer("num_problems", None, "How many problems, from the first: 100 if not set."),
-    flags.DEFINE_list("problems", [], "Which problems, by their number in the data from 0, in place of --num_problems."),
+    flags.DEFINE_list("problems", [], "Which problems, by their number in the data from 0; the first ones if not set."),
     flags.DEFINE_integer("max_new_tokens", None, "Most new tokens for a problem: 256 if not set, 128 in arith."),
     flags.DEFINE_list("sampler", ["greedy"], "greedy, temperature, top_k, top_p."),
     flags.DEFINE_float("temperature", None, "0.7 if not set, 1.0 with top_p."),

@@ -160,6 +160,39 @@ def test_c3b_a_zero_is_worth_its_bound():
     assert judge(make_run(many, precision="fp32"), name="C3b")["verdict"] == NOT_REPRODUCED
 
 
+@pytest.mark.parametrize(("margin", "near"), [(1e-6, 1), (1.0, 0)])
+def test_c3b_says_whether_the_flips_are_near_ties(margin, near):
+    samples = make_samples("fp32", flips=lambda problem: [4] if problem == 2 else ())
+    samples[2]["teacher_forced"]["margin"][4] = margin
+    text = text_of(judge(make_run(samples, precision="fp32"), name="C3b"))
+    assert f"of the flips of all FP32 runs {near} of 1 are at a margin within the perturbation" in text
+    assert "running free, 1 of 12" in text
+
+
+def batched(size, precision, count=12):
+    decoding = {"new_tokens": 20, "tile": None, "batch_size": size, "padding": "left"}
+    return make_run(make_samples(precision, count=count), f"b{size}-{precision}", precision, decoding=decoding)
+
+
+def test_the_same_problems_in_other_batches_count_once_and_pair_with_their_own():
+    runs = [batched(size, precision, count) for size, count in ((1, 4), (8, 12)) for precision in ("fp16", "fp32")]
+    study = summarize_study(runs)
+    assert study["flips"]["fp32"]["problems"] == study["flips"]["fp32"]["sequences_with_flip"]["total"] == 12
+    assert study["flips"]["fp32"]["conditions"] == 1
+    assert [(p["narrow"], p["wide"]) for p in study["precisions"]] == [("b1-fp16", "b1-fp32"), ("b8-fp16", "b8-fp32")]
+    text = text_of(next(claim for claim in study["claims"] if claim["id"] == "C1"))
+    assert "in batches of 1, sequences that part" in text
+    assert "in batches of 8, sequences that part" in text
+
+
+def test_other_problems_in_other_batches_count_too():
+    other = batched(1, "fp32", 4)
+    for sample in other.records:
+        sample["problem"] += 100
+        sample["key"] = ["divergence", sample["problem"]]
+    assert summarize_study([batched(8, "fp32"), other])["flips"]["fp32"]["problems"] == 16
+
+
 # C6: deterministic.
 
 

@@ -27,6 +27,7 @@ from jaxkv.analysis.format import (
     format_number,
     format_points,
 )
+from jaxkv.analysis.summary import share
 
 ALMOST_ALL = 0.95  # "100 % diverge" stands where at most one sequence in twenty may yet agree
 ZERO_PERCENT = 0.0005  # what "0.0 %" rounds from
@@ -155,6 +156,21 @@ def judge_c3a(study: Study) -> Claim:
     return make_claim("C3a", verdict, lines, control, orders=[p["metrics"]["kl"] for p in ours])
 
 
+def _count_parted(study: Study) -> Mapping[str, Any] | None:
+    """Sequences that part by a token running free, in every fp32 run of the plain regime."""
+    found = [
+        c["divergence"]["free_running"]["diverged"] for c in select(study, "fp32") if c["divergence"]["free_running"]
+    ]
+    return share(sum(s["count"] for s in found), sum(s["total"] for s in found)) if found else None
+
+
+def _count_near_ties(study: Study) -> tuple[int, int]:
+    """Flips of these runs whose margin is at most twice the largest logit difference of their step, and all of them."""
+    compared = [c["divergence"]["teacher_forced"] for c in select(study, "fp32") if c["divergence"]["teacher_forced"]]
+    found = [f for c in compared if (f := c["flips_within_perturbation"])]
+    return sum(f["count"] for f in found), sum(f["total"] for f in found)
+
+
 def judge_c3b(study: Study) -> Claim:
     """No flips in FP32: a zero is worth its bound, and "0.0 %" needs a bound that rounds to it."""
     found, narrow = study["flips"].get("fp32"), study["flips"].get("fp16")
@@ -172,8 +188,12 @@ def judge_c3b(study: Study) -> Claim:
         f"{format_counted_share(flips)} tokens flip, in {format_counted_share(sequences)} sequences; "
         f"{say_count(found['conditions'], 'condition')} of {say_count(found['problems'], 'problem')}"
     ]
+    parted, near = _count_parted(study), _count_near_ties(study)
+    if parted:
+        lines.append(f"running free, {format_counted_share(parted)} sequences of all FP32 runs part")
     if flips["count"]:
         verdict = NOT_REPRODUCED
+        lines.append(f"of the flips of all FP32 runs {near[0]} of {near[1]} are at a margin within the perturbation")
     elif flips["upper_bound"] < ZERO_PERCENT:
         verdict = REPRODUCED
         lines.append("none was seen, and the bound, which takes tokens as independent, rounds to 0.0 %")

@@ -89,10 +89,11 @@ def _describe_differing(found: Mapping[str, Any]) -> str:
 
 
 def by_model(entries: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """Conditions or pairs of one model and precision together, and of one device where there are several."""
-    several = len({entry["device"] for entry in entries}) > 1
+    """Conditions or pairs of one model and precision together, and of one device and batch where there are several."""
+    devices, batches = ({entry[name] for entry in entries} for name in ("device", "batch_size"))
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for entry in entries:
-        device = f" on {entry['device']}" if several else ""
-        groups.setdefault(f"{entry['model']} {entry['precision']}{device}", []).append(entry)
+        device = f" on {entry['device']}" if len(devices) > 1 else ""
+        batch = f" in batches of {entry['batch_size']}" if len(batches) > 1 and entry["batch_size"] else ""
+        groups.setdefault(f"{entry['model']} {entry['precision']}{device}{batch}", []).append(entry)
     return groups

@@ -128,7 +128,7 @@ def compare_precisions(narrow: Samples, wide: Samples) -> dict[str, Any] | None:
     return {"problems": len(shared), "metrics": metrics}
 
 
-MATCHED = ("model", "sampler", "seed", "framework", "attention", "regime", "device")
+MATCHED = ("model", "sampler", "seed", "framework", "attention", "regime", "device", "batch_size", "padding")
 
 
 def pair_precisions(runs: Sequence[tuple[Mapping[str, Any], Samples]]) -> list[dict[str, Any]]:

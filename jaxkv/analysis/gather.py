@@ -107,7 +107,8 @@ def describe_condition(run: Run) -> dict[str, Any]:
     parts = precision if isinstance(precision, Mapping) else {}
     device = config.get("device")
     shapes = first.get("shapes") or {}
-    tile = shapes.get("tile", (config.get("decoding") or {}).get("tile"))
+    decoding = config.get("decoding") or {}
+    tile = shapes.get("tile", decoding.get("tile"))
     sampling = first.get("sampling") or config.get("sampling") or {}
     heads = (model.get("num_query_heads"), model.get("num_kv_heads")) if isinstance(model, Mapping) else (None, None)
     return {
@@ -124,7 +125,9 @@ def describe_condition(run: Run) -> dict[str, Any]:
         "attention": first.get("attention") or config.get("attention"),
         "regime": "plain" if tile is None else "aligned",
         "uncached": shapes.get("uncached"),
-        "new_tokens": (config.get("decoding") or {}).get("new_tokens"),
+        "new_tokens": decoding.get("new_tokens"),
+        "batch_size": decoding.get("batch_size"),
+        "padding": decoding.get("padding"),
         "device": device.get("kind") if isinstance(device, Mapping) else device,
         "fingerprint": run.run.get("fingerprint"),
     }

@@ -55,9 +55,10 @@ def summarize_study(runs: Sequence[Run]) -> Summary:
 
 
 def choose_conditions(found: Sequence[tuple[Summary, Any]]) -> list[tuple[Summary, Any]]:
-    """Those to be counted as conditions: a run once, and the precision as it is before its variants.
+    """Those to be counted as conditions: a run and a problem once, and the precision as it is before its variants.
 
-    Variants ('fp16+residual=fp32') stand in where a model has no valid run of the precision itself.
+    Variants ('fp16+residual=fp32') stand in where a model has no valid run of the precision itself. Runs that ask the
+    same problems again, in batches of another size, add none: the one with most problems counts.
     """
     once = {condition["fingerprint"] or condition["name"]: (condition, samples) for condition, samples in found}
     groups: dict[tuple, list[tuple[Summary, Any]]] = {}
@@ -67,7 +68,11 @@ def choose_conditions(found: Sequence[tuple[Summary, Any]]) -> list[tuple[Summar
     chosen = []
     for members in groups.values():
         itself = [member for member in members if "+" not in (member[0]["precision"] or "")]
-        chosen += itself or members[:1]
+        asked: set[Any] = set()
+        for condition, samples in sorted(itself or members, key=lambda member: -len(member[1])):
+            if not asked & set(samples) and (itself or not asked):
+                chosen.append((condition, samples))
+                asked |= set(samples)
     return chosen
 
 

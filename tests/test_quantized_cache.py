@@ -25,9 +25,9 @@ SLOTS, PREFILL, STEPS = 72, 24, 40
 LENGTHS = (7, 20, 13)
 SPECS = (
     *("kvarn:k2v3,tile=16,first=5", "kvarn:2,tile=8,first=0,rotate=off,recent=3", "kivi:2,group=8,window=16"),
-    *("quarot:4", "turboquant:4,edges=0", "llama:q4_0", "fp8:e4m3,scale=token", "int4,first=2", "mask:8,recent=5"),
+    *("k=quarot:4;v=int4,first=2", "k=turboquant:4,edges=0;v=fp8:e4m3,scale=token", "k=llama:q4_0;v=mask:8,recent=5"),
     *("hf:2,every=12", "hf:4,axis=channel,group=8,every=12,first=3", "hf:2,axis=channel,group=8,anchor=end,every=12"),
-    *("k=kvarn:2,tile=8,first=3;v=none", "k=none;v=kivi:4,group=16,window=32", "k=int8,first=1;v=hf:2,every=9"),
+    *("k=none;v=kivi:4,group=16,window=32", "k=hf:2,every=9;v=none"),
 )
 EVERY = pytest.mark.parametrize("spec", SPECS)
 
@@ -159,11 +159,7 @@ def test_reads_are_the_quantizers_own_at_every_step(spec):
     assert changed > len(LENGTHS) * 16
 
 
-ALONE = (
-    "kvarn:2,tile=8,first=5,rotate=off",
-    "kivi:2,group=8,window=16",
-    "hf:2,axis=channel,group=8,anchor=end,every=12",
-)
+ALONE = (SPECS[1], SPECS[2], SPECS[8])
 
 
 @pytest.mark.parametrize("spec", [*ALONE, "kvarn:k2v3,tile=16,first=5"])

@@ -1,6 +1,5 @@
-"""Runs of models whose cache is changed: quantizers and errors of nothing, neighbours, forced runs, what is refused."""
+"""Runs of models over quantized caches: quantizers of nothing, neighbours, forced runs, devices, what is refused."""
 
-import dataclasses
 import functools
 
 import jax
@@ -15,8 +14,6 @@ from jaxkv.config import make_precision
 from jaxkv.decode import Arms, start_rollout
 from jaxkv.errors import UserError
 from jaxkv.generate import force, make_cache, run_cached, run_cached_keeping, run_uncached_keeping, start_forced
-from jaxkv.interventions.cache_errors import CacheError
-from jaxkv.interventions.perturbed_cache import Perturbation
 from jaxkv.interventions.quantized_cache import Quantization
 from jaxkv.interventions.quantizers import parse_cache_quant
 
@@ -89,54 +86,6 @@ def test_what_is_refused():
     layout, _, rows = set_up(make_prompts((4,)), NEW_TOKENS)
     with pytest.raises(ValueError, match="no cache to change"):
         run_uncached_keeping(arms, None, start_forced(arms, run("mistral", "fp16")[0], rows, layout), rows, layout)
-
-
-# Errors.
-
-
-@functools.cache
-def error_arms(error):
-    return Arms(wide_config(), make_precision("fp16"), SAMPLERS["greedy"], intervention=Perturbation(error))
-
-
-def run_error(error, lengths=UNEQUAL, seed=0, problems=None):
-    arms = error_arms(error)
-    prompts = [make_prompts((n,), index)[0] for index, n in enumerate(lengths)]
-    layout, tokens, rows = set_up(prompts, NEW_TOKENS, problems)
-    rows = dataclasses.replace(rows, seed=jnp.asarray(seed, jnp.int32))
-    state = arms.prepare(wide_state("mistral", "fp16"))
-    return run_cached_keeping(arms, state, tokens, rows, layout), rows, layout
-
-
-@pytest.mark.parametrize("draw", ["write", "read"])
-def test_an_error_of_nothing_is_the_clean_run(draw):
-    clean, plain = run("mistral", "fp16", sampler="greedy")
-    (changed, cache), _, _ = run_error(CacheError("normal", (0.0, 0.0), draw=draw))
-    assert same_bits(clean, changed)
-    assert same_bits(plain, cache.plain)
-    assert int(cache.calls) == NEW_TOKENS
-    kept = run_error(CacheError("normal", (0.0, 0.3), draw=draw))[0]
-    assert not same_bits(clean.logits, kept[0].logits)
-    assert same_bits(kept, run_error(CacheError("normal", (0.0, 0.3), draw=draw))[0])
-    assert not same_bits(kept, run_error(CacheError("normal", (0.0, 0.3), draw=draw), seed=1)[0])
-
-
-def test_frozen_errors_lie_in_the_cache_and_redrawn_ones_do_not():
-    """In layer 0, whose keys and values depend on the tokens alone."""
-    _, plain = run("mistral", "fp16", sampler="greedy")
-    scoped = {"positions": ((0, 3),), "side": "v"}
-    frozen = CacheError("normal", (0.0, 0.3), **scoped)
-    (_, cache), rows, layout = run_error(frozen)
-    early = slice(0, layout.prompt)
-    expected = frozen.perturb(
-        plain.v[0], layer=0, side="v", positions=plain.positions, problems=rows.problems, seed=rows.seed
-    )
-    assert same_bits(cache.plain.v[0][:, early], expected[:, early])
-    assert not same_bits(cache.plain.v[0][:, early], plain.v[0][:, early])
-    assert same_bits(cache.plain.k[0][:, early], plain.k[0][:, early])
-    (_, cache), _, _ = run_error(dataclasses.replace(frozen, draw="read"))
-    assert same_bits(cache.plain.v[0][:, early], plain.v[0][:, early])
-    assert not same_bits(cache.plain.v[1][:, early], plain.v[1][:, early])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,74 @@
+"""Runs over caches that errors are put into: once as rows enter, or at each read."""
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+import pytest
+from quantized_models import set_up, wide_arms, wide_config, wide_state
+from small_models import SAMPLERS, make_prompts, same_bits
+
+from jaxkv.config import make_precision
+from jaxkv.decode import Arms
+from jaxkv.generate import run_cached_keeping
+from jaxkv.interventions.cache_errors import CacheError
+from jaxkv.interventions.perturbed_cache import Perturbation
+
+NEW_TOKENS = 12
+UNEQUAL = (4, 7, 6)
+
+
+@functools.cache
+def run_clean():
+    """The same prompts over a plain cache."""
+    arms = wide_arms("mistral", "fp16", sampler=SAMPLERS["greedy"])
+    return run_arms(arms)[0]
+
+
+def run_arms(arms, seed=0):
+    """A free run with left padding, its rows and layout."""
+    prompts = [make_prompts((n,), index)[0] for index, n in enumerate(UNEQUAL)]
+    layout, tokens, rows = set_up(prompts, NEW_TOKENS)
+    rows = dataclasses.replace(rows, seed=jnp.asarray(seed, jnp.int32))
+    state = arms.prepare(wide_state("mistral", "fp16"))
+    return run_cached_keeping(arms, state, tokens, rows, layout), rows, layout
+
+
+@functools.cache
+def error_arms(error):
+    return Arms(wide_config(), make_precision("fp16"), SAMPLERS["greedy"], intervention=Perturbation(error))
+
+
+def run_error(error, seed=0):
+    return run_arms(error_arms(error), seed)
+
+
+@pytest.mark.parametrize("draw", ["write", "read"])
+def test_an_error_of_nothing_is_the_clean_run(draw):
+    clean, plain = run_clean()
+    (changed, cache), _, _ = run_error(CacheError("normal", (0.0, 0.0), draw=draw))
+    assert same_bits(clean, changed)
+    assert same_bits(plain, cache.plain)
+    assert int(cache.calls) == NEW_TOKENS
+    kept = run_error(CacheError("normal", (0.0, 0.3), draw=draw))[0]
+    assert not same_bits(clean.logits, kept[0].logits)
+    assert same_bits(kept, run_error(CacheError("normal", (0.0, 0.3), draw=draw))[0])
+    assert not same_bits(kept, run_error(CacheError("normal", (0.0, 0.3), draw=draw), seed=1)[0])
+
+
+def test_frozen_errors_lie_in_the_cache_and_redrawn_ones_do_not():
+    """In layer 0, whose keys and values depend on the tokens alone."""
+    _, plain = run_clean()
+    scoped = {"positions": ((0, 3),), "side": "v"}
+    frozen = CacheError("normal", (0.0, 0.3), **scoped)
+    (_, cache), rows, layout = run_error(frozen)
+    early = slice(0, layout.prompt)
+    expected = frozen.perturb(
+        plain.v[0], layer=0, side="v", positions=plain.positions, problems=rows.problems, seed=rows.seed
+    )
+    assert same_bits(cache.plain.v[0][:, early], expected[:, early])
+    assert not same_bits(cache.plain.v[0][:, early], plain.v[0][:, early])
+    assert same_bits(cache.plain.k[0][:, early], plain.k[0][:, early])
+    (_, cache), _, _ = run_error(dataclasses.replace(frozen, draw="read"))
+    assert same_bits(cache.plain.v[0][:, early], plain.v[0][:, early])
+    assert not same_bits(cache.plain.v[1][:, early], plain.v[1][:, early])

@@ -1,10 +1,12 @@
 """The experiments of the command by name: what each runs on a condition."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jaxkv.condition import OWN_PRECISIONS, Study
+from jaxkv.condition import OWN_PRECISIONS, TEXT_EXPERIMENT, Study
+
+ACCUMULATED = ("kvarn:k2v2", "kivi:k2v2", "quarot:2")  # the 2-bit methods of the seed study, if none is asked for
 
 Done = frozenset[tuple]  # keys of the records on disk, without the experiment's name
 Batches = Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]  # records, timing
@@ -100,12 +102,18 @@ def _run_parity(study: Study, done: Done) -> Batches:
 
 def _list_injections(study: Study) -> tuple[list[Any], list[int]]:
     """The changes asked for, or the seed study's where none is, and the seeds of their errors."""
-    from jaxkv.experiments.changes import ERROR_SEEDS, SEED_ERRORS, SEED_QUANTS, make_changes, read_seeds
+    from jaxkv.experiments.changes import SEED_ERRORS, SEED_QUANTS
 
-    errors, quants = (study.settings.get(name) or [] for name in ("cache_error", "cache_quant"))
-    if not errors and not quants:
-        errors, quants = SEED_ERRORS, SEED_QUANTS
-    seeds = read_seeds(study.settings.get("error_seeds") or ERROR_SEEDS)
+    return _list_changes(study, SEED_ERRORS, SEED_QUANTS)
+
+
+def _list_changes(study: Study, errors: Sequence[str] = (), quants: Sequence[str] = ()) -> tuple[list[Any], list[int]]:
+    """The clean cache and the changes asked for, `errors` and `quants` where none is, and the seeds of the errors."""
+    from jaxkv.experiments.changes import ERROR_SEEDS, make_changes, read_seeds
+
+    asked = [study.settings[name] for name in ("cache_error", "cache_quant")]
+    errors, quants = asked if any(asked) else (errors, quants)
+    seeds = read_seeds(study.settings["error_seeds"] or ERROR_SEEDS)
     return make_changes(errors, quants, study.checkpoint.config), seeds
 
 
@@ -123,6 +131,46 @@ def _count_injections(study: Study) -> int:
     return len(list_runs(*_list_injections(study)))
 
 
+def _run_perplexity(study: Study, done: Done) -> Batches:
+    from jaxkv.experiments.changes import change_cache, list_runs
+    from jaxkv.experiments.perplexity import run_perplexity
+
+    for change, seed in list_runs(*_list_changes(study)):
+        windows = frozenset(window for window, name, drawn in done if (name, drawn) == (change.name, seed))
+        made = change.intervention(seed)
+        arms = study.arms if made is None else change_cache(study.arms, made)
+        yield from run_perplexity(
+            arms, study.state, study.task.windows, study.spec, windows, change=change.name, seed=seed
+        )
+
+
+def _count_perplexities(study: Study) -> int:
+    from jaxkv.experiments.changes import list_runs
+
+    return len(list_runs(*_list_changes(study)))
+
+
+def _list_quantizers(study: Study) -> list[Any]:
+    from jaxkv.interventions.quantizers import parse_cache_quant
+
+    return [parse_cache_quant(text) for text in study.settings["cache_quant"] or ACCUMULATED]
+
+
+def _run_accumulation(study: Study, done: Done) -> Batches:
+    from jaxkv.experiments.accumulation import read_blocks, run_accumulation
+
+    blocks = read_blocks(study.settings["blocks"])
+    return run_accumulation(
+        study.plain, study.state, study.items, study.spec, _list_quantizers(study), blocks, done=done
+    )
+
+
+def _count_accumulations(study: Study) -> int:
+    from jaxkv.experiments.accumulation import list_regimes, read_blocks
+
+    return len(_list_quantizers(study)) * len(list_regimes(read_blocks(study.settings["blocks"])))
+
+
 EXPERIMENTS: dict[str, Experiment] = {
     "divergence": Experiment(_run_divergence, lambda study: 1),
     "drift": Experiment(_run_drift, lambda study: 1),
@@ -131,4 +179,6 @@ EXPERIMENTS: dict[str, Experiment] = {
     "attribution": Experiment(_run_attribution, _count_attribution),
     OWN_PRECISIONS: Experiment(_run_mitigations, _count_mitigations),
     "injection": Experiment(_run_injection, _count_injections),
+    TEXT_EXPERIMENT: Experiment(_run_perplexity, _count_perplexities),
+    "accumulation": Experiment(_run_accumulation, _count_accumulations),
 }

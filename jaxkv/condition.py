@@ -18,6 +18,7 @@ from jaxkv.records import environment, fingerprint, git_revision
 Settings = dict[str, Any]
 
 INCIDENTAL = ("out", "compilation_cache", "doctor_seconds")  # decide no number of a model: not in the default name
+TEXT_EXPERIMENT = "perplexity"  # the experiment that reads a text instead of problems
 OWN_PRECISIONS = "mitigations"  # the experiment that compares policies; its conditions have no precision
 
 
@@ -128,11 +129,21 @@ def load_study(settings: Settings, console: Any) -> Study:
     source = settings["checkpoint"] or settings["model"]
     with console.status(f"loading {source}"), _weights_device(settings):
         checkpoint = load(source, precision=precision, config=preset, revision=settings["revision"])
-    spec = _prompt_spec(settings, checkpoint.tokenizer.has_chat_template)
+    task: Any
     with console.status("loading the problems"):
-        task = load_task(settings["task"], data=settings["data"], fewshot_data=settings["fewshot_data"], spec=spec)
-    chosen = settings["problems"] or range(settings["num_problems"])
-    items = _items(task, checkpoint.tokenizer, chosen, "problems" if settings["problems"] else "num_problems")
+        if settings["experiments"] == [TEXT_EXPERIMENT]:
+            task, items = _load_windows(settings, checkpoint.tokenizer)
+        else:
+            task = load_task(
+                settings["task"],
+                data=settings["data"],
+                fewshot_data=settings["fewshot_data"],
+                spec=_prompt_spec(settings, checkpoint.tokenizer.has_chat_template),
+                subset=settings["subset"],
+                allow_code_execution=settings["allow_code_execution"],
+            )
+            chosen = settings["problems"] or range(settings["num_problems"])
+            items = _items(task, checkpoint.tokenizer, chosen, "problems" if settings["problems"] else "num_problems")
     divergence = DivergenceSpec(
         new_tokens=settings["max_new_tokens"],
         **{field.name: settings[field.name] for field in dataclasses.fields(DivergenceSpec) if field.name in settings},
@@ -168,13 +179,43 @@ def _check_lengths(settings: Settings, layout: Any) -> None:
 
 
 def _prompt_spec(settings: Settings, has_template: bool) -> Any:
-    from jaxkv.tasks.gsm8k import PromptSpec
+    from jaxkv.tasks import usual_style
+    from jaxkv.tasks.task import PromptSpec
 
-    usual = "zero_shot" if settings["task"] == "arith" else "few_shot"
-    style: Any = settings["prompt"] if settings["prompt"] != "auto" else "chat" if has_template else usual
+    style: Any = settings["prompt"] if settings["prompt"] != "auto" else usual_style(settings["task"], has_template)[0]
     default = {"few_shot": 8, "chat": 0, "zero_shot": 0}[style]
     shots = default if settings["shots"] is None else settings["shots"]
     return PromptSpec(style, shots, settings["shots_seed"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """A text in windows, in the place of a task.
+
+    Attributes:
+      windows: of jaxkv.tasks.perplexity.
+      provenance: as a task's.
+    """
+
+    windows: list[Any]
+    provenance: dict[str, Any]
+
+
+def _load_windows(settings: Settings, tokenizer: Any) -> tuple[Text, list[Any]]:
+    """The text's windows, and each as an item whose prompt is what it is given."""
+    from jaxkv.experiments.divergence import Item
+    from jaxkv.experiments.perplexity import tokenize
+    from jaxkv.tasks.continuation import load_text
+    from jaxkv.tasks.perplexity import plan_windows
+
+    text, origin = load_text(settings["data"])
+    ids, ends = tokenize(tokenizer, text)
+    context, stride = settings["context"], settings["max_new_tokens"]
+    bos = tokenizer.bos_id if tokenizer.add_bos else None
+    windows = plan_windows(text, ids, ends, context, stride, bos)[: settings["num_problems"]]
+    cut = {"context": context, "stride": stride, "bos": bos is not None}
+    items = [Item(window.index, window.context, "") for window in windows]
+    return Text(windows, {"problems": origin, "shots": None, "prompt": cut}), items
 
 
 def _items(task: Any, tokenizer: Any, chosen: Sequence[int], flag: str) -> list[Any]:
@@ -235,7 +276,7 @@ def make_run_config(study: Study) -> dict[str, Any]:
         "framework": study.framework,
         "model": study.checkpoint.config.to_json() | {"name": name},
         "checkpoint": {k: v for k, v in origin.items() if k != "source"} | seed,
-        "task": settings["task"],
+        "task": "text" if settings["experiments"] == [TEXT_EXPERIMENT] else settings["task"],
         "data": data,
         "prompt": task.provenance["prompt"],
         "num_problems": len(study.items),
@@ -246,6 +287,8 @@ def make_run_config(study: Study) -> dict[str, Any]:
     }
     if settings["problems"]:
         config["problems"] = settings["problems"]
+    if "scoring" in task.provenance:
+        config["scoring"] = task.provenance["scoring"]
     if "patching" in settings["experiments"]:
         config["patching"] = {name: settings[f"patch_{name}"] for name in ("layers", "bins")}
     return config | (_torch_config(study) if study.framework == "torch" else _jax_config(study, config["decoding"]))

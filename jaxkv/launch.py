@@ -17,7 +17,7 @@ from absl import flags
 from jaxkv.catalog import EXPERIMENTS
 from jaxkv.checkpoints.shipped import SHIPPED
 from jaxkv.cli import run_command
-from jaxkv.condition import OWN_PRECISIONS, name_condition, read_precision
+from jaxkv.condition import OWN_PRECISIONS, TEXT_EXPERIMENT, name_condition, read_precision
 from jaxkv.errors import UserError, nearest
 from jaxkv.study import run_study
 from jaxkv.sweep import run_sweep
@@ -25,6 +25,11 @@ from jaxkv.sweep import run_sweep
 NAMES = (*EXPERIMENTS, "doctor")
 PROMPTS = ("auto", "chat", "few_shot", "zero_shot")
 GRID = ("framework", "model", "precision", "sampler")  # flags whose lists make conditions
+NEW_TOKENS = 256
+NEW_TOKENS_OF = {
+    "arith": 128, "ifeval": 100, "next_string": 8, "math500": 1024, "aime24": 1024, "humaneval": 512,
+}  # fmt: skip
+CHANGED = ("injection", TEXT_EXPERIMENT, "accumulation")  # experiments that change the cache
 FLAGS = flags.FLAGS
 
 _DEFINED = [
@@ -40,8 +45,19 @@ _DEFINED = [
     flags.DEFINE_list("framework", ["jax"], "jax, or torch: the same arms through transformers' PyTorch models."),
     flags.DEFINE_string("attention", None, "With torch: eager or sdpa; eager if not set."),
     flags.DEFINE_list("experiments", ["divergence"], f"Which experiments: {', '.join(NAMES)}."),
-    flags.DEFINE_string("task", None, "gsm8k or arith; arith if not set for the models that ship with the package."),
-    flags.DEFINE_string("data", None, "JSONL or Parquet file with the problems; the hub's test split if not set."),
+    flags.DEFINE_multi_string("cache_error", [], "With injection and perplexity: error put into the cache, e.g. "
+                              "normal:0,0.25; once for each."),
+    flags.DEFINE_multi_string("cache_quant", [], "With injection, perplexity and accumulation: quantizer of the "
+                              "cache, e.g. kvarn:k2v2; once for each."),
+    flags.DEFINE_list("error_seeds", [], "Seeds of the errors; 0,1,2 if not set."),
+    flags.DEFINE_list("blocks", ["128"], "Accumulation: tokens that are run and packed together, one regime each."),
+    flags.DEFINE_string("task", None, "gsm8k, arith, ifeval, next_string, math500, aime24 or humaneval; arith if not "
+                        "set for the models that ship with the package."),
+    flags.DEFINE_string("subset", "all", "With ifeval: all, or no_length_128: 128 without length instructions."),
+    flags.DEFINE_bool("allow_code_execution", False, "With humaneval: run the code that the model wrote."),
+    flags.DEFINE_integer("context", 256, "Perplexity: tokens that a window of the text is given.", lower_bound=2),
+    flags.DEFINE_string("data", None, "File with the problems, JSONL or Parquet, or with the text of next_string and "
+                        "perplexity; the hub's test split if not set."),
     flags.DEFINE_string("fewshot_data", None, "File with worked examples; the hub's train split if not set."),
     flags.DEFINE_string("prompt", "auto", "chat, few_shot, zero_shot, or auto: chat if the tokenizer has a template, "
                         "zero_shot for arith, else few_shot."),
@@ -49,7 +65,8 @@ _DEFINED = [
     flags.DEFINE_integer("shots_seed", None, "Chooses the worked examples; the first ones if not set."),
     flags.DEFINE_integer("num_problems", None, "How many problems, from the first: 100 if not set."),
     flags.DEFINE_list("problems", [], "Which problems, by their number in the data from 0; the first ones if not set."),
-    flags.DEFINE_integer("max_new_tokens", None, "Most new tokens for a problem: 256 if not set, 128 in arith."),
+    flags.DEFINE_integer("max_new_tokens", None, "Most new tokens for a problem, and tokens scored in a window of "
+                         "perplexity: 256 if not set, or what suits the task."),
     flags.DEFINE_list("sampler", ["greedy"], "greedy, temperature, top_k, top_p."),
     flags.DEFINE_float("temperature", None, "0.7 if not set, 1.0 with top_p."),
     flags.DEFINE_integer("top_k", None, "50 if not set."),
@@ -92,7 +109,8 @@ def _settings() -> dict[str, Any]:
         ours = values["checkpoint"] is None and all(name in SHIPPED for name in values["model"])
         values["task"] = "arith" if ours else "gsm8k"
     if values["max_new_tokens"] is None:
-        values["max_new_tokens"] = 128 if values["task"] == "arith" else 256
+        text = values["experiments"] == [TEXT_EXPERIMENT]
+        values["max_new_tokens"] = NEW_TOKENS if text else NEW_TOKENS_OF.get(values["task"], NEW_TOKENS)
     if values["problems"]:
         values["problems"] = _read_problems(values["problems"], values["num_problems"])
         values["num_problems"] = len(values["problems"])
@@ -195,6 +213,7 @@ def _check_combinations(settings: dict[str, Any]) -> None:
     if "attribution" in experiments and (settings["regime"] == "aligned" or length != "padded"):
         flag = "--regime=aligned" if settings["regime"] == "aligned" else f"--uncached_length={length}"
         raise UserError(f"{flag}: attribution explains the plain regime at one padded length; drop it")
+    _check_changes(settings)
     for name in ("drift", "patching", "parity"):
         if name in experiments and length != "padded":
             raise UserError(f"--uncached_length={length}: {name} looks at one padded length; drop it")
@@ -213,6 +232,24 @@ def _check_combinations(settings: dict[str, Any]) -> None:
         raise UserError("--regime=aligned is not there in PyTorch; with --framework=torch use plain")
 
 
+def _check_changes(settings: dict[str, Any]) -> None:
+    """What flags of a changed cache say against others."""
+    experiments = settings["experiments"]
+    if TEXT_EXPERIMENT in experiments and len(experiments) > 1:
+        raise UserError("--experiments=perplexity reads a text, the others problems; run it by itself")
+    users = {"cache_error": CHANGED[:2], "cache_quant": CHANGED, "error_seeds": CHANGED[:2]}
+    for name, wanted in users.items():
+        if settings[name] and not set(experiments) & set(wanted):
+            raise UserError(f"--{name} has no effect without --experiments={' or '.join(wanted)}; drop it")
+    changing = next((name for name in CHANGED if name in experiments), None)
+    if (
+        changing
+        and settings["regime"] == "aligned"
+        and (changing != TEXT_EXPERIMENT or settings["cache_quant"] or settings["cache_error"])
+    ):
+        raise UserError(f"--regime=aligned: a changed cache has no aligned regime; use plain with {changing}")
+
+
 def _check_condition(one: dict[str, Any]) -> None:
     """Finds out before anything slow what is wrong with one condition."""
     from jaxkv.models.families import get_preset
@@ -221,6 +258,14 @@ def _check_condition(one: dict[str, Any]) -> None:
     precision = read_precision(one)
     make_sampler(one["sampler"], one["temperature"], one["top_k"], one["top_p"])
     preset = get_preset(one["model"]) if one["model"] else None
+    if set(CHANGED) & set(one["experiments"]):
+        from jaxkv.experiments.accumulation import read_blocks
+        from jaxkv.experiments.changes import make_changes, read_seeds
+
+        make_changes(one["cache_error"], one["cache_quant"], preset)
+        read_blocks(one["blocks"])
+        if one["error_seeds"]:
+            read_seeds(one["error_seeds"])
     if one["framework"] == "torch" or "parity" in one["experiments"]:
         from jaxkv.torch_model import check_torch, import_torch
 

@@ -20,6 +20,8 @@ from jaxkv.config import Precision
 from jaxkv.errors import UserError
 from jaxkv.records import RunDirectory, environment, git_revision
 
+REPEATED = ("cache_error", "cache_quant")  # flags whose values hold commas of their own
+
 
 def run_study(settings: Settings) -> pathlib.Path:
     """Runs one condition, or what is missing of it, and prints its table. Returns its directory.
@@ -59,7 +61,12 @@ def _flagfile(settings: Settings, out: pathlib.Path) -> str:
         if values[name] and pathlib.Path(values[name]).expanduser().exists():
             values[name] = str(pathlib.Path(values[name]).expanduser().resolve())  # replays from any directory
     given = {name: value for name, value in values.items() if value not in (None, [])}
-    lines = [f"--{n}={','.join(map(str, v)) if isinstance(v, list) else v}" for n, v in given.items()]
+    lines = []
+    for name, value in given.items():
+        if name in REPEATED:
+            lines += [f"--{name}={one}" for one in value]
+        else:
+            lines.append(f"--{name}={','.join(map(str, value)) if isinstance(value, list) else value}")
     return "\n".join(lines) + "\n"
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import pathlib
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -90,7 +91,7 @@ def describe_command(flags: str) -> str | None:
             name, _, value = line.partition("=")
             line = f"{name}={value if value.startswith('random:') else pathlib.PurePath(value).name}"
         if line and not line.startswith(LOCAL):
-            words.append(line)
+            words.append(shlex.quote(line))
     return " ".join(["python -m jaxkv.launch", *words]) if words else None
 
 

@@ -143,7 +143,7 @@ def change_cache(arms: Arms, intervention: Intervention | None) -> Arms:
     Raises:
       UserError: the aligned regime, which rewrites rows of a tile.
     """
-    if arms.tile is not None:
+    if arms.tile is not None and intervention is not None:
         raise UserError("a changed cache has no aligned regime; leave --regime at plain")
     changed = copy.copy(arms)
     changed.intervention = intervention

@@ -21,6 +21,7 @@ from jaxkv.compare import compare_logits
 from jaxkv.config import ModelConfig
 from jaxkv.decode import Arms, Layout, Rows, make_layout, make_rows
 from jaxkv.errors import UserError
+from jaxkv.experiments.changes import change_cache
 from jaxkv.experiments.divergence import DivergenceSpec, Item
 from jaxkv.experiments.traced_runs import Reference, describe_row, find_fault
 from jaxkv.generate import force, run_cached, run_forced
@@ -95,8 +96,8 @@ def run_windows(
     begin = time.perf_counter()
     cached = jax.block_until_ready(run_cached(arms, state, tokens, rows, layout))
     middle = time.perf_counter()
-    stepwise = spec.uncached == "stepwise"
-    uncached = jax.block_until_ready(run_forced(arms, state, cached, rows, layout, spec.uncached_length, stepwise))
+    stepwise, bare = spec.uncached == "stepwise", change_cache(arms, None)
+    uncached = jax.block_until_ready(run_forced(bare, state, cached, rows, layout, spec.uncached_length, stepwise))
     seconds = {"cached": middle - begin, "uncached": time.perf_counter() - middle}
     findings = audit_rows(arms, state, cached, rows)
     text = np.asarray(cached.tokens)

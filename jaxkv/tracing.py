@@ -87,9 +87,15 @@ class TracedDecoder(Decoder):
 
 
 class TracedArms(Arms):
-    """The programs of `arms`, compiled anew around a traced decoder; they take the same prepared weights."""
+    """The programs of `arms`, compiled anew around a traced decoder; they take the same prepared weights.
+
+    Raises:
+      ValueError: the arms have an intervention; what is recorded lies in a plain cache.
+    """
 
     def __init__(self, arms: Arms):
+        if arms.intervention is not None:
+            raise ValueError("values are traced in plain caches; give arms without an intervention")
         super().__init__(arms.config, arms.precision, arms.sampler, arms.stop_ids, tile=arms.tile)
         self.held = arms.held
         model = nnx.eval_shape(lambda: TracedDecoder(arms.config, arms.held, nnx.Rngs(0)))

@@ -16,6 +16,7 @@ from jaxkv.errors import UserError
 from jaxkv.generate import force, make_cache, run_cached, run_cached_keeping, run_uncached_keeping, start_forced
 from jaxkv.interventions.quantized_cache import Quantization
 from jaxkv.interventions.quantizers import parse_cache_quant
+from jaxkv.tracing import TracedArms
 
 NEW_TOKENS = 12
 UNEQUAL = (4, 7, 6)
@@ -84,6 +85,8 @@ def test_what_is_refused():
         Arms(config, precision, tile=8, intervention=changed)
     arms = wide_arms("mistral", "fp16", "int8")
     layout, _, rows = set_up(make_prompts((4,)), NEW_TOKENS)
+    with pytest.raises(ValueError, match="traced in plain caches"):
+        TracedArms(arms)
     with pytest.raises(ValueError, match="no cache to change"):
         run_uncached_keeping(arms, None, start_forced(arms, run("mistral", "fp16")[0], rows, layout), rows, layout)
 

@@ -120,6 +120,15 @@ def _orders(entry: Mapping[str, Any]) -> str:
     return text if entry["interval"] is None else f"{text} [{entry['interval'][0]:.1f}, {entry['interval'][1]:.1f}]"
 
 
+def _list_orders(pairs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """By how much KL falls, a line for each model and precision."""
+    return [
+        f"{name}, orders of ten by which mean KL falls: "
+        + ", ".join(f"{p['sampler']} {_orders(p['metrics']['kl'])}" for p in members)
+        for name, members in by_model(pairs).items()
+    ]
+
+
 def judge_c3a(study: Study) -> Claim:
     """Eight orders, by KL, the metric that falls fastest: quadratic in the error of the logits."""
     pairs = [p for p in study["precisions"] if base_precision(p) == "fp16" and p["regime"] == "plain"]
@@ -139,19 +148,11 @@ def judge_c3a(study: Study) -> Claim:
         else:
             low, high = interval
             verdicts.append(REPRODUCED if low >= ORDERS else NOT_REPRODUCED if high < ORDERS else CANNOT_TELL)
-    lines = [
-        f"{name}, orders of ten by which mean KL falls: "
-        + ", ".join(f"{p['sampler']} {_orders(p['metrics']['kl'])}" for p in members)
-        for name, members in by_model(ours).items()
-    ]
+    lines = _list_orders(ours)
     linear = [p["metrics"]["max_abs"]["orders"] for p in ours if p["metrics"]["max_abs"]["orders"] is not None]
     if linear:
         lines.append(f"the largest logit difference falls by {min(linear):.1f} to {max(linear):.1f} orders")
-    control += [
-        f"PyTorch, {p['model']} {p['precision']} {p['sampler']}: orders of mean KL {_orders(p['metrics']['kl'])}"
-        for p in pairs
-        if p["framework"] == "torch"
-    ]
+    control += [f"PyTorch, {line}" for line in _list_orders([p for p in pairs if p["framework"] == "torch"])]
     verdict = NOT_REPRODUCED if NOT_REPRODUCED in verdicts else CANNOT_TELL if CANNOT_TELL in verdicts else REPRODUCED
     return make_claim("C3a", verdict, lines, control, orders=[p["metrics"]["kl"] for p in ours])
 

@@ -378,7 +378,7 @@ def write_study(paths: Sequence[str | os.PathLike[str]], out: str | os.PathLike[
     study = summarize_study(read_runs(paths))
     directory = pathlib.Path(out)
     blocks = write_blocks(study)
-    text = json.dumps(records.to_plain(study), allow_nan=False, indent=1) + "\n"
+    text = json.dumps(records.to_plain(study), allow_nan=False, separators=(",", ":")) + "\n"
     records.write_atomically(directory / "summary.json", text)
     records.write_atomically(directory / "report.md", to_markdown(TITLE, blocks))
     records.write_atomically(directory / "report.html", to_html(TITLE, blocks))

@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 from study_records import align, as_torch, make_run, make_samples
 
-from jaxkv.analysis import contrasts, statistics
+from jaxkv.analysis import contrasts, figures, statistics
 from jaxkv.analysis.claims import CANNOT_TELL, NOT_REPRODUCED, REPRODUCED
 from jaxkv.analysis.gather import describe_condition
 from jaxkv.analysis.study import summarize_study
@@ -180,6 +180,8 @@ def test_the_same_problems_in_other_batches_count_once_and_pair_with_their_own()
     assert study["flips"]["fp32"]["problems"] == study["flips"]["fp32"]["sequences_with_flip"]["total"] == 12
     assert study["flips"]["fp32"]["conditions"] == 1
     assert [(p["narrow"], p["wide"]) for p in study["precisions"]] == [("b1-fp16", "b1-fp32"), ("b8-fp16", "b8-fp32")]
+    titles = list(figures._panels(study))
+    assert titles == ["tiny, greedy, batch 8", "tiny, greedy, batch 1"]
     text = text_of(next(claim for claim in study["claims"] if claim["id"] == "C1"))
     assert "in batches of 1, sequences that part" in text
     assert "in batches of 8, sequences that part" in text

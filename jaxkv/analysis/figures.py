@@ -16,13 +16,18 @@ SERIES = 6  # colours there are
 
 
 def _panels(study: Study) -> dict[str, list[Mapping[str, Any]]]:
-    """Conditions with curves by panel: model, sampler, framework, regime; precisions are its series."""
+    """Conditions with curves by panel: model, sampler, framework, regime; precisions are its series.
+
+    Batch sizes have panels of their own where there are several, the larger first, since they ask more problems.
+    """
     panels: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
-    for condition in study["conditions"]:
-        if condition.get("curves") and condition["curves"]["kl"]:
-            parts = [condition["model"] or condition["name"], condition["sampler"]]
-            parts += [part for part in (condition["framework"], condition["regime"]) if part not in ("jax", "plain")]
-            panels[", ".join(filter(None, parts))].append(condition)
+    drawn = [c for c in study["conditions"] if c.get("curves") and c["curves"]["kl"]]
+    several = len({c["batch_size"] for c in drawn}) > 1
+    for condition in sorted(drawn, key=lambda c: -(c["batch_size"] or 0)) if several else drawn:
+        parts = [condition["model"] or condition["name"], condition["sampler"]]
+        parts += [part for part in (condition["framework"], condition["regime"]) if part not in ("jax", "plain")]
+        parts += [f"batch {condition['batch_size']}"] if several and condition["batch_size"] else []
+        panels[", ".join(filter(None, parts))].append(condition)
     for members in panels.values():
         members.sort(key=lambda c: (PRECISIONS.index(p) if (p := base_precision(c)) in PRECISIONS else 9, c["name"]))
     return {title: members[:SERIES] for title, members in panels.items()}

@@ -253,6 +253,41 @@ def test_a_tokens_scale_against_its_channels():
     assert [verdict_of(summary_of(records), name) for name in ("E5a", "E5b")] == ["holds", "holds"]
 
 
+def rivals(kl, **other):
+    """KVarN and int2, each packed whole, but for what is said of int2."""
+    packed = other.pop("packed", 1.0)
+    records = make_control(CONTROL) + make_change("kvarn", quant("KVarN", 2.9, first=16, block=32), CONTROL, 1.0)
+    records += make_change("int2", quant("Integer", **({"bits": 2.25, "first": 16} | other)), some(10, N), kl)
+    for record in records:
+        if record["change"] == "int2":
+            record["cache"]["packed"] = packed
+    return summary_of(records)
+
+
+def test_kvarn_against_other_methods_of_2_bits():
+    assert [verdict_of(rivals(2.0), name) for name in ("E6a", "E6b")] == ["holds", "holds"]
+    assert [verdict_of(rivals(0.5), name) for name in ("E6a", "E6b")] == ["holds", "does not hold"]
+    (pair,) = rivals(2.0)["pairs"]
+    assert (pair["kind"], pair["first"], pair["second"]) == ("method", "int2", "kvarn")
+    assert pair["score"]["mean"] == -0.5
+
+
+@pytest.mark.parametrize("other", [{"bits": 4.25}, {"first": 0}, {"packed": 0.9}, {"method": "KVarN"}])
+def test_unlike_caches_are_no_rivals(other):
+    method = other.pop("method", None)
+    summary = (
+        rivals(2.0, **other)
+        if method is None
+        else summary_of(
+            make_control(CONTROL)
+            + make_change("a", quant(method, 2.9), CONTROL)
+            + make_change("b", quant(method, 2.5), CONTROL)
+        )
+    )
+    assert not summary["pairs"]
+    assert verdict_of(summary, "E6b") == "cannot tell"
+
+
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_few_problems_decide_nothing(count):
     records = flips_and_none(0, count, count)

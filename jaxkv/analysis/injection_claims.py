@@ -24,6 +24,9 @@ CLOSE = 0.01  # moments this near, relative to the error, count as equal
 SOME_FLIPS, NO_FLIPS, MANY_FLIPS = 0.01, 1e-4, 0.1
 CATASTROPHIC = 0.5  # of control: a change that keeps less is taken as a catastrophe
 KEEPS = 0.8
+KVARN = "KVarN"
+LOW_BITS = 3  # an element, scales counted, windows not: methods with codes of 2 bits
+PACKED_ALIKE = 0.05  # shares of packed elements this near are compared
 WIDE, PLAIN = "uniform:-1.5,1.5", "uniform:-1,1"
 PAIRS = {
     "flips": "sign flips, at equal mean and variance",
@@ -33,6 +36,7 @@ PAIRS = {
     "draw": "redrawn at each read against frozen at write",
     "side": "K alone against V alone",
     "correlate": "one error a (token, head) against one a channel, at equal mean square",
+    "method": "another method against KVarN: at most 3 bits each, the same first tokens, packed shares within 5 points",
 }
 
 
@@ -80,6 +84,19 @@ def compare_specs(first: Summary, second: Summary) -> str | None:
     return None
 
 
+def _is_rival(first: Summary, second: Summary) -> bool:
+    """Whether the first is another method's cache of 2-bit codes and the second KVarN's, as much of both packed."""
+    specs = first["spec"], second["spec"]
+    for entry, spec in zip((first, second), specs, strict=True):
+        sides = [spec[side] for side in ("k", "v")]
+        if not entry["cache"] or any(side is None or side["bits"] > LOW_BITS for side in sides):
+            return False
+    ours = [[spec[side]["method"] == KVARN for side in ("k", "v")] for spec in specs]
+    kept = [[spec[side]["first"] for side in ("k", "v")] for spec in specs]
+    alike = abs(first["cache"]["packed"] - second["cache"]["packed"]) <= PACKED_ALIKE
+    return not any(ours[0]) and all(ours[1]) and kept[0] == kept[1] and alike
+
+
 def _contrast(first: Mapping[int, float], second: Mapping[int, float], share: bool = True) -> dict[str, Any] | None:
     """Mean of first minus second over the problems that both have, with its paired interval.
 
@@ -102,10 +119,14 @@ def _contrast(first: Mapping[int, float], second: Mapping[int, float], share: bo
 
 def find_pairs(changes: Sequence[Summary], values: Values) -> list[dict[str, Any]]:
     """All pairs that differ in one thing, with the differences of score and of KL, first minus second."""
-    errors = [entry for entry in changes if entry["spec"] and entry["spec"]["family"] == "error"]
     pairs = []
-    for first, second in itertools.permutations(errors, 2):
-        kind = compare_specs(first["spec"], second["spec"])
+    for first, second in itertools.permutations([entry for entry in changes if entry["spec"]], 2):
+        families = {first["spec"]["family"], second["spec"]["family"]}
+        kind = None
+        if families == {"error"}:
+            kind = compare_specs(first["spec"], second["spec"])
+        elif families == {"quant"} and _is_rival(first, second):
+            kind = "method"
         if kind is not None:
             names = first["change"], second["change"]
             found = {
@@ -235,4 +256,7 @@ def judge(changes: Sequence[Summary], values: Values, primary: str) -> dict[str,
     text = "at equal mean square, an error of a token's scale {} than one of each channel (KVarN, arXiv 2606.03458)"
     add("E5a", text.format("costs more score"), _judge_pairs(pairs, "correlate", "score", -1))
     add("E5b", text.format("raises KL more"), _judge_pairs(pairs, "correlate", "kl", 1))
+    text = "KVarN's cache of at most 3 bits an element {} every other method's, as much of both packed"
+    add("E6a", text.format("scores above"), _judge_pairs(pairs, "method", "score", -1))
+    add("E6b", text.format("has a KL below"), _judge_pairs(pairs, "method", "kl", 1))
     return {"pairs": pairs, "claims": claims}

@@ -136,7 +136,7 @@ def judge_c3a(study: Study) -> Claim:
     control = [
         "KL and JS are quadratic in the logits' error, so that eight orders of KL are four of a logit difference"
     ]
-    accumulators = sorted({p["accumulation"] for p in ours if p["accumulation"]})
+    accumulators = sorted({p["products"] for p in ours if p["products"]})
     if accumulators:
         control.append(f"products returned in {', '.join(accumulators)}")
     if not ours:

@@ -143,7 +143,7 @@ def pair_precisions(runs: Sequence[tuple[Mapping[str, Any], Samples]]) -> list[d
                 continue
             compared = compare_precisions(samples, others)
             if compared:
-                shown = {name: condition[name] for name in (*MATCHED, "precision", "accumulation")}
+                shown = {name: condition[name] for name in (*MATCHED, "precision", "products")}
                 found.append({"narrow": condition["name"], "wide": other["name"], **shown, **compared})
     return found
 

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxkv.analysis import (
+    accumulation,
+    accumulation_page,
     attribution,
     drift,
     injection,
@@ -87,5 +89,12 @@ EXPERIMENTS = {
         lambda found, run: injection_page.to_markdown(found),
         "injection.md",
         injection_page.to_html,
+    ),
+    "accumulation": Experiment(
+        lambda run: accumulation.summarize_accumulation(run.records, run.run),
+        accumulation_page.render_accumulation,
+        lambda found, run: accumulation_page.to_markdown(found),
+        "accumulation.md",
+        accumulation_page.to_html,
     ),
 }

@@ -119,7 +119,7 @@ def describe_condition(run: Run) -> dict[str, Any]:
         "layers": model.get("num_layers") if isinstance(model, Mapping) else None,
         "heads": {"query": heads[0], "kv": heads[1]},
         "precision": _name(precision),
-        "accumulation": parts.get("accumulation"),
+        "products": parts.get("accumulation"),
         "sampler": sampling.get("sampler"),
         "seed": sampling.get("seed"),
         "framework": first.get("framework") or config.get("framework") or DEFAULT_FRAMEWORK,

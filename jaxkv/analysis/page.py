@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxkv import records
 from jaxkv.analysis import drift, figures, patching
+from jaxkv.analysis.accumulation_page import write_accumulation
 from jaxkv.analysis.attribution import HEADER as ATTRIBUTION_HEADER
 from jaxkv.analysis.attribution import conclude as conclude_attribution
 from jaxkv.analysis.attribution import make_rows as make_attribution_rows
@@ -290,6 +291,15 @@ def write_changes(study: Study) -> list[Block]:
     return [Heading("Changed caches", name="changed-caches"), *blocks] if blocks else []
 
 
+def write_accumulations(study: Study) -> list[Block]:
+    """Whether errors of quantized caches accumulate, run by run."""
+    blocks: list[Block] = []
+    for condition in study["conditions"]:
+        if found := condition.get("accumulation"):
+            blocks += [Heading(condition["name"], 3), *write_accumulation(found)]
+    return [Heading("Quantized caches along a text", name="accumulation"), *blocks] if blocks else []
+
+
 def write_doctor(study: Study) -> list[Block]:
     """What the device itself does."""
     found = [c for c in study["conditions"] if c.get("doctor")]
@@ -359,6 +369,7 @@ def write_blocks(study: Study) -> list[Block]:
         write_parity(study),
         write_attribution(study),
         write_changes(study),
+        write_accumulations(study),
         write_doctor(study),
         [Heading("Method", name="method"), Bullets(METHOD)],
         write_provenance(study),

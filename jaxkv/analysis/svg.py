@@ -14,6 +14,7 @@ from jaxkv.analysis.format import format_number
 
 WIDTH, HEIGHT = 360, 240
 LEFT, RIGHT, TOP, BOTTOM = 52, 10, 40, 36
+SHORT = 24  # characters of a note that leave room for another beside it
 
 
 def make_ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -85,7 +86,7 @@ class Chart:
       title: above the panel; also what a screen reader is told, with `said`.
       x, y: (low, high, label, log) of each axis.
       said: what the chart shows, for those who cannot see it.
-      notes: lines of text under the panel, two to a row; with `keys`, the names of series 0, 1, ...
+      notes: lines of text under the panel, two to a row if they are short; with `keys`, the names of series 0, 1, ...
       ticks: whether x has labelled ticks.
     """
 
@@ -102,7 +103,8 @@ class Chart:
         floor = HEIGHT - BOTTOM
         self.x = Scale(x[0], x[1], LEFT, WIDTH - RIGHT, x[3])
         self.y = Scale(y[0], y[1], floor, TOP, y[3])
-        self.svg = start_svg(title, HEIGHT + 14 * -(-len(notes) // 2), said)
+        columns = 1 if any(len(note) > SHORT for note in notes) else 2
+        self.svg = start_svg(title, HEIGHT + 14 * -(-len(notes) // columns), said)
         self._legend = float(LEFT)
         for tick in self.y.ticks():
             at = str(self.y.place(tick))
@@ -116,10 +118,10 @@ class Chart:
         up = write(self.svg, 0, 0, y[2], "middle", "label")
         up.set("transform", f"translate(11 {(TOP + floor) / 2}) rotate(-90)")
         for index, note in enumerate(notes):
-            left, line = LEFT + (index % 2) * 150, HEIGHT + 11 + 14 * (index // 2)
+            left, line = LEFT + (index % columns) * 150, HEIGHT + 11 + 14 * (index // columns)
             if keys:
                 self._swatch(index, left, line)
-            write(self.svg, left + 13 * keys, line, note)
+            squeeze(write(self.svg, left + 13 * keys, line, note), 5.3, WIDTH - left - 13 * keys)
 
     def legend(self, series: int, name: str) -> None:
         """A swatch and a name, after those before it."""
@@ -164,18 +166,25 @@ class Chart:
         if said:
             add(rect, "title", said)
 
-    def interval(self, x: float, low: float, high: float) -> None:
-        """A vertical line from low to high."""
-        at = str(self.x.place(x))
-        add(self.svg, "line", class_="interval", x1=at, x2=at, y1=str(self.y.place(low)), y2=str(self.y.place(high)))
+    def interval(self, x: float, low: float, high: float, series: int | None = None) -> None:
+        """A vertical line from low to high, in the colour of a series if one is given."""
+        at, kind = str(self.x.place(x)), "interval" if series is None else f"interval s{series}"
+        add(self.svg, "line", class_=kind, x1=at, x2=at, y1=str(self.y.place(low)), y2=str(self.y.place(high)))
 
 
 def start_svg(title: str, height: int, said: str = "", width: int = WIDTH) -> ET.Element:
     """An empty drawing with its title."""
     svg = ET.Element("svg", {"viewBox": f"0 0 {width} {height}", "role": "img", "class": "chart"})
     svg.set("aria-label", f"{title}. {said}" if said else title)
-    write(svg, 0, 13, title, kind="title")
+    squeeze(write(svg, 0, 13, title, kind="title"), 6.9, width)
     return svg
+
+
+def squeeze(text: ET.Element, advance: float, width: float) -> None:
+    """Narrows a text that would not fit; `advance` is a character's mean width in pixels."""
+    if len(text.text or "") * advance > width:
+        text.set("textLength", f"{width:.0f}")
+        text.set("lengthAdjust", "spacingAndGlyphs")
 
 
 def write(parent: ET.Element, x: float, y: float, text: str, anchor: str = "", kind: str = "") -> ET.Element:

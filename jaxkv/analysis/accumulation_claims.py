@@ -1,0 +1,197 @@
+"""What a run's quantizers say of the statements of the KVarN study (arXiv 2606.03458).
+
+A statement on all quantizers holds where every one's interval lies on its side, does not hold where one lies wholly on
+the other, and cannot be told otherwise. A quantizer with invalid samples decides nothing.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxkv.analysis.format import format_number, format_percent
+from jaxkv.analysis.injection_claims import CANNOT_TELL, decide
+from jaxkv.analysis.statistics import paired_interval
+
+Summary = Mapping[str, Any]
+Values = Mapping[str, Mapping[str, Any]]  # quantizer -> figure -> problem -> value
+Interval = Sequence[float] | None
+WINDOWS_CLOSE = 0.05  # windows are comparable where the packed shares of both sides are this near
+BITS_CLOSE = 0.25  # bits an element of the whole cache that count as no more
+REASON = 0.5  # of the error that a reason accounts for at least
+KVARN = "kvarn"
+AS_PUBLISHED = ("tile", "first", "recent", "aux")  # options that leave KVarN what it is
+CODES = re.compile(r"(?P<name>[a-z]+)(?::k(?P<k>\d+)v(?P=k)|:(?P<bits>\d+)|(?P<own>\d+))(?:,(?P<options>[^;]*))?")
+
+
+def read_codes(quantizer: str) -> tuple[str, int, list[str]] | None:
+    """Method, bits of a code and names of options; None where sides differ or the format has no such bits."""
+    found = CODES.fullmatch(quantizer)
+    if found is None:
+        return None
+    options = [option.partition("=")[0] for option in (found["options"] or "").split(",") if option]
+    return found["name"], int(found["k"] or found["bits"] or found["own"]), options
+
+
+def _average(values: Mapping[int, float]) -> tuple[float, Interval]:
+    column = [values[problem] for problem in sorted(values)]
+    return sum(column) / len(column), paired_interval(column, [0.0] * len(column))
+
+
+def _say(mean: float, interval: Interval, percent: bool = False) -> str:
+    show, unit = (format_percent, " %") if percent else (format_number, "")
+    span = "no interval" if interval is None else f"[{show(interval[0])}, {show(interval[1])}]"
+    return f"{show(mean)}{unit} {span}"
+
+
+def _say_problems(count: int) -> str:
+    return f"{count} problem{'' if count == 1 else 's'}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """What must lie above a threshold, for every quantizer.
+
+    Attributes:
+      name: what it is called.
+      choose: a quantizer's values -> the figure by problem.
+      least: the threshold.
+      percent: whether it is shown so.
+    """
+
+    name: str
+    choose: Callable[[Mapping[str, Any]], Mapping[int, float]]
+    least: float = 0.0
+    percent: bool = False
+
+
+def _judge_each(entries: Sequence[Summary], values: Values, figures: Sequence[Figure]) -> tuple[str, list[str]]:
+    """Whether every figure lies above its threshold for every quantizer."""
+    intervals: list[Interval] = []
+    lines = []
+    for entry in entries:
+        name = entry["quantizer"]
+        found = [(figure, by_problem) for figure in figures if (by_problem := figure.choose(values[name]))]
+        if not found:
+            continue
+        if _errs_nowhere(values[name]):
+            lines.append(f"`{name}` errs at no decoded position and says nothing")
+            continue
+        own: list[Interval] = []
+        parts = []
+        for figure, by_problem in found:
+            mean, interval = _average(by_problem)
+            parts.append(f"{figure.name} {_say(mean, interval, figure.percent)}")
+            usable = interval is not None and not entry["invalid"]
+            own.append([end - figure.least for end in interval] if interval is not None and usable else None)
+        verdict = "invalid samples, so it decides nothing" if entry["invalid"] else decide(own)
+        lines.append(f"`{name}`: {', '.join(parts)}, {_say_problems(len(found[0][1]))}: {verdict}")
+        intervals += own
+    return decide(intervals), lines or ["no quantizer has the records for it"]
+
+
+def _errs_nowhere(values: Mapping[str, Any]) -> bool:
+    return not any(values["static"].values()) and not any(values["decode"].values())
+
+
+def _packed(entry: Summary) -> tuple[float, float]:
+    """Share of tokens that are packed of keys and of values."""
+    stored = entry["regimes"]["decode"]["stored"]
+    return stored["k"]["packed"]["mean"], stored["v"]["packed"]["mean"]
+
+
+def _describe_cache(entry: Summary) -> str:
+    k, v = map(format_percent, _packed(entry))
+    return f"{format_number(entry['storage']['bits'], 3)} bits, {k if k == v else f'{k}/{v}'} % packed"
+
+
+def _judge_kvarn(entries: Sequence[Summary], values: Values) -> tuple[str, list[str]]:
+    """KVarN beside each other 2-bit method at comparable windows.
+
+    One that has fewer bits and accumulates more says nothing for the statement, and one that has more bits and
+    accumulates less leaves it open.
+    """
+    codes = {entry["quantizer"]: read_codes(entry["quantizer"]) for entry in entries}
+    usable = [
+        (entry, found)
+        for entry in entries
+        if (found := codes[entry["quantizer"]]) and found[1] == 2 and values[entry["quantizer"]]["extra"]
+    ]
+    ours = [entry for entry, (name, _, options) in usable if name == KVARN and set(options) <= set(AS_PUBLISHED)]
+    rivals = [entry for entry, (name, _, _) in usable if name != KVARN]
+    if not ours or not rivals:
+        return CANNOT_TELL, ["no 2-bit KVarN was decoded" if not ours else "no other 2-bit method was decoded"]
+    intervals: list[Interval] = []
+    lines = []
+    for kvarn in ours:
+        for rival in rivals:
+            names = rival["quantizer"], kvarn["quantizer"]
+            both = values[names[0]]["extra"].keys() & values[names[1]]["extra"].keys()
+            gap = {p: values[names[0]]["extra"][p] - values[names[1]]["extra"][p] for p in both}
+            caches = f"({_describe_cache(rival)}; {_describe_cache(kvarn)})"
+            label = f"`{names[0]}` - `{names[1]}` {caches}"
+            if not gap:
+                lines.append(f"{label}: no problem has both")
+                continue
+            mean, interval = _average(gap)
+            line = f"{label}: {_say(mean, interval)}, {_say_problems(len(gap))}"
+            verdict, counts = _weigh(rival, kvarn, mean, interval)
+            if counts:
+                broken = rival["invalid"] or kvarn["invalid"]
+                intervals.append(None if broken or verdict else interval)
+                verdict = "invalid samples, so it decides nothing" if broken else verdict or decide([interval])
+            lines.append(f"{line}: {verdict}")
+    return decide(intervals), lines
+
+
+def _weigh(rival: Summary, kvarn: Summary, mean: float, interval: Interval) -> tuple[str, bool]:
+    """Why a pair cannot decide, empty if it can; and whether it must then leave the statement open."""
+    if max(abs(a - b) for a, b in zip(_packed(rival), _packed(kvarn), strict=True)) > WINDOWS_CLOSE:
+        return "windows are not comparable", False
+    more = rival["storage"]["bits"] - kvarn["storage"]["bits"]
+    if more < -BITS_CLOSE and mean > 0:
+        return "accumulates more with fewer bits, so it does not count", False
+    if more > BITS_CLOSE and interval is not None and interval[0] <= 0:
+        return "has more bits, so it decides nothing", True
+    return "", True
+
+
+def judge(entries: Sequence[Summary], values: Values) -> list[dict[str, Any]]:
+    """The statements with verdict and figures.
+
+    Args:
+      entries: summaries of quantizers.
+      values: of each, by problem over decoded positions: `static` and `decode` errors, `extra` (what accumulates),
+        `growth` of it, and `taken` (repair -> share of the error taken away).
+    """
+
+    def taken(values: Mapping[str, Any], first: str, second: str = "") -> dict[int, float]:
+        found = values["taken"].get(first, {})
+        less = values["taken"].get(second, {}) if second else dict.fromkeys(found, 0.0)
+        return {problem: value - less[problem] for problem, value in found.items()}
+
+    def judge_each(*figures: Figure) -> tuple[str, list[str]]:
+        return _judge_each(entries, values, figures)
+
+    half = format_percent(REASON)
+    text = {
+        "K1a": "errors accumulate under decoding: the attention output errs more than where they do not feed back",
+        "K1b": "what accumulates grows with the tokens decoded",
+        "K2": "KVarN accumulates least at 2 bits (at comparable windows and bits)",
+        "K3a": "repairing the scales of the worst 5 % of tokens takes away error, and more than of the other 95 %",
+        "K3b": f"wrong token scales are the reason: with all repaired at least {half} % of the error is gone",
+    }
+    found = {
+        "K1a": judge_each(Figure("decode - static", lambda v: v["extra"])),
+        "K1b": judge_each(Figure("later - earlier half", lambda v: v["growth"])),
+        "K2": _judge_kvarn(entries, values),
+        "K3a": judge_each(
+            Figure("worst 5 %", lambda v: taken(v, "worst"), percent=True),
+            Figure("worst 5 % less other 95 %", lambda v: taken(v, "worst", "others"), percent=True),
+        ),
+        "K3b": judge_each(Figure("all", lambda v: taken(v, "everything"), REASON, percent=True)),
+    }
+    return [
+        {"id": name, "claim": text[name], "verdict": verdict, "figure": lines}
+        for name, (verdict, lines) in found.items()
+    ]

@@ -1,0 +1,284 @@
+"""The report on errors of a quantized cache along a text: statements, what accumulates, error split, repair."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Group
+
+from jaxkv.analysis import document
+from jaxkv.analysis.accumulation_figures import DECODE, REPAIRED, STATIC, draw_accumulation
+from jaxkv.analysis.document import Block, Bullets, Fold, Heading, Paragraph, Table
+from jaxkv.analysis.format import format_count, format_counted_share, format_number, format_percent
+from jaxkv.analysis.samples import describe_problems, say_few
+
+Summary = Mapping[str, Any]
+Show = Callable[[float], str]
+TITLE = "Errors of a quantized cache along a text"
+NOTES = (
+    "`static`: every layer is handed the clean run's queries, keys, values and attention output, so errors do not feed "
+    "back. `accumulated:B`: the tokens after the prompt are run B at a time, and later ones see them as they were "
+    "packed; rows of one call see each other as in the method's prefill, so a block may err less than `static`. "
+    "`decode`: token by token. All follow the clean run's tokens.",
+    "Error: |a' - a| / |a|, a the heads' output of the clean run before the output projection, mean over layers and "
+    "positions. What accumulates is the error minus that of `static`, problem by problem; it holds what earlier layers "
+    "pass on within a step as well as what earlier steps do, and only the former at the prompt. Later - earlier: its "
+    "mean over the later half of the decoded positions minus that over the earlier half.",
+    "E_M: share of the squared error of packed keys or values that is of norms, not of directions, mean over layers. "
+    "In `static` it is the quantizer's own; in `decode` it holds what accumulated too.",
+    "Repair: an oracle gives packed tokens the norm back with which they entered, in `static` alone: it says what an "
+    "error is made of, not what of it feeds back.",
+    "Problems count alike. Intervals are 95 %, over problems, widened to Student's t; the share of agreeing steps has "
+    "one that is never narrower than if steps were independent. Of a figure that is 0 in every problem, the exact "
+    "bound of the share of problems in which it is not.",
+    "Every statement and quantizer is judged alone: of twenty such intervals one may miss by chance. A statement on "
+    "all quantizers holds where each interval lies on its side, and does not where one lies wholly on the other.",
+    "bits: of an element of the whole cache at the slots it had, counted from its arrays, windows included.",
+    "Positions count from the first one after the prompt. A record has bins of its own; each lies whole in the bin "
+    "here that holds its middle. Where problems differ in length, far bins have fewer of them.",
+)
+
+
+def show_average(entry: Summary | None, show: Show = format_number) -> str:
+    """A mean with its interval; of zeros alone, the bound."""
+    if entry is None:
+        return "-"
+    if entry["bound"] is not None:
+        return f"0 (other in at most {format_percent(entry['bound'])} % of problems)"
+    if entry["interval"] is None:
+        return show(entry["mean"])
+    return f"{show(entry['mean'])} [{', '.join(map(show, entry['interval']))}]"
+
+
+def show_agreement(entry: Summary | None) -> str:
+    """A share of steps; without an interval, for one problem, the count alone."""
+    if entry is None or entry["interval"] is None:
+        return format_count(entry)
+    return format_counted_share(entry)
+
+
+def _stack(mean: float, entry: Summary, show: Show = format_number) -> str:
+    """A figure over its interval, narrow."""
+    if entry.get("bound") is not None:
+        return f"0\n< {format_percent(entry['bound'])} %"
+    return show(mean) if entry["interval"] is None else f"{show(mean)}\n{'..'.join(map(show, entry['interval']))}"
+
+
+def _decoded(entry: Summary, regime: str) -> Summary | None:
+    found = entry["regimes"].get(regime)
+    return found["error"]["decoded"] if found else None
+
+
+def _logits(entry: Summary, regime: str = DECODE) -> Summary:
+    found = entry["regimes"].get(regime)
+    return (found and found["logits"]) or {"kl": None, "agreement": None}
+
+
+def _from_decode(entry: Summary, figure: str) -> Summary | None:
+    found = entry["regimes"].get(DECODE, {}).get(figure)
+    return found["decoded"] if found and figure == "extra" else found
+
+
+def _bits(entry: Summary) -> str:
+    return format_number(entry["storage"]["bits"], 3) if entry["storage"] else "-"
+
+
+def _packed(entry: Summary, side: str) -> Summary | None:
+    return next((found["stored"][side]["packed"] for found in entry["regimes"].values()), None)
+
+
+def say_what_there_is(summary: Summary) -> list[str]:
+    """How many problems, and what is missing, invalid or cannot be compared."""
+    lines = [describe_problems(summary), *say_few(summary["problems"]["ok"])]
+    if summary["parted"]:
+        text = ", ".join(map(str, summary["parted"]))
+        lines.append(f"LEFT OUT, since their records follow different tokens: problems {text}.")
+    for entry in summary["quantizers"]:
+        name, total = f"`{entry['quantizer']}`", summary["problems"]["total"]
+        missing = {regime: count for regime, count in entry["samples"].items() if count < total}
+        lines += [f"UNFINISHED: {name} has {count} of {total} samples of {r}." for r, count in missing.items()]
+        for group in entry["invalid"]:
+            lines.append(
+                f"{name}: {group['samples']} samples invalid at {group['reason']} ({group['arm']}, {group['value']}); "
+                "counted nowhere."
+            )
+        packed = [_packed(entry, side) for side in ("k", "v")]
+        if any(packed) and not any(found and found["mean"] for found in packed):
+            lines.append(f"{name} packed nothing: its windows hold the whole text.")
+    return lines
+
+
+def _say_controls(summary: Summary) -> list[str]:
+    """What must be equal, and whether it is."""
+    lines = []
+    entries = [e["regimes"][STATIC]["logits"] for e in summary["quantizers"] if STATIC in e["regimes"]]
+    if any(entries):
+        count = _add([found["bit_equal"] for found in entries if found])
+        lines.append(f"Control: in `static` the logits are the clean run's, bit for bit, at {count} steps.")
+    watched = [found["watched"] for entry in summary["quantizers"] for found in entry["regimes"].values()]
+    for run, what in (("clean", "the clean run's"), ("changed", "the decoding run's")):
+        found = [entry[run] for entry in watched if run in entry]
+        if found:
+            lines.append(f"Watching left {what} logits as they were, bit for bit, at {_add(found)} steps.")
+    return lines
+
+
+def _add(counts: Sequence[Summary]) -> str:
+    return format_count({part: sum(entry[part] for entry in counts) for part in ("count", "total")})
+
+
+def write_claims(summary: Summary) -> list[Block]:
+    """The statements with their verdicts."""
+    rows = [[f"{c['id']}: {c['claim']}", c["verdict"], tuple(c["figure"])] for c in summary["claims"]]
+    text = "Statements of the KVarN study (arXiv 2606.03458), on this run: relative error of the attention output."
+    return [Paragraph(text, "note"), Table(["statement", "verdict", "figure"], rows, kind="claims")]
+
+
+def _write_quantizers(summary: Summary) -> list[Block]:
+    rows = []
+    for entry in summary["quantizers"]:
+        storage, logits = entry["storage"], _logits(entry)
+        share = "-" if not storage or storage["of_clean"] is None else format_percent(storage["of_clean"])
+        rows.append(
+            [
+                f"`{entry['quantizer']}`",
+                _bits(entry),
+                share,
+                show_average(_packed(entry, "k"), format_percent),
+                show_average(_packed(entry, "v"), format_percent),
+                show_average(_decoded(entry, STATIC)),
+                show_average(_decoded(entry, DECODE)),
+                show_average(_from_decode(entry, "extra")),
+                show_average(_from_decode(entry, "growth")),
+                show_average(logits["kl"]),
+                show_agreement(logits["agreement"]),
+            ]
+        )
+    head = ["quantizer", "bits", "% of the clean bytes", "K packed, %", "V packed, %", "error, static"]
+    head += ["error, decode", "decode - static", "later - earlier half", "KL, nats", "same top token"]
+    return [
+        Heading("Every quantizer, at decoded positions", 3),
+        Table(head, rows),
+        Paragraph("KL and top token are those of `decode` beside the clean run.", "note"),
+    ]
+
+
+def _write_regimes(summary: Summary) -> list[Block]:
+    rows = []
+    for entry in summary["quantizers"]:
+        for regime, found in entry["regimes"].items():
+            extra, logits = found["extra"] or {"prompt": None, "decoded": None}, _logits(entry, regime)
+            cells = [found["error"]["prompt"], extra["prompt"], found["error"]["decoded"], extra["decoded"]]
+            shown = [*map(show_average, cells), show_average(found["growth"]), show_average(logits["kl"])]
+            counted = f"{found['problems']} of {entry['samples'][regime]}"
+            rows.append(
+                [f"`{entry['quantizer']}`", regime, counted, *shown, show_agreement(logits["agreement"])]
+            )  # fmt: skip
+    head = ["quantizer", "regime", "valid", "error, prompt", "- static", "error, decoded", "- static"]
+    head += ["later - earlier half", "KL, nats", "same top token"]
+    return [Heading("By regime", 3), Table(head, rows)] if rows else []
+
+
+def _write_stored(summary: Summary) -> list[Block]:
+    rows = []
+    for entry in summary["quantizers"]:
+        for regime in (STATIC, DECODE):
+            if regime in entry["regimes"]:
+                stored = entry["regimes"][regime]["stored"]
+                cells = [
+                    show_average(stored[side][figure], show)
+                    for side in ("k", "v")
+                    for figure, show in (("relative", format_number), ("norm_share", format_percent))
+                ]
+                rows.append([f"`{entry['quantizer']}`", regime, *cells])
+    head = ["quantizer", "regime", "K, relative error", "K, E_M %", "V, relative error", "V, E_M %"]
+    text = "What is packed at the end of the text beside the clean run's keys and values."
+    return [Heading("Error of norms and of directions", 3), Paragraph(text), Table(head, rows)] if rows else []
+
+
+def _write_repairs(summary: Summary) -> list[Block]:
+    rows = []
+    for entry in summary["quantizers"]:
+        repair = entry["repair"]
+        if repair:
+            cells = [show_average(found) for found in repair["error"].values()]
+            cells += [show_average(repair["taken"][name], format_percent) for name in REPAIRED]
+            rows.append([f"`{entry['quantizer']}`", *cells])
+    head = ["quantizer", "error", *(f"{name} repaired" for name in REPAIRED.values())]
+    head += [f"{name}: % gone" for name in REPAIRED.values()]
+    return [Heading("Token scales repaired by an oracle", 3), Table(head, rows)] if rows else []
+
+
+def _write_positions(summary: Summary) -> list[Block]:
+    tables: list[Block] = []
+    for entry in summary["quantizers"]:
+        curves = {
+            regime: {(p["begin"], p["end"]): p for p in found["curve"]} for regime, found in entry["regimes"].items()
+        }
+        logits = {(p["begin"], p["end"]): p for p in _logits(entry).get("curve", [])}
+        rows = []
+        for place in sorted({place for curve in (*curves.values(), logits) for place in curve}):
+            cells = [show_average(curve[place]["error"] if place in curve else None) for curve in curves.values()]
+            extra = curves.get(DECODE, {}).get(place, {"extra": None})["extra"]
+            step = logits.get(place, {"kl": None, "agreement": None})
+            at = [curve[place]["error"] for curve in curves.values() if place in curve]
+            count = str(max(found["problems"] for found in at)) if at else str(step["kl"]["problems"])
+            cells += [show_average(extra), show_average(step["kl"]), show_agreement(step["agreement"])]
+            rows.append([f"{place[0]} to {place[1] - 1}", count, *cells])
+        if rows:
+            head = ["positions", "problems", *(f"error, {regime}" for regime in curves)]
+            head += ["decode - static", "KL, nats", "same top token"]
+            tables.append(Table(head, rows, caption=entry["quantizer"]))
+    return [Fold("Every figure by position", tables)] if tables else []
+
+
+def write_accumulation(summary: Summary) -> list[Block]:
+    """The whole report of a run's quantizers, figures included."""
+    return [
+        Bullets([*say_what_there_is(summary), *_say_controls(summary)]),
+        *write_claims(summary),
+        *_write_quantizers(summary),
+        *draw_accumulation(summary),
+        *_write_regimes(summary),
+        *_write_stored(summary),
+        *_write_repairs(summary),
+        *_write_positions(summary),
+        Bullets(NOTES),
+    ]
+
+
+def to_markdown(summary: Summary) -> str:
+    """The report without its figures."""
+    blocks = [block for block in write_accumulation(summary) if not isinstance(block, document.Figure)]
+    return document.to_markdown(TITLE, [*blocks, Paragraph("Figures: `accumulation.html`.")])
+
+
+def to_html(summary: Summary) -> str:
+    """The report with its figures."""
+    return document.to_html(TITLE, write_accumulation(summary))
+
+
+def render_accumulation(summary: Summary) -> Group:
+    """What matters most, for a terminal of 80 columns: each mean over its interval."""
+    rows = []
+    for entry in summary["quantizers"]:
+        logits = _logits(entry)
+        figures = [_decoded(entry, STATIC), _decoded(entry, DECODE), _from_decode(entry, "extra"), logits["kl"]]
+        cells = [_stack(found["mean"], found) if found else "-" for found in figures]
+        same = logits["agreement"]
+        cells.append(_stack(same["rate"], same, format_percent) if same else "-")
+        rows.append([entry["quantizer"], _bits(entry), *cells])
+    head = ["quantizer", "bits", "static", "decode", "difference", "KL", "agree, %"]
+    verdicts = [[f"{c['id']}: {c['claim']}", c["verdict"]] for c in summary["claims"]]
+    text = (
+        "static, decode: the attention output's relative error at decoded positions; KL in nats and the share of "
+        "steps with the same top token are of decode. Means over problems, 95 % intervals below them; below a 0 in "
+        "every problem, the share of problems that could have another."
+    )
+    return document.to_terminal(
+        [
+            Bullets([*say_what_there_is(summary), *_say_controls(summary)]),
+            Table(head, rows),
+            Paragraph(text),
+            Table(["statement", "verdict"], verdicts),
+        ]
+    )

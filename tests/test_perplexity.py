@@ -255,6 +255,12 @@ def make_change(change, factor, seed=0):
     return records
 
 
+def shown(summary, width):
+    console = Console(width=width, file=io.StringIO())
+    console.print(render_perplexity(summary))
+    return console.file.getvalue()
+
+
 def test_summary():
     worse = [*make_change("normal:0,0.25", 1.1), *make_change("normal:0,0.25", 1.3, seed=1)]
     summary = summarize_perplexity([*small_run(), *worse])
@@ -271,9 +277,14 @@ def test_summary():
     page = to_markdown(summary)
     assert f"| normal:0,0.25 | {len(small_run())} | {2 * tokens} |" in page
     assert f"{changed['ratio']['mean']:.6g}" in page
-    console = Console(width=200, file=io.StringIO())
-    console.print(render_perplexity(summary))
-    assert "normal:0,0.25" in console.file.getvalue()
+    text = shown(summary, 80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    for found in (clean, changed):
+        row = next(line for line in text.splitlines() if line.startswith(found["change"]))
+        assert f"{found['ratio']['mean']:.6g}" in row
+    assert "[{:.6g}, {:.6g}]".format(*changed["ratio"]["interval"]) in text
+    assert "none valid" in shown(summary | {"changes": [{"change": "int4", "windows": 0, "seeds": []}]}, 80)
 
 
 def test_summary_leaves_out_invalid_windows():

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.analysis import accumulation_claims, statistics
+from jaxkv.analysis.accumulation_claims import average, judge, subtract
 from jaxkv.analysis.samples import collect, count_problems
 from jaxkv.analysis.summary import clustered_share, group_invalid
 from jaxkv.schema_accumulation import REPAIRS, SIDES, validate_accumulation
@@ -65,7 +65,7 @@ def summarize_accumulation(records: Sequence[Record], run: Mapping[str, Any]) ->
         "num_layers": valid[0]["num_layers"] if valid else None,
         "regimes": regimes,
         "quantizers": quantizers,
-        "claims": accumulation_claims.judge(quantizers, values),
+        "claims": judge(quantizers, values),
     }
 
 
@@ -75,44 +75,15 @@ def _rank(regime: str) -> tuple[int, int]:
     return (0 if regime == STATIC else 2 if regime == DECODE else 1), -int(block or 0)
 
 
-def average(values: Mapping[int, float], least: float = -math.inf, most: float = math.inf) -> dict[str, Any] | None:
-    """Mean over problems with its interval, the bootstrap's widened to Student's t, and their number.
-
-    Args:
-      values: by problem.
-      least, most: what the figure cannot be below or above; the interval ends there.
-
-    Returns:
-      `interval` is None for one problem. Where every value is exactly 0, `bound` is the share of problems that could
-      still have another (95 %, exact); else None. None without problems.
-    """
-    if not values:
-        return None
-    column = np.asarray([values[problem] for problem in sorted(values)], np.float64)
-    interval = statistics.paired_interval(column, np.zeros(len(column)))
-    equal = len(column) > 1 and not column.any()
-    return {
-        "mean": float(column.mean()),
-        "interval": None if interval is None else [max(least, interval[0]), min(most, interval[1])],
-        "problems": len(column),
-        "bound": statistics.zero_upper_bound(len(column)) if equal else None,
-    }
-
-
-def subtract(first: Mapping[int, float], second: Mapping[int, float]) -> dict[int, float]:
-    """first - second of the problems that have both."""
-    return {problem: first[problem] - second[problem] for problem in sorted(first.keys() & second.keys())}
-
-
 def _plan_places(samples: Sequence[Record]) -> dict[str, list[Place]]:
     """Common bins of each segment, of one width, counted from the end of the prompt both ways."""
-    longest = {
-        "prompt": max((s["prompt_tokens"] for s in samples), default=0),
-        "decoded": max((s["bins"][-1][1] - s["prompt_tokens"] for s in samples), default=0),
-    }
-    places = {}
-    for segment, length in longest.items():
-        width = max(1, math.ceil(length / BINS))
+    places: dict[str, list[Place]] = {}
+    for segment in SEGMENTS:
+        widths = [s["bins"][n][1] - s["bins"][n][0] for s in samples for n in _columns(s, segment)]
+        fed = {"prompt": (s["prompt_tokens"] for s in samples)}
+        fed["decoded"] = (s["bins"][-1][1] - s["prompt_tokens"] for s in samples)
+        length = max(fed[segment], default=0)
+        width = max(math.ceil(length / BINS), *widths, 1)  # no record's bin is wider, so that none is skipped
         edges = [(begin, min(begin + width, length)) for begin in range(0, length, width)]
         places[segment] = edges if segment == "decoded" else [(-end, -begin) for begin, end in reversed(edges)]
     return places

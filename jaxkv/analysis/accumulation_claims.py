@@ -5,13 +5,16 @@ the other, and cannot be told otherwise. A quantizer with invalid samples decide
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from jaxkv.analysis import statistics
 from jaxkv.analysis.format import format_number, format_percent
 from jaxkv.analysis.injection_claims import CANNOT_TELL, decide
-from jaxkv.analysis.statistics import paired_interval
 
 Summary = Mapping[str, Any]
 Values = Mapping[str, Mapping[str, Any]]  # quantizer -> figure -> problem -> value
@@ -20,6 +23,7 @@ WINDOWS_CLOSE = 0.05  # windows are comparable where the packed shares of both s
 BITS_CLOSE = 0.25  # bits an element of the whole cache that count as no more
 REASON = 0.5  # of the error that a reason accounts for at least
 KVARN = "kvarn"
+PERCENT = (format_percent, " %")
 AS_PUBLISHED = ("tile", "first", "recent", "aux")  # options that leave KVarN what it is
 CODES = re.compile(r"(?P<name>[a-z]+)(?::k(?P<k>\d+)v(?P=k)|:(?P<bits>\d+)|(?P<own>\d+))(?:,(?P<options>[^;]*))?")
 
@@ -33,19 +37,54 @@ def read_codes(quantizer: str) -> tuple[str, int, list[str]] | None:
     return found["name"], int(found["k"] or found["bits"] or found["own"]), options
 
 
-def _average(values: Mapping[int, float]) -> tuple[float, Interval]:
-    column = [values[problem] for problem in sorted(values)]
-    return sum(column) / len(column), paired_interval(column, [0.0] * len(column))
+def average(values: Mapping[int, float], least: float = -math.inf, most: float = math.inf) -> Any:
+    """Mean over problems with its interval, the bootstrap's widened to Student's t, and their number.
+
+    Args:
+      values: by problem.
+      least, most: what the figure cannot be below or above; the interval ends there.
+
+    Returns:
+      `interval` is None for one problem. Where every value is exactly 0, `bound` is the share of problems that could
+      still have another (95 %, exact); else None. None without problems.
+    """
+    if not values:
+        return None
+    column = np.asarray([values[problem] for problem in sorted(values)], np.float64)
+    interval = statistics.paired_interval(column, np.zeros(len(column)))
+    equal = len(column) > 1 and not column.any()
+    return {
+        "mean": float(column.mean()),
+        "interval": None if interval is None else [max(least, interval[0]), min(most, interval[1])],
+        "problems": len(column),
+        "bound": statistics.zero_upper_bound(len(column)) if equal else None,
+    }
 
 
-def _say(mean: float, interval: Interval, percent: bool = False) -> str:
-    show, unit = (format_percent, " %") if percent else (format_number, "")
-    span = "no interval" if interval is None else f"[{show(interval[0])}, {show(interval[1])}]"
-    return f"{show(mean)}{unit} {span}"
+def subtract(first: Mapping[int, float], second: Mapping[int, float]) -> dict[int, float]:
+    """first - second of the problems that have both."""
+    return {problem: first[problem] - second[problem] for problem in sorted(first.keys() & second.keys())}
+
+
+def show_average(entry: Summary | None, show: Callable[[float], str] = format_number, unit: str = "") -> str:
+    """A mean with its interval, ``-`` for None; of zeros alone, the bound."""
+    if entry is None:
+        return "-"
+    if entry["bound"] is not None:
+        return f"0{unit} (bound {format_percent(entry['bound'])} %)"
+    if entry["interval"] is None:
+        return f"{show(entry['mean'])}{unit}"
+    return f"{show(entry['mean'])}{unit} [{', '.join(map(show, entry['interval']))}]"
+
+
+def _decisive(values: Mapping[int, float], entry: Summary) -> Interval:
+    """The interval that a verdict may rest on: values that are all alike have a spread that nobody has seen."""
+    spread = max(values.values()) - min(values.values())
+    return None if spread <= 1e-9 * abs(entry["mean"]) else entry["interval"]
 
 
 def _say_problems(count: int) -> str:
-    return f"{count} problem{'' if count == 1 else 's'}"
+    return f"{count} problem{'' if count == 1 else 's'}" + (", no interval" if count == 1 else "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,12 +119,12 @@ def _judge_each(entries: Sequence[Summary], values: Values, figures: Sequence[Fi
         own: list[Interval] = []
         parts = []
         for figure, by_problem in found:
-            mean, interval = _average(by_problem)
-            parts.append(f"{figure.name} {_say(mean, interval, figure.percent)}")
-            usable = interval is not None and not entry["invalid"]
-            own.append([end - figure.least for end in interval] if interval is not None and usable else None)
+            mean = average(by_problem)
+            parts.append(f"{figure.name} {show_average(mean, *PERCENT if figure.percent else ())}")
+            interval = None if entry["invalid"] else _decisive(by_problem, mean)
+            own.append(None if interval is None else [end - figure.least for end in interval])
         verdict = "invalid samples, so it decides nothing" if entry["invalid"] else decide(own)
-        lines.append(f"`{name}`: {', '.join(parts)}, {_say_problems(len(found[0][1]))}: {verdict}")
+        lines.append(f"`{name}`: {'; '.join(parts)} ({_say_problems(len(found[0][1]))}): {verdict}")
         intervals += own
     return decide(intervals), lines or ["no quantizer has the records for it"]
 
@@ -113,9 +152,9 @@ def _judge_kvarn(entries: Sequence[Summary], values: Values) -> tuple[str, list[
     """
     codes = {entry["quantizer"]: read_codes(entry["quantizer"]) for entry in entries}
     usable = [
-        (entry, found)
+        (entry, code)
         for entry in entries
-        if (found := codes[entry["quantizer"]]) and found[1] == 2 and values[entry["quantizer"]]["extra"]
+        if (code := codes[entry["quantizer"]]) and code[1] == 2 and values[entry["quantizer"]]["extra"]
     ]
     ours = [entry for entry, (name, _, options) in usable if name == KVARN and set(options) <= set(AS_PUBLISHED)]
     rivals = [entry for entry, (name, _, _) in usable if name != KVARN]
@@ -126,16 +165,16 @@ def _judge_kvarn(entries: Sequence[Summary], values: Values) -> tuple[str, list[
     for kvarn in ours:
         for rival in rivals:
             names = rival["quantizer"], kvarn["quantizer"]
-            both = values[names[0]]["extra"].keys() & values[names[1]]["extra"].keys()
-            gap = {p: values[names[0]]["extra"][p] - values[names[1]]["extra"][p] for p in both}
+            gap = subtract(*(values[name]["extra"] for name in names))
             caches = f"({_describe_cache(rival)}; {_describe_cache(kvarn)})"
             label = f"`{names[0]}` - `{names[1]}` {caches}"
             if not gap:
                 lines.append(f"{label}: no problem has both")
                 continue
-            mean, interval = _average(gap)
-            line = f"{label}: {_say(mean, interval)}, {_say_problems(len(gap))}"
-            verdict, counts = _weigh(rival, kvarn, mean, interval)
+            found = average(gap)
+            interval = _decisive(gap, found)
+            line = f"{label}: {show_average(found)} ({_say_problems(len(gap))})"
+            verdict, counts = _weigh(rival, kvarn, found["mean"], interval)
             if counts:
                 broken = rival["invalid"] or kvarn["invalid"]
                 intervals.append(None if broken or verdict else interval)
@@ -182,14 +221,14 @@ def judge(entries: Sequence[Summary], values: Values) -> list[dict[str, Any]]:
         "K3b": f"wrong token scales are the reason: with all repaired at least {half} % of the error is gone",
     }
     found = {
-        "K1a": judge_each(Figure("decode - static", lambda v: v["extra"])),
-        "K1b": judge_each(Figure("later - earlier half", lambda v: v["growth"])),
+        "K1a": judge_each(Figure("decode - static:", lambda v: v["extra"])),
+        "K1b": judge_each(Figure("later - earlier half:", lambda v: v["growth"])),
         "K2": _judge_kvarn(entries, values),
         "K3a": judge_each(
-            Figure("worst 5 %", lambda v: taken(v, "worst"), percent=True),
-            Figure("worst 5 % less other 95 %", lambda v: taken(v, "worst", "others"), percent=True),
+            Figure("worst 5 % of tokens:", lambda v: taken(v, "worst"), percent=True),
+            Figure("that less the other 95 %:", lambda v: taken(v, "worst", "others"), percent=True),
         ),
-        "K3b": judge_each(Figure("all", lambda v: taken(v, "everything"), REASON, percent=True)),
+        "K3b": judge_each(Figure("all tokens:", lambda v: taken(v, "everything"), REASON, percent=True)),
     }
     return [
         {"id": name, "claim": text[name], "verdict": verdict, "figure": lines}

@@ -11,6 +11,8 @@ Summary = Mapping[str, Any]
 Point = tuple[float, float, Sequence[float] | None]  # x, y and the interval of y
 SERIES = 6  # colours there are
 STATIC, DECODE = "static", "decode"
+AFTER = "position after the prompt"
+BARS = "Bars are 95 % intervals over problems, the series drawn a little apart."
 REPAIRED = {"worst": "worst 5 %", "others": "other 95 %", "everything": "all"}
 
 
@@ -25,32 +27,47 @@ def _points(places: Sequence[Mapping[str, Any]], figure: Callable[[Any], Any]) -
 
 
 def _draw(
-    title: str, series: Mapping[str, Sequence[Point]], x: str, y: str, *, log: bool = False, high: float | None = None
+    title: str,
+    series: Mapping[str, Sequence[Point]],
+    x: str,
+    y: str,
+    *,
+    log: bool = False,
+    high: float | None = None,
+    first: int = 0,
 ) -> Any:
-    """One panel, a line a series with intervals, a little apart so that they can be seen; None without points."""
+    """One panel, a line a series with intervals, a little apart so that they can be seen; None without points.
+
+    Args:
+      title: above.
+      series: points of each, in the order of their colours.
+      x, y: what the axes have.
+      log: of y; points at 0 have no place.
+      high: where y ends, for figures that cannot be above.
+      first: the first series' colour.
+    """
     kept = {name: [p for p in points if not log or p[1] > 0] for name, points in series.items()}
     flat = [point for points in kept.values() for point in points]
     if not flat:
         return None
-    ends = [end for _, value, span in flat for end in (value, *(span or ())) if end > 0 or not log]
-    across = min(p[0] for p in flat), max(p[0] for p in flat)
-    across = across if across[0] < across[1] else (across[0] - 0.5, across[0] + 0.5)
+    ends = [y for _, value, interval in flat for y in (value, *(interval or ())) if y > 0 or not log]
+    begin, end = min(p[0] for p in flat), max(p[0] for p in flat)
+    span = end - begin or 1.0
+    across = begin - 0.04 * span, end + 0.04 * span
     up = limits(ends, log)
     if high is not None:
         up = max(0.0, min(ends) - 0.05), high
     said = "; ".join(f"{name}: {len(points)} points" for name, points in kept.items())
-    chart = Chart(title, (*across, x, False), (*up, y, log), said, notes=list(kept), keys=True)
-    if across[0] < 0 < across[1]:
-        chart.rule([(0, up[0]), (0, up[1])])
-    step = 0.009 * (across[1] - across[0])
-    for index, points in enumerate(kept.values()):
-        shift = step * (index - (len(kept) - 1) / 2)
-        for at, _, span in points:
-            if span is not None:
-                chart.interval(at + shift, max(span[0], up[0]), max(span[1], up[0]), index)
+    colours = range(first, first + len(kept))
+    chart = Chart(title, (*across, x, False), (*up, y, log), said, notes=list(kept), keys=colours)
+    for index, (colour, points) in enumerate(zip(colours, kept.values(), strict=True)):
+        shift = 0.009 * span * (index - (len(kept) - 1) / 2)
+        for at, _, interval in points:
+            if interval is not None:
+                chart.interval(at + shift, max(interval[0], up[0]), max(interval[1], up[0]), colour)
         if len(points) > 1:
-            chart.line(index, [(at + shift, value) for at, value, _ in points])
-        chart.dots(index, [(at + shift, value) for at, value, _ in points], "mark")
+            chart.line(colour, [(at + shift, value) for at, value, _ in points])
+        chart.dots(colour, [(at + shift, value) for at, value, _ in points], "mark")
     return chart.svg
 
 
@@ -61,36 +78,36 @@ def _drawn_regimes(summary: Summary) -> list[str]:
 
 
 def _draw_errors(summary: Summary) -> list[Figure]:
-    """Error by position over the whole text and over what is decoded, and what of it accumulates."""
+    """Error by position in the prompt and after it, and what of it accumulates."""
     regimes = _drawn_regimes(summary)
-    whole: list[Any] = []
-    decoded: list[Any] = []
-    extra: list[Any] = []
+    panels: dict[str, list[Any]] = {"prompt": [], "decoded": [], "extra": []}
+    exact = []
     for entry in summary["quantizers"]:
+        name = entry["quantizer"]
         curves = {regime: entry["regimes"][regime]["curve"] for regime in regimes if regime in entry["regimes"]}
-        after = {name: [place for place in curve if place["begin"] >= 0] for name, curve in curves.items()}
-        error = "relative error"
-        for panels, shown in ((whole, curves), (decoded, after)):
-            series = {name: _points(curve, lambda place: place["error"]) for name, curve in shown.items()}
-            panels.append(_draw(entry["quantizer"], series, "position after the prompt", error))
+        for segment in ("prompt", "decoded"):
+            series = {
+                regime: _points([p for p in curve if (p["begin"] < 0) == (segment == "prompt")], lambda p: p["error"])
+                for regime, curve in curves.items()
+            }
+            if segment == "prompt" and not any(value for points in series.values() for _, value, _ in points):
+                exact.append(f"`{name}`")
+            else:
+                panels[segment].append(_draw(name, series, AFTER, "relative error"))
         fed = {
-            f"{name} - static": _points(curve, lambda place: place["extra"])
-            for name, curve in after.items()
-            if name != STATIC
+            f"{regime} - static": _points([p for p in curve if p["begin"] >= 0], lambda p: p["extra"])
+            for regime, curve in curves.items()
+            if regime != STATIC
         }
-        extra.append(_draw(entry["quantizer"], fed, "position after the prompt", "difference"))
-    text = "Relative L2 error of the attention output by position, mean over layers."
-    figures = (
-        (whole, f"{text} The prompt lies left of 0."),
-        (decoded, "The same over decoded positions."),
-        (extra, "What accumulates: the error minus that of `static`, by position, problem by problem."),
-    )
-    bars = " Bars are 95 % intervals over problems, the series drawn a little apart."
-    return [
-        Figure(drawn, caption + bars)
-        for panels, caption in figures
-        if (drawn := [panel for panel in panels if panel is not None])
-    ]
+        panels["extra"].append(_draw(name, fed, AFTER, "difference", first=int(STATIC in curves)))
+    without = f" Not drawn, since nothing differs in the prompt: {', '.join(exact)}." if exact else ""
+    texts = {
+        "decoded": f"Relative error of the attention output after the prompt, mean over layers. {BARS}",
+        "extra": f"What accumulates: the error minus that of `static`, problem by problem. {BARS}",
+        "prompt": f"Relative error of the attention output in the prompt, counted back from its end.{without} {BARS}",
+    }
+    drawn = {name: [panel for panel in panels[name] if panel is not None] for name in texts}
+    return [Figure(drawn[name], text) for name, text in texts.items() if drawn[name]]
 
 
 def _chunks(entries: Sequence[Summary]) -> list[Sequence[Summary]]:
@@ -105,12 +122,11 @@ def _draw_logits(summary: Summary) -> list[Figure]:
         curves = {entry["quantizer"]: entry["regimes"][DECODE]["logits"]["curve"] for entry in chunk}
         kl = {name: _points(curve, lambda place: place["kl"]) for name, curve in curves.items()}
         same = {name: _points(curve, lambda place: place["agreement"]) for name, curve in curves.items()}
-        at = "position after the prompt"
-        panels.append(_draw("KL(clean to quantized)", kl, at, "mean KL, nats", log=True))
-        panels.append(_draw("Same top token", same, at, "share of steps", high=1.0))
+        panels.append(_draw("KL(clean to quantized)", kl, AFTER, "mean KL, nats", log=True))
+        panels.append(_draw("Same top token", same, AFTER, "share of steps", high=1.0))
     text = (
         "`decode` beside the clean run along its tokens, by the position of the token a step follows, the prompt's "
-        "last at -1. Bars are 95 % intervals over problems. A KL of 0 has no place on the axis."
+        f"last at -1. A KL of 0 has no place on the axis, and an interval that reaches 0 ends on it. {BARS}"
     )
     drawn = [panel for panel in panels if panel is not None]
     return [Figure(drawn, text)] if drawn else []
@@ -130,7 +146,7 @@ def _draw_norms(summary: Summary) -> list[Figure]:
             panels.append(_draw(f"{side.upper()} in the cache", series, "layer", "norm share, E_M"))
     text = (
         "Share of the squared error of what is packed that is of norms (E_M), not of directions, in `static`, where "
-        "the quantizer alone errs. Bars are 95 % intervals over problems."
+        f"the quantizer alone errs. {BARS}"
     )
     drawn = [panel for panel in panels if panel is not None]
     return [Figure(drawn, text)] if drawn else []

@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Group
 
 from jaxkv.analysis import document
+from jaxkv.analysis.accumulation_claims import show_average
 from jaxkv.analysis.accumulation_figures import DECODE, REPAIRED, STATIC, draw_accumulation
 from jaxkv.analysis.document import Block, Bullets, Fold, Heading, Paragraph, Table
 from jaxkv.analysis.format import format_count, format_counted_share, format_number, format_percent
@@ -28,25 +29,15 @@ NOTES = (
     "Repair: an oracle gives packed tokens the norm back with which they entered, in `static` alone: it says what an "
     "error is made of, not what of it feeds back.",
     "Problems count alike. Intervals are 95 %, over problems, widened to Student's t; the share of agreeing steps has "
-    "one that is never narrower than if steps were independent. Of a figure that is 0 in every problem, the exact "
-    "bound of the share of problems in which it is not.",
+    "one that is never narrower than if steps were independent. A figure that is 0 in every problem stands with the "
+    "exact 95 % bound of the share of problems in which it is not.",
     "Every statement and quantizer is judged alone: of twenty such intervals one may miss by chance. A statement on "
     "all quantizers holds where each interval lies on its side, and does not where one lies wholly on the other.",
-    "bits: of an element of the whole cache at the slots it had, counted from its arrays, windows included.",
+    "bits: of an element of the whole cache at the slots it had, counted from its arrays, windows included; bytes: "
+    "beside the clean cache's.",
     "Positions count from the first one after the prompt. A record has bins of its own; each lies whole in the bin "
     "here that holds its middle. Where problems differ in length, far bins have fewer of them.",
 )
-
-
-def show_average(entry: Summary | None, show: Show = format_number) -> str:
-    """A mean with its interval; of zeros alone, the bound."""
-    if entry is None:
-        return "-"
-    if entry["bound"] is not None:
-        return f"0 (other in at most {format_percent(entry['bound'])} % of problems)"
-    if entry["interval"] is None:
-        return show(entry["mean"])
-    return f"{show(entry['mean'])} [{', '.join(map(show, entry['interval']))}]"
 
 
 def show_agreement(entry: Summary | None) -> str:
@@ -153,7 +144,7 @@ def _write_quantizers(summary: Summary) -> list[Block]:
                 show_agreement(logits["agreement"]),
             ]
         )
-    head = ["quantizer", "bits", "% of the clean bytes", "K packed, %", "V packed, %", "error, static"]
+    head = ["quantizer", "bits", "bytes, %", "K packed, %", "V packed, %", "error, static"]
     head += ["error, decode", "decode - static", "later - earlier half", "KL, nats", "same top token"]
     return [
         Heading("Every quantizer, at decoded positions", 3),

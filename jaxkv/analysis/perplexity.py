@@ -4,13 +4,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Group
-from rich.table import Table
-from rich.text import Text
 
 from jaxkv.analysis import statistics
-from jaxkv.analysis.format import format_counted_share, format_number
+from jaxkv.analysis.document import Bullets, Table, to_terminal
+from jaxkv.analysis.format import format_count, format_counted_share, format_number, format_percent
 from jaxkv.analysis.samples import collect, count_problems, describe_problems, list_invalid, say_few
 from jaxkv.analysis.summary import clustered_share
 from jaxkv.schema_perplexity import ARMS, validate_perplexity
@@ -20,11 +18,12 @@ Record = Mapping[str, Any]
 Summary = Mapping[str, Any]
 HEADER = ["change", "windows", "tokens", "uncached", "cached", "cached / uncached"]
 HEADER += ["a word", "bits a byte", "KL", "flips"]
+NARROW = ["change", "windows", "uncached", "cached", "cached / uncached", "KL", "flips"]
 NOTE = (
-    "Perplexity a token, of the text's own tokens fed one by one through the cache, and without it. A word, bits a "
-    "byte: of the cached arm; they compare across tokenizers. KL(uncached || cached) in nats a token. Intervals are "
-    "95 %, over windows."
+    "Perplexity a token, of the text's own tokens fed one by one through the cache, and without it. KL(uncached || "
+    "cached) in nats a token. Intervals are 95 %, over windows."
 )
+UNITS = "A word, bits a byte: of the cached arm; they compare across tokenizers."
 
 
 def summarize_perplexity(records: Sequence[Record], run: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -101,18 +100,33 @@ def _notes(summary: Summary) -> list[str]:
     return [NOTE, *say_few(summary["problems"]["ok"]), *broken]
 
 
+def _narrow_rows(summary: Summary) -> list[list[str]]:
+    """Of the terminal's table: fewer columns, intervals and bounds below their figures."""
+    rows = []
+    for found in summary["changes"]:
+        if not found["windows"]:
+            rows.append([found["change"], "0", *["none valid"] * (len(NARROW) - 2)])
+            continue
+        ratio, flips = found["ratio"], found["flips"]
+        ends = "" if ratio["interval"] is None else "\n[{:.6g}, {:.6g}]".format(*ratio["interval"])
+        if "upper_bound" in flips:
+            span = f"< {format_percent(flips['upper_bound'])} %"
+        else:
+            span = f"[{', '.join(map(format_percent, flips['interval']))}] %"
+        perplexities = [format_number(found[arm]["perplexity"], 5) for arm in ("uncached", "cached")]
+        rows.append([found["change"], str(found["windows"]), *perplexities, f"{ratio['mean']:.6g}{ends}"])
+        rows[-1] += [format_number(found["kl"]), f"{format_count(flips)}\n{span}"]
+    return rows
+
+
 def render_perplexity(summary: Summary) -> Group:
-    """The table for a terminal."""
-    table = Table(box=box.SIMPLE_HEAD, title=f"Perplexity: {describe_problems(summary)}", title_justify="left")
-    for name in HEADER:
-        table.add_column(name, justify="left" if name == "change" else "right")
-    for row in _make_rows(summary):
-        table.add_row(*map(Text, row))
-    return Group(table, *map(Text, _notes(summary)))
+    """The table for a terminal of 80 columns."""
+    title = f"Perplexity: {describe_problems(summary)}"
+    return to_terminal([Bullets([title]), Table(NARROW, _narrow_rows(summary)), Bullets(_notes(summary))])
 
 
 def to_markdown(summary: Summary) -> str:
     """The same as Markdown."""
     lines = ["# Perplexity", "", f"{describe_problems(summary)}.", "", f"| {' | '.join(HEADER)} |"]
     lines += ["|" + " --- |" * len(HEADER), *(f"| {' | '.join(row)} |" for row in _make_rows(summary)), ""]
-    return "\n".join([*lines, *(f"- {note}" for note in _notes(summary))]) + "\n"
+    return "\n".join([*lines, *(f"- {note}" for note in (UNITS, *_notes(summary)))]) + "\n"

@@ -86,7 +86,8 @@ class Chart:
       title: above the panel; also what a screen reader is told, with `said`.
       x, y: (low, high, label, log) of each axis.
       said: what the chart shows, for those who cannot see it.
-      notes: lines of text under the panel, two to a row if they are short; with `keys`, the names of series 0, 1, ...
+      notes: lines of text under the panel, two to a row if they are short; with `keys`, the names of series 0, 1, ...,
+        or of those that `keys` numbers.
       ticks: whether x has labelled ticks.
     """
 
@@ -98,7 +99,7 @@ class Chart:
         said: str = "",
         notes: Sequence[str] = (),
         ticks: bool = True,
-        keys: bool = False,
+        keys: bool | Sequence[int] = False,
     ):
         floor = HEIGHT - BOTTOM
         self.x = Scale(x[0], x[1], LEFT, WIDTH - RIGHT, x[3])
@@ -120,8 +121,9 @@ class Chart:
         for index, note in enumerate(notes):
             left, line = LEFT + (index % columns) * 150, HEIGHT + 11 + 14 * (index // columns)
             if keys:
-                self._swatch(index, left, line)
-            squeeze(write(self.svg, left + 13 * keys, line, note), 5.3, WIDTH - left - 13 * keys)
+                self._swatch(index if keys is True else keys[index], left, line)
+                left += 13
+            squeeze(write(self.svg, left, line, note), 5.3, WIDTH - left)
 
     def legend(self, series: int, name: str) -> None:
         """A swatch and a name, after those before it."""

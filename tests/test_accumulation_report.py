@@ -1,0 +1,410 @@
+"""The report on quantized caches along a text: every figure comes from records, no verdict outdoes its interval."""
+
+import io
+import itertools
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from accumulation_records import KIVI, KVARN, LAYERS, PROMPT, STEPS, make_broken, make_quantizer, make_record
+from rich.console import Console
+from scipy import stats
+from study_records import make_run, make_samples
+
+from jaxkv.analysis.accumulation import summarize_accumulation
+from jaxkv.analysis.accumulation_claims import average, read_codes
+from jaxkv.analysis.accumulation_figures import draw_accumulation
+from jaxkv.analysis.accumulation_page import render_accumulation, to_html, to_markdown
+from jaxkv.analysis.document import to_html as to_page
+from jaxkv.analysis.experiments import EXPERIMENTS
+from jaxkv.analysis.page import write_blocks
+from jaxkv.analysis.study import summarize_study
+from jaxkv.schema_accumulation import validate_accumulation
+
+N = 8
+LONG = "k=kvarn:2,tile=32,floor=none,target=min;v=kivi:2,group=32,window=32,first=16"
+
+
+def summary_of(records, **config):
+    return summarize_accumulation(records, {"config": {"num_problems": N} | config, "fingerprint": "f"})
+
+
+def both(**more):
+    return make_quantizer(KVARN, extra=0.05, wobble=0.005, **more) + make_quantizer(KIVI, extra=0.1, **more)
+
+
+def of(summary, quantizer=KVARN):
+    return next(entry for entry in summary["quantizers"] if entry["quantizer"] == quantizer)
+
+
+def verdicts(summary):
+    return {claim["id"]: claim["verdict"] for claim in summary["claims"]}
+
+
+def shown(summary, width=80):
+    console = Console(file=io.StringIO(), width=width)
+    console.print(render_accumulation(summary))
+    return console.file.getvalue()
+
+
+def drawn(summary):
+    return [[(d.attrib, d.text) for g in f.drawings for d in g.iter()] for f in draw_accumulation(summary)]
+
+
+def test_the_report_renders():
+    summary = summary_of(both() + make_quantizer(LONG))
+    json.dumps(summary, allow_nan=False)
+    text, markdown, html = shown(summary), to_markdown(summary), to_html(summary)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    width = next(line for line in text.splitlines() if "bits" in line).index("bits")
+    whole = "".join(line[:width].rstrip() for line in text.splitlines())
+    for name in (KVARN, KIVI, LONG):
+        assert f"| `{name}` | 3 | 19 |" in markdown
+        assert name in whole
+    # A panel a quantizer of errors in the prompt and after it, of what accumulates and of repairs; KL, agreement, K, V.
+    assert html.count("<svg") == 3 * 4 + 4
+    assert "8 of 8 problems valid" in text
+    assert "in `static` the logits are the clean run's, bit for bit, at 312 of 312 steps." in markdown
+    assert "the decoding run's logits as they were, bit for bit, at 312 of 312 steps." in markdown
+
+
+def test_long_names_stay_inside_their_panels():
+    panel = next(g for f in draw_accumulation(summary_of(make_quantizer(LONG))) for g in f.drawings)
+    title = next(d for d in panel.iter() if d.text == LONG)
+    assert (title.get("textLength"), title.get("lengthAdjust")) == ("360", "spacingAndGlyphs")
+
+
+# Figures are those of the records.
+
+
+def test_an_error_is_a_mean_over_positions_and_layers_then_problems():
+    """Bins of two and of four positions, texts of different lengths: against means over positions by numpy."""
+    records, expected = [], {"static": [], "decode": []}
+    for problem, steps in enumerate((13, 8, 30)):
+        for regime, error, growth in (("static", 0.2 + problem / 50, 0.1), ("decode", 0.5, 0.3 + problem / 10)):
+            record = make_record(problem, KVARN, regime, error, growth, steps=steps)
+            validate_accumulation(record)
+            records.append(record)
+            widths = [end - begin for begin, end in record["bins"]]
+            along = np.repeat(np.mean(record["attention_error"]["error"], axis=0), widths)
+            expected[regime].append((along[:PROMPT].mean(), along[PROMPT:].mean()))
+    entry = of(summary_of(records))["regimes"]
+    for regime, values in expected.items():
+        prompt, decoded = np.transpose(values)
+        assert entry[regime]["error"]["prompt"]["mean"] == pytest.approx(prompt.mean())
+        assert entry[regime]["error"]["decoded"]["mean"] == pytest.approx(decoded.mean())
+    gaps = np.subtract(expected["decode"], expected["static"])[:, 1]
+    extra = entry["decode"]["extra"]["decoded"]
+    assert (extra["mean"], extra["problems"]) == (pytest.approx(gaps.mean()), 3)
+    assert entry["static"]["extra"] is None
+
+
+@pytest.mark.parametrize("count", [2, 5, 40])
+def test_an_interval_is_the_wider_of_bootstrap_and_t(count):
+    column = np.random.default_rng(count).gamma(2.0, size=count)
+    low, high = average(dict(enumerate(column)))["interval"]
+    t = stats.t.interval(0.95, count - 1, column.mean(), stats.sem(column))
+    boot = stats.bootstrap((column,), np.mean, method="percentile", rng=np.random.default_rng(1)).confidence_interval
+    slack = 0.06 * (boot.high - boot.low)  # resamples are others
+    assert low == pytest.approx(min(t[0], boot.low), abs=slack)
+    assert high == pytest.approx(max(t[1], boot.high), abs=slack)
+    assert low <= t[0] + 1e-12
+    assert high >= t[1] - 1e-12
+
+
+def test_an_average_stays_within_what_can_be():
+    assert average({}) is None
+    found = average({0: 0.0, 1: 1.0}, 0.0, 1.0)
+    assert (found["mean"], found["interval"], found["bound"]) == (0.5, [0.0, 1.0], None)
+
+
+def test_equal_regimes_accumulate_exactly_nothing_with_its_bound():
+    summary = summary_of(make_quantizer(extra=0.0, wobble=0.0))
+    extra = of(summary)["regimes"]["decode"]["extra"]["decoded"]
+    bound = 1 - 0.05 ** (1 / N)
+    assert (extra["mean"], extra["interval"], extra["bound"]) == (0.0, [0.0, 0.0], pytest.approx(bound))
+    assert f"0 (bound {100 * bound:.0f} %)" in to_markdown(summary)
+    assert f"< {100 * bound:.0f} %" in shown(summary)
+    assert (verdicts(summary)["K1a"], verdicts(summary)["K1b"]) == ("cannot tell", "cannot tell")
+
+
+def test_one_problem_has_no_interval():
+    summary = summary_of(make_quantizer(problems=1, growth=0.1, missed=2), num_problems=1)
+    found = of(summary)["regimes"]["decode"]
+    averages = [found["error"]["decoded"], found["extra"]["decoded"], found["growth"], found["logits"]["kl"]]
+    averages += [place[name] for place in found["curve"] for name in ("error", "extra")]
+    averages += [place[name] for place in found["logits"]["curve"] for name in ("kl", "agreement")]
+    averages += [*of(summary)["repair"]["taken"].values(), found["stored"]["k"]["norm_share"]]
+    averages += [found["logits"]["agreement"]]
+    assert len(averages) > 20
+    assert all(entry["interval"] is None for entry in averages)
+    assert set(verdicts(summary).values()) == {"cannot tell"}
+    assert "With one problem there are no intervals." in shown(summary)
+    assert "11 of 13" in to_markdown(summary)
+    assert "interval" not in "".join(map(str, drawn(summary)))
+
+
+def test_growth_is_the_later_half_beyond_the_earlier():
+    records = make_quantizer(growth=0.12)
+    decode = next(r for r in records if r["regime"] == "decode" and r["problem"] == 1)
+    static = next(r for r in records if r["regime"] == "static" and r["problem"] == 1)
+    widths = [end - begin for begin, end in decode["bins"]]
+    gap = np.subtract(*(np.repeat(np.mean(r["attention_error"]["error"], axis=0), widths) for r in (decode, static)))
+    after = gap[PROMPT:]  # bins of 2, 4, 2 and 4 positions: six in each half
+    found = of(summary_of([decode, static]))["regimes"]["decode"]["growth"]
+    assert found["mean"] == pytest.approx(after[6:].mean() - after[:6].mean())
+    assert found["mean"] > 0
+
+
+def test_positions_count_from_the_end_of_the_prompt():
+    curve = of(summary_of(make_quantizer(growth=0.3)))["regimes"]["decode"]["curve"]
+    places = [(p["begin"], p["end"]) for p in curve]
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(places))
+    assert places[0][0] >= -PROMPT
+    assert places[-1][1] == STEPS - 1
+    after = [p["error"]["mean"] for p in curve if p["begin"] >= 0]
+    assert after == sorted(after)
+    assert all(p["error"]["problems"] == N for p in curve)
+
+
+def test_kl_and_agreement_by_position_count_every_step_once():
+    records = make_quantizer(missed=3)
+    logits = of(summary_of(records))["regimes"]["decode"]["logits"]
+    assert logits["kl"]["mean"] == pytest.approx(0.01)
+    assert (logits["agreement"]["count"], logits["agreement"]["total"]) == (N * (STEPS - 3), N * STEPS)
+    assert (logits["curve"][0]["begin"], logits["curve"][0]["end"]) == (-1, 0)
+    assert sum(place["agreement"]["total"] for place in logits["curve"]) == N * STEPS
+    assert sum(place["agreement"]["count"] for place in logits["curve"]) == N * (STEPS - 3)
+    assert of(summary_of(records))["regimes"]["static"]["logits"]["kl"]["mean"] == 0
+
+
+def test_whole_cache_bits_are_counted_over_all_caches():
+    records = make_quantizer(problems=2)
+    records[0]["storage"] = {"bytes": 9000, "clean_bytes": 32000, "slots": 128, "bits": 4.5}
+    elements = 8 * 9000 / 4.5 + 5 * 8 * 3000 / 3.0
+    storage = of(summary_of(records))["storage"]
+    assert storage["bits"] == pytest.approx(8 * (9000 + 5 * 3000) / elements)
+    assert storage["of_clean"] == pytest.approx(24000 / (32000 + 5 * 16000))
+    assert storage["slots"] == [64, 128]
+
+
+def test_repair_takes_shares_of_each_problems_error():
+    records = make_quantizer(left=(1.0, 0.7, 0.8, 0.25))
+    repair = of(summary_of(records))["repair"]
+    shares = {"worst": 0.3, "others": 0.2, "everything": 0.75}
+    for n, (name, share) in enumerate(shares.items(), start=1):
+        left = share - np.mean([0.01 * ((problem + 1) * n % 4) for problem in range(N)])
+        assert repair["taken"][name]["mean"] == pytest.approx(left)
+        assert repair["error"][name]["mean"] == pytest.approx(repair["error"]["nothing"]["mean"] * (1 - left))
+
+
+CHANGES = {
+    "error": (lambda r: r["attention_error"]["error"][1].__setitem__(-1, 0.9), True),
+    "error of the prompt": (lambda r: r["attention_error"]["error"][0].__setitem__(0, 0.9), True),
+    "kl": (lambda r: r["logits"]["kl"].__setitem__(-1, 3.0), True),
+    "all kl": (lambda r: r["logits"].update(kl_sum=9.0), False),
+    "agreement": (lambda r: r["logits"]["agree"].__setitem__(-1, 0), True),
+    "all agreement": (lambda r: r["logits"].update(agree_sum=1), False),
+    "bits": (lambda r: r["storage"].update(bits=5.0), False),
+    "bytes": (lambda r: r["storage"].update(bytes=9999), False),
+    "packed": (lambda r: r["stored"]["v"].update(packed=[3] * LAYERS), False),
+    "relative": (lambda r: r["stored"]["k"].update(relative=[0.9] * LAYERS), False),
+    "watched": (lambda r: r["instrumented_bit_equal"].update(clean=1), False),
+}
+STATIC_CHANGES = {
+    "norm share": (lambda r: r["stored"]["k"]["norm_share"].__setitem__(0, 0.75), True),
+    "repair": (lambda r: r["repair"]["worst"][0].__setitem__(-1, 0.0), True),
+    "control": (lambda r: r["logits"].update(bit_equal=1), False),
+}
+
+
+@pytest.mark.parametrize(
+    ("regime", "name"), [("decode", name) for name in CHANGES] + [("static", name) for name in STATIC_CHANGES]
+)
+def test_a_changed_record_changes_the_report(regime, name):
+    records = both()
+    before = summary_of(records)
+    change, moves = (CHANGES if regime == "decode" else STATIC_CHANGES)[name]
+    record = next(r for r in records if r["key"][1:] == [5, KIVI, regime])
+    change(record)
+    validate_accumulation(record)
+    after = summary_of(records)
+    assert to_markdown(before) != to_markdown(after)
+    assert (drawn(before) != drawn(after)) == moves
+
+
+# Verdicts.
+
+
+def test_do_errors_accumulate():
+    assert verdicts(summary_of(both()))["K1a"] == "holds"
+    assert verdicts(summary_of(make_quantizer(extra=-0.1)))["K1a"] == "does not hold"
+    assert verdicts(summary_of(make_quantizer(extra=0.0)))["K1a"] == "cannot tell"
+    mixed = summary_of(make_quantizer(KVARN, extra=0.0) + make_quantizer(KIVI, extra=0.1))
+    assert verdicts(mixed)["K1a"] == "cannot tell"
+
+
+def test_a_quantizer_that_errs_nowhere_says_nothing():
+    exact = make_quantizer("mask:16", error=0.0, extra=0.0, wobble=0.0, kl=0.0, norm_share=0.0)
+    summary = summary_of(exact)
+    assert set(verdicts(summary).values()) == {"cannot tell"}
+    assert verdicts(summary_of(exact + both()))["K1a"] == "holds"
+    assert "`mask:16` errs at no decoded position" in to_markdown(summary)
+    packed = summary_of(make_quantizer(packed=0.0, error=0.0, extra=0.0, wobble=0.0))
+    assert f"`{KVARN}` packed nothing: its windows hold the whole text." in to_markdown(packed)
+
+
+@pytest.mark.parametrize(("growth", "verdict"), [(0.1, "holds"), (-0.1, "does not hold"), (0.0, "cannot tell")])
+def test_does_it_grow(growth, verdict):
+    assert verdicts(summary_of(make_quantizer(growth=growth)))["K1b"] == verdict
+
+
+def test_does_kvarn_accumulate_least():
+    def judged(rival=0.1, name=KIVI, ours=KVARN, mine=0.05, **more):
+        return summary_of(make_quantizer(ours, extra=mine, wobble=0.005) + make_quantizer(name, extra=rival, **more))
+
+    assert verdicts(judged())["K2"] == "holds"
+    assert verdicts(judged(0.02))["K2"] == "does not hold"
+    assert verdicts(judged(0.05))["K2"] == "cannot tell"
+    line = next(c for c in judged()["claims"] if c["id"] == "K2")["figure"][0]
+    assert "3 bits, 91 % packed; 3 bits, 91 % packed" in line
+    # Windows that differ, fewer bits, more bits.
+    assert verdicts(judged(packed=0.7))["K2"] == "cannot tell"
+    assert verdicts(judged(0.02, packed=0.7))["K2"] == "cannot tell"
+    assert verdicts(judged(bits=2.5))["K2"] == "cannot tell"
+    assert verdicts(judged(0.02, bits=2.5))["K2"] == "does not hold"
+    assert verdicts(judged(bits=3.5))["K2"] == "holds"
+    assert verdicts(judged(0.02, bits=3.5))["K2"] == "cannot tell"
+    # Nothing to compare with, other widths, a variant of KVarN's.
+    assert verdicts(summary_of(make_quantizer()))["K2"] == "cannot tell"
+    assert verdicts(judged(name="kivi:k4v4"))["K2"] == "cannot tell"
+    assert verdicts(judged(ours="kvarn:k2v2,rotate=off"))["K2"] == "cannot tell"
+    # One rival that accumulates less refutes it, one that has more bits leaves it open.
+    records = both()
+    assert verdicts(summary_of(records + make_quantizer("quarot:2", extra=0.02)))["K2"] == "does not hold"
+    assert verdicts(summary_of(records + make_quantizer("quarot:2", extra=0.02, bits=4.0)))["K2"] == "cannot tell"
+
+
+@pytest.mark.parametrize(
+    ("text", "codes"),
+    [
+        ("kvarn:k2v2", ("kvarn", 2, [])),
+        ("kvarn:k2v2,tile=32,first=16", ("kvarn", 2, ["tile", "first"])),
+        ("quarot:2", ("quarot", 2, [])),
+        ("int4,recent=32", ("int", 4, ["recent"])),
+        ("kvarn:k4v2", None),
+        ("fp8:e4m3", None),
+        ("llama:q4_0", None),
+        ("k=kvarn:2;v=kivi:2", None),
+    ],
+)
+def test_codes_are_read_from_the_spec(text, codes):
+    assert read_codes(text) == codes
+
+
+@pytest.mark.parametrize(
+    ("left", "worst", "reason"),
+    [
+        ((1.0, 0.5, 0.9, 0.3), "holds", "holds"),
+        ((1.0, 0.9, 0.5, 0.3), "does not hold", "holds"),
+        ((1.0, 0.9, 0.95, 0.8), "holds", "does not hold"),
+        ((1.0, 1.1, 1.2, 0.49), "does not hold", "cannot tell"),  # repairing the worst makes it worse
+    ],
+)
+def test_are_token_scales_the_reason(left, worst, reason):
+    found = verdicts(summary_of(make_quantizer(left=left)))
+    assert (found["K3a"], found["K3b"]) == (worst, reason)
+
+
+@pytest.mark.parametrize("problems", [1, 2])
+def test_few_problems_decide_nothing(problems):
+    records = make_quantizer(problems=problems, extra=0.05, wobble=0.04) + make_quantizer(KIVI, problems, wobble=0.08)
+    assert {verdicts(summary_of(records))[name] for name in ("K1a", "K2")} == {"cannot tell"}
+
+
+def test_problems_that_are_all_alike_decide_nothing():
+    """A spread that two problems do not show is none that can be relied on."""
+    records = make_quantizer(problems=2, extra=0.05, wobble=0) + make_quantizer(KIVI, problems=2, wobble=0)
+    assert {verdicts(summary_of(records))[name] for name in ("K1a", "K2")} == {"cannot tell"}
+
+
+# What is missing or broken.
+
+
+def test_invalid_samples_enter_no_figure_and_decide_nothing():
+    records = both()
+    at = next(n for n, r in enumerate(records) if r["key"][1:] == [3, KIVI, "decode"])
+    records[at] = make_broken(records[at])
+    validate_accumulation(records[at])
+    summary = summary_of(records)
+    assert of(summary, KIVI)["regimes"]["decode"]["problems"] == N - 1
+    assert of(summary, KIVI)["regimes"]["decode"]["extra"]["decoded"]["problems"] == N - 1
+    assert {verdicts(summary)[name] for name in ("K1a", "K2")} == {"cannot tell"}
+    assert f"`{KIVI}`: 1 samples invalid at logits, layer 1 (decode, nan); counted nowhere." in to_markdown(summary)
+    every = summary_of([make_broken(record) for record in records if record["status"] == "ok"])
+    assert set(verdicts(every).values()) == {"cannot tell"}
+    assert "0 of 8 problems valid" in shown(every)
+    assert not draw_accumulation(every)
+    to_html(every)
+
+
+def test_samples_that_are_missing_are_said():
+    records = [r for r in both() if r["key"][1:] != [2, KVARN, "static"]]
+    text = to_markdown(summary_of(records))
+    assert f"UNFINISHED: `{KVARN}` has 7 of 8 samples of static." in text
+    assert "UNFINISHED: 2 of 10 problems have no record yet" in to_markdown(summary_of(both(), num_problems=10))
+    assert of(summary_of(records))["regimes"]["decode"]["extra"]["decoded"]["problems"] == N - 1
+
+
+def test_regimes_along_other_tokens_are_not_compared():
+    records = both()
+    next(r for r in records if r["key"][1:] == [4, KIVI, "decode"])["tokens_sha256"] = "ff"
+    summary = summary_of(records)
+    assert summary["parted"] == [4]
+    assert all(found["problems"] == N - 1 for e in summary["quantizers"] for found in e["regimes"].values())
+    assert "LEFT OUT, since their records follow different tokens: problems 4." in shown(summary, 200)
+
+
+def test_nothing_run_decides_nothing():
+    summary = summary_of([])
+    assert set(verdicts(summary).values()) == {"cannot tell"}
+    assert not draw_accumulation(summary)
+    to_html(summary)
+    to_markdown(summary)
+    shown(summary)
+
+
+def test_a_text_without_decoded_positions():
+    records = make_quantizer(steps=1)
+    for record in records:
+        validate_accumulation(record)
+    summary = summary_of(records)
+    found = of(summary)["regimes"]["decode"]
+    assert found["error"]["decoded"] is None
+    assert found["error"]["prompt"]["mean"] > 0
+    assert found["logits"]["agreement"]["total"] == N
+    assert set(verdicts(summary).values()) == {"cannot tell"}
+    to_html(summary)
+    shown(summary)
+
+
+# Where it stands.
+
+
+def test_a_study_has_a_section_for_it():
+    """And keeps the dtype of products, whose flag is --accumulation, apart from it."""
+    runs = [make_run(make_samples(), name="fp16"), make_run(make_samples("fp32"), name="fp32", precision="fp32")]
+    study = summarize_study([*runs, make_run(both(), name="packed")])
+    assert study["conditions"][2]["accumulation"]["claims"][0]["id"] == "K1a"
+    html = to_page("study", write_blocks(study))
+    assert "Quantized caches along a text" in html
+    assert "products returned in float32" in html
+    assert (EXPERIMENTS["accumulation"].file, study["conditions"][2]["products"]) == ("accumulation.md", "float32")
+
+
+def test_it_needs_no_jax():
+    code = "import sys, jaxkv.analysis.accumulation_page; sys.exit(bool({'jax', 'flax'} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -21,6 +21,7 @@ from jaxkv.analysis.document import to_html as to_page
 from jaxkv.analysis.experiments import EXPERIMENTS
 from jaxkv.analysis.page import write_blocks
 from jaxkv.analysis.study import summarize_study
+from jaxkv.analysis.svg import label_tick
 from jaxkv.schema_accumulation import validate_accumulation
 
 N = 8
@@ -62,7 +63,8 @@ def test_the_report_renders():
     width = next(line for line in text.splitlines() if "bits" in line).index("bits")
     whole = "".join(line[:width].rstrip() for line in text.splitlines())
     for name in (KVARN, KIVI, LONG):
-        assert f"| `{name}` | 3 | 19 |" in markdown
+        row = next(line for line in markdown.splitlines() if line.startswith(f"| `{name}` | 3 |"))
+        assert row.endswith("| 91 [91, 91] | 91 [91, 91] | 19 |")
         assert name in whole
     # A panel a quantizer of errors in the prompt and after it, of what accumulates and of repairs; KL, agreement, K, V.
     assert html.count("<svg") == 3 * 4 + 4
@@ -75,6 +77,30 @@ def test_long_names_stay_inside_their_panels():
     panel = next(g for f in draw_accumulation(summary_of(make_quantizer(LONG))) for g in f.drawings)
     title = next(d for d in panel.iter() if d.text == LONG)
     assert (title.get("textLength"), title.get("lengthAdjust")) == ("360", "spacingAndGlyphs")
+
+
+def test_a_regime_has_one_colour_in_all_panels():
+    found = draw_accumulation(summary_of(make_quantizer()))[:3]
+
+    def colours(panel):
+        keys = [d for d in panel.iter() if d.tag == "rect"]
+        names = [d.text for d in panel.iter() if d.tag == "text"][-len(keys) :]
+        return {name.removesuffix(" - static"): d.get("class") for name, d in zip(names, keys, strict=True)}
+
+    error, extra, prompt = (colours(figure.drawings[0]) for figure in found)
+    assert list(error) == ["static", "accumulated:4", "decode"]
+    assert len(set(error.values())) == 3
+    assert error == prompt == extra | {"static": error["static"]}
+
+
+def test_small_ticks_are_short():
+    assert [label_tick(value, False) for value in (0, 5e-4, 2e-6, -5e-4, 0.25)] == [
+        "0",
+        "0.0005",
+        "2e-06",
+        "-0.0005",
+        "0.25",
+    ]
 
 
 # Figures are those of the records.

@@ -133,19 +133,19 @@ def _write_quantizers(summary: Summary) -> list[Block]:
             [
                 f"`{entry['quantizer']}`",
                 _bits(entry),
-                share,
-                show_average(_packed(entry, "k"), format_percent),
-                show_average(_packed(entry, "v"), format_percent),
                 show_average(_decoded(entry, STATIC)),
                 show_average(_decoded(entry, DECODE)),
                 show_average(_from_decode(entry, "extra")),
                 show_average(_from_decode(entry, "growth")),
                 show_average(logits["kl"]),
                 show_agreement(logits["agreement"]),
+                show_average(_packed(entry, "k"), format_percent),
+                show_average(_packed(entry, "v"), format_percent),
+                share,
             ]
         )
-    head = ["quantizer", "bits", "bytes, %", "K packed, %", "V packed, %", "error, static"]
-    head += ["error, decode", "decode - static", "later - earlier half", "KL, nats", "same top token"]
+    head = ["quantizer", "bits", "error, static", "error, decode", "decode - static", "later - earlier half"]
+    head += ["KL, nats", "same top token", "K packed, %", "V packed, %", "bytes, %"]
     return [
         Heading("Every quantizer, at decoded positions", 3),
         Table(head, rows),

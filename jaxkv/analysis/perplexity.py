@@ -18,7 +18,7 @@ Record = Mapping[str, Any]
 Summary = Mapping[str, Any]
 HEADER = ["change", "windows", "tokens", "uncached", "cached", "cached / uncached"]
 HEADER += ["a word", "bits a byte", "KL", "flips"]
-NARROW = ["change", "windows", "uncached", "cached", "cached / uncached", "KL", "flips"]
+NARROW = ["change", "windows", "uncached", "cached", "ratio", "KL", "flips"]
 NOTE = (
     "Perplexity a token, of the text's own tokens fed one by one through the cache, and without it. KL(uncached || "
     "cached) in nats a token. Intervals are 95 %, over windows."
@@ -108,11 +108,11 @@ def _narrow_rows(summary: Summary) -> list[list[str]]:
             rows.append([found["change"], "0", *["none valid"] * (len(NARROW) - 2)])
             continue
         ratio, flips = found["ratio"], found["flips"]
-        ends = "" if ratio["interval"] is None else "\n[{:.6g}, {:.6g}]".format(*ratio["interval"])
+        ends = "" if ratio["interval"] is None else "\n{:.6g} to\n{:.6g}".format(*ratio["interval"])
         if "upper_bound" in flips:
             span = f"< {format_percent(flips['upper_bound'])} %"
         else:
-            span = f"[{', '.join(map(format_percent, flips['interval']))}] %"
+            span = f"{'..'.join(map(format_percent, flips['interval']))} %"
         perplexities = [format_number(found[arm]["perplexity"], 5) for arm in ("uncached", "cached")]
         rows.append([found["change"], str(found["windows"]), *perplexities, f"{ratio['mean']:.6g}{ends}"])
         rows[-1] += [format_number(found["kl"]), f"{format_count(flips)}\n{span}"]
@@ -122,7 +122,8 @@ def _narrow_rows(summary: Summary) -> list[list[str]]:
 def render_perplexity(summary: Summary) -> Group:
     """The table for a terminal of 80 columns."""
     title = f"Perplexity: {describe_problems(summary)}"
-    return to_terminal([Bullets([title]), Table(NARROW, _narrow_rows(summary)), Bullets(_notes(summary))])
+    notes = ["ratio: cached / uncached. Intervals and bounds stand below their figures.", *_notes(summary)]
+    return to_terminal([Bullets([title]), Table(NARROW, _narrow_rows(summary)), Bullets(notes)])
 
 
 def to_markdown(summary: Summary) -> str:

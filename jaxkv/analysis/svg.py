@@ -76,6 +76,8 @@ def label_tick(value: float, log: bool) -> str:
     """``1e-5`` on a log axis where it is shorter, else the number."""
     if log and not 1e-2 <= value <= 1e3:
         return f"1e{round(math.log10(value))}"
+    if abs(value) < 1e-3:
+        return f"{value:g}"  # 0.0005, not 5.00e-04
     return format_number(value, 3)
 
 

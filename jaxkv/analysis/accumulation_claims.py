@@ -214,7 +214,8 @@ def judge(entries: Sequence[Summary], values: Values) -> list[dict[str, Any]]:
 
     half = format_percent(REASON)
     text = {
-        "K1a": "errors accumulate under decoding: the attention output errs more than where they do not feed back",
+        "K1a": "errors accumulate under decoding: the attention output errs more where they feed back, through earlier "
+        "steps and through a step's earlier layers, than where they do not",
         "K1b": "what accumulates grows with the tokens decoded",
         "K2": "KVarN accumulates least at 2 bits (at comparable windows and bits)",
         "K3a": "repairing the scales of the worst 5 % of tokens takes away error, and more than of the other 95 %",

@@ -2,9 +2,12 @@
 
 from sample_records import make_sample
 
+from jaxkv.analysis.accumulation import summarize_accumulation
+
 KEPT = ("prompt_tokens", "prompt_sha256", "shapes", "sampling", "headroom", "status", "invalid")
 LAYERS, PROMPT, STEPS = 2, 20, 13
 KVARN, KIVI = "kvarn:k2v2,tile=32", "kivi:k2v2,window=32"
+N = 8  # problems
 REGIMES = ("static", "accumulated:4", "decode")
 
 
@@ -94,7 +97,7 @@ def make_record(
     }
 
 
-def make_quantizer(quantizer=KVARN, problems=8, extra=0.1, wobble=0.01, regimes=REGIMES, error=0.2, **more):
+def make_quantizer(quantizer=KVARN, problems=N, extra=0.1, wobble=0.01, regimes=REGIMES, error=0.2, **more):
     """All records of a quantizer: what accumulates is `extra` in decode, half of it in blocks, wobbling by problem."""
     shares = {"static": 0.0, "accumulated:4": 0.5, "decode": 1.0}
     records = []
@@ -114,3 +117,19 @@ def make_broken(record):
     why = {"arm": "decode", "layer": 1, "op": "logits", "position": 9, "step": 2, "value": "nan"}
     figures = ("bins", "attention_error", "logits", "stored", "repair", "instrumented_bit_equal")
     return record | dict.fromkeys(figures) | {"status": "invalid", "invalid": why}
+
+
+def summary_of(records, **config):
+    return summarize_accumulation(records, {"config": {"num_problems": N} | config, "fingerprint": "f"})
+
+
+def both(**more):
+    return make_quantizer(KVARN, extra=0.05, wobble=0.005, **more) + make_quantizer(KIVI, extra=0.1, **more)
+
+
+def of(summary, quantizer=KVARN):
+    return next(entry for entry in summary["quantizers"] if entry["quantizer"] == quantizer)
+
+
+def verdicts(summary):
+    return {claim["id"]: claim["verdict"] for claim in summary["claims"]}

@@ -1,0 +1,100 @@
+"""What a run's quantizers say of the KVarN study: no verdict is stronger than its interval."""
+
+import pytest
+from accumulation_records import KIVI, KVARN, both, make_quantizer, summary_of, verdicts
+
+from jaxkv.analysis.accumulation_claims import read_codes
+from jaxkv.analysis.accumulation_page import to_markdown
+
+
+def test_do_errors_accumulate():
+    assert verdicts(summary_of(both()))["K1a"] == "holds"
+    assert verdicts(summary_of(make_quantizer(extra=-0.1)))["K1a"] == "does not hold"
+    assert verdicts(summary_of(make_quantizer(extra=0.0)))["K1a"] == "cannot tell"
+    mixed = summary_of(make_quantizer(KVARN, extra=0.0) + make_quantizer(KIVI, extra=0.1))
+    assert verdicts(mixed)["K1a"] == "cannot tell"
+
+
+def test_a_quantizer_that_errs_nowhere_says_nothing():
+    exact = make_quantizer("mask:16", error=0.0, extra=0.0, wobble=0.0, kl=0.0, norm_share=0.0)
+    summary = summary_of(exact)
+    assert set(verdicts(summary).values()) == {"cannot tell"}
+    assert verdicts(summary_of(exact + both()))["K1a"] == "holds"
+    assert "`mask:16` errs at no decoded position" in to_markdown(summary)
+    packed = summary_of(make_quantizer(packed=0.0, error=0.0, extra=0.0, wobble=0.0))
+    assert f"`{KVARN}` packed nothing: its windows hold the whole text." in to_markdown(packed)
+
+
+@pytest.mark.parametrize(("growth", "verdict"), [(0.1, "holds"), (-0.1, "does not hold"), (0.0, "cannot tell")])
+def test_does_it_grow(growth, verdict):
+    assert verdicts(summary_of(make_quantizer(growth=growth)))["K1b"] == verdict
+
+
+def test_does_kvarn_accumulate_least():
+    def judged(rival=0.1, name=KIVI, ours=KVARN, mine=0.05, **more):
+        return summary_of(make_quantizer(ours, extra=mine, wobble=0.005) + make_quantizer(name, extra=rival, **more))
+
+    assert verdicts(judged())["K2"] == "holds"
+    assert verdicts(judged(0.02))["K2"] == "does not hold"
+    assert verdicts(judged(0.05))["K2"] == "cannot tell"
+    line = next(c for c in judged()["claims"] if c["id"] == "K2")["figure"][0]
+    assert "3 bits, 91 % packed; 3 bits, 91 % packed" in line
+    # Windows that differ, fewer bits, more bits.
+    assert verdicts(judged(packed=0.7))["K2"] == "cannot tell"
+    assert verdicts(judged(0.02, packed=0.7))["K2"] == "cannot tell"
+    assert verdicts(judged(bits=2.5))["K2"] == "cannot tell"
+    assert verdicts(judged(0.02, bits=2.5))["K2"] == "does not hold"
+    assert verdicts(judged(bits=3.5))["K2"] == "holds"
+    assert verdicts(judged(0.02, bits=3.5))["K2"] == "cannot tell"
+    # Nothing to compare with, other widths, a variant of KVarN's.
+    assert verdicts(summary_of(make_quantizer()))["K2"] == "cannot tell"
+    assert verdicts(judged(name="kivi:k4v4"))["K2"] == "cannot tell"
+    assert verdicts(judged(ours="kvarn:k2v2,rotate=off"))["K2"] == "cannot tell"
+    assert verdicts(judged(ours="kvarn:k2v2,tile=64,first=32,recent=16,aux=fp16"))["K2"] == "holds"
+    # One rival that accumulates less refutes it, one that has more bits leaves it open.
+    records = both()
+    assert verdicts(summary_of(records + make_quantizer("quarot:2", extra=0.02)))["K2"] == "does not hold"
+    assert verdicts(summary_of(records + make_quantizer("quarot:2", extra=0.02, bits=4.0)))["K2"] == "cannot tell"
+
+
+@pytest.mark.parametrize(
+    ("text", "codes"),
+    [
+        ("kvarn:k2v2", ("kvarn", 2, [])),
+        ("kvarn:k2v2,tile=32,first=16", ("kvarn", 2, ["tile", "first"])),
+        ("quarot:2", ("quarot", 2, [])),
+        ("int4,recent=32", ("int", 4, ["recent"])),
+        ("kvarn:k4v2", None),
+        ("fp8:e4m3", None),
+        ("llama:q4_0", None),
+        ("k=kvarn:2;v=kivi:2", None),
+    ],
+)
+def test_codes_are_read_from_the_spec(text, codes):
+    assert read_codes(text) == codes
+
+
+@pytest.mark.parametrize(
+    ("left", "worst", "reason"),
+    [
+        ((1.0, 0.5, 0.9, 0.3), "holds", "holds"),
+        ((1.0, 0.9, 0.5, 0.3), "does not hold", "holds"),
+        ((1.0, 0.9, 0.95, 0.8), "holds", "does not hold"),
+        ((1.0, 1.1, 1.2, 0.49), "does not hold", "cannot tell"),  # repairing the worst makes it worse
+    ],
+)
+def test_are_token_scales_the_reason(left, worst, reason):
+    found = verdicts(summary_of(make_quantizer(left=left)))
+    assert (found["K3a"], found["K3b"]) == (worst, reason)
+
+
+@pytest.mark.parametrize("problems", [1, 2])
+def test_few_problems_decide_nothing(problems):
+    records = make_quantizer(problems=problems, extra=0.05, wobble=0.04) + make_quantizer(KIVI, problems, wobble=0.08)
+    assert {verdicts(summary_of(records))[name] for name in ("K1a", "K2")} == {"cannot tell"}
+
+
+def test_problems_that_are_all_alike_decide_nothing():
+    """A spread that two problems do not show is none that can be relied on."""
+    records = make_quantizer(problems=2, extra=0.05, wobble=0) + make_quantizer(KIVI, problems=2, wobble=0)
+    assert {verdicts(summary_of(records))[name] for name in ("K1a", "K2")} == {"cannot tell"}

@@ -1,9 +1,14 @@
 """Changed caches from the command: errors, quantizers, perplexity of a text, accumulation; their run directories."""
 
+import pathlib
+
 import pytest
-from commands import SMALL, run_in_process
+from commands import SMALL, parse, run_in_process
 
 from jaxkv.errors import UserError
+from jaxkv.experiments.changes import make_changes
+from jaxkv.interventions.quantizers.spec import METHODS
+from jaxkv.models.families import get_preset
 from jaxkv.records import read_run
 
 FEW = ["--num_problems=2", "--max_new_tokens=3", "--gate=off"]
@@ -52,6 +57,17 @@ def test_accumulation_has_a_record_for_every_regime(tmp_path, cache, capsys):
     assert [r["regime"] for r in read_run(out)[1]] == ["static", "accumulated:2", "decode"]
     run_in_process(f"--flagfile={out / 'run.flags'}")
     assert "3 of 3 records of accumulation are done already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", ["tiny-llama2", "smollm2-135m", "gemma3-270m", "llama2-7b"])
+def test_flagfiles_of_changes_suit_the_models(model):
+    launch = pathlib.Path(__file__).parents[1] / "launch"
+    settings = parse(f"--flagfile={launch / 'quantizers.flags'}", f"--model={model}")
+    config = get_preset(model)
+    changes = make_changes(settings["cache_error"], settings["cache_quant"], config)
+    methods = {type(side.quantizer) for change in changes[1:] for side in (change.what.k, change.what.v)}
+    assert {method.make for method in METHODS.values()} == methods
+    assert parse(f"--flagfile={launch / 'cache_errors.flags'}")["cache_quant"] == []
 
 
 INJECT, PERPLEX, ACCUMULATE = (f"--experiments={name}" for name in ("injection", "perplexity", "accumulation"))

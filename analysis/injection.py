@@ -1,0 +1,210 @@
+"""The tables of a page on changed caches, from the summaries kept beside it.
+
+python analysis/injection.py analysis/injection/README.md
+
+rewrites what stands between `<!-- NAME -->` and `<!-- end -->`, NAME being runs, seed, claims, kl, pairs,
+methods or bits.
+"""
+
+import json
+import pathlib
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from jaxkv.analysis.format import format_mean, format_number, format_percent, format_share
+from jaxkv.analysis.injection_claims import PAIRS
+from jaxkv.analysis.injection_page import SEED_TABLE
+from jaxkv.schema_injection import CLEAN
+
+Summary = Mapping[str, Any]
+Kept = dict[str, Summary]  # by model
+MARKED = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def write_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def read(directory: pathlib.Path, kind: str) -> Kept:
+    """The kept runs of a kind, DEVICE_KIND-MODEL.json, by model."""
+    paths = sorted(directory.glob(f"*_{kind}-*.json"))
+    return {path.stem.split(f"_{kind}-", 1)[1]: json.loads(path.read_text()) for path in paths}
+
+
+def _entry(kept: Summary, change: str) -> Summary | None:
+    return next((entry for entry in kept["summary"]["changes"] if entry["change"] == change), None)
+
+
+def _score(kept: Summary, entry: Summary | None, part: str = "of_control") -> str:
+    found = entry and entry["score"].get(kept["summary"]["primary"])
+    if not found or found[part] is None:
+        return "-"
+    interval = found["interval" if part == "mean" else f"{part}_interval"]
+    mean, *ends = (format_number(100 * value) for value in (found[part], *(interval or ())))
+    return mean + (" [{}, {}]".format(*ends) if ends else "")
+
+
+def _kl(entry: Summary | None) -> str:
+    return format_mean(entry["kl"]) if entry and entry["kl"] else "-"
+
+
+def write_seed(directory: pathlib.Path) -> str:
+    """The seed study's shares of control beside those of the runs."""
+    runs, (_, ifeval, strings) = read(directory, "seed"), SEED_TABLE[CLEAN]
+    rows = []
+    for change, (label, score, guessed) in SEED_TABLE.items():
+        cells = [label, f"{100 * score / ifeval:.0f}", f"{100 * guessed / strings:.0f}"]
+        part = "mean" if change == CLEAN else "of_control"
+        cells += [_score(kept, _entry(kept, change), part) for kept in runs.values()]
+        rows.append(cells)
+    rows[0][1:3] = [f"{100 * ifeval:.0f} % right", f"{strings} % right"]
+    rows[0][3:] = [f"{cell} % right" for cell in rows[0][3:]]
+    return write_table(["", "seed: IFEval, % of control", "seed: next string, % of control", *runs], rows)
+
+
+def write_kl(directory: pathlib.Path) -> str:
+    """Every error: share of control and KL by model."""
+    runs = read(directory, "seed")
+    changes = dict.fromkeys(entry["change"] for kept in runs.values() for entry in kept["summary"]["changes"])
+    head = ["change", *(f"{model}: {part}" for model in runs for part in ("% of control", "KL, nats", "agreement"))]
+    rows = []
+    for change in changes:
+        cells = [f"`{change}`"]
+        for kept in runs.values():
+            entry = _entry(kept, change)
+            cells += [_score(kept, entry), _kl(entry), format_share(entry["agreement"]) if entry else "-"]
+        rows.append(cells)
+    return write_table(head, [row for row in rows if row[0] != f"`{CLEAN}`"])
+
+
+def write_claims(directory: pathlib.Path) -> str:
+    """The studies' statements: a verdict for each model, those on methods (E6) from the runs of quantizers."""
+    verdicts: dict[str, dict[str, str]] = {}
+    for kind in ("seed", "quants"):
+        for model, kept in read(directory, kind).items():
+            for claim in kept["summary"]["claims"]:
+                if claim["id"].startswith("E6") == (kind == "quants"):
+                    statement = f"{claim['id']}: {claim['claim']}"
+                    verdicts.setdefault(statement, {})[model] = claim["verdict"]
+    models = list(dict.fromkeys(model for found in verdicts.values() for model in found))
+    rows = ([statement, *(found.get(model, "not run") for model in models)] for statement, found in verdicts.items())
+    return write_table(["statement", *models], rows)
+
+
+def _difference(found: Summary | None) -> str:
+    if not found:
+        return "-"
+    mean, *ends = map(format_number, (found["mean"], *(found["interval"] or ())))
+    return mean + (" [{}, {}]".format(*ends) if ends else "")
+
+
+def _write_pairs(runs: Kept, head: Sequence[str], name: Callable[[Summary], Sequence[str]]) -> str:
+    rows: dict[tuple[str, ...], dict[str, Summary]] = {}
+    for model, kept in runs.items():
+        for pair in kept["summary"]["pairs"]:
+            rows.setdefault(tuple(name(pair)), {})[model] = pair
+    measures = {"score": "score", "kl": "KL, nats"}
+    lines = [
+        [*names, *(_difference(found[model][m] if model in found else None) for model in runs for m in measures)]
+        for names, found in rows.items()
+    ]
+    return write_table([*head, *(f"{model}: {text}" for model in runs for text in measures.values())], lines)
+
+
+def write_pairs(directory: pathlib.Path) -> str:
+    """Errors that differ in one thing, first minus second."""
+    head = ["what differs", "first", "second"]
+    name = lambda pair: (PAIRS[pair["kind"]], f"`{pair['first']}`", f"`{pair['second']}`")  # noqa: E731
+    return _write_pairs(read(directory, "seed"), head, name)
+
+
+def write_methods(directory: pathlib.Path) -> str:
+    """Methods of 2-bit codes, each minus KVarN."""
+    head = ["method", "minus"]
+    return _write_pairs(read(directory, "quants"), head, lambda pair: (f"`{pair['first']}`", f"`{pair['second']}`"))
+
+
+def write_bits(directory: pathlib.Path) -> str:
+    """Every quantizer by the bits of its cache: share of control and KL by model."""
+    runs = read(directory, "quants")
+    specs: dict[str, Summary] = {}
+    for kept in runs.values():
+        specs |= {e["change"]: e for e in kept["summary"]["changes"] if e["spec"] and e["cache"]}
+    order = sorted(specs, key=lambda change: -specs[change]["cache"]["bits"])
+    head = ["change", "bits, K / V", "bits, whole cache", "packed, %"]
+    head += [f"{model}: {part}" for model in runs for part in ("% of control", "KL, nats")]
+    rows = []
+    for change in order:
+        entry = specs[change]
+        body = " / ".join(format_number(entry["spec"][s]["bits"], 4) if entry["spec"][s] else "16" for s in ("k", "v"))
+        cells = [
+            f"`{change}`",
+            body,
+            format_number(entry["cache"]["bits"], 3),
+            format_percent(entry["cache"]["packed"]),
+        ]
+        for kept in runs.values():
+            found = _entry(kept, change)
+            cells += [_score(kept, found), _kl(found)]
+        rows.append(cells)
+    return write_table(head, rows)
+
+
+def write_runs(directory: pathlib.Path) -> str:
+    """What was run: problems, device, versions, date."""
+    rows = []
+    for path in sorted(directory.glob("*.json")):
+        kept = json.loads(path.read_text())
+        origin, problems = kept["provenance"], kept["summary"]["problems"]
+        changes = kept["summary"]["changes"]
+        seeds = sorted({seed for entry in changes for seed in entry["seeds"]})
+        missing = problems["asked"] - problems["total"]
+        valid = f"{problems['ok']} of {problems['total']}" + (f" ({problems['asked']} asked)" if missing > 0 else "")
+        cells = [f"`{path.name}`", valid, str(len(changes) - 1)]
+        cells += [", ".join(map(str, seeds)), origin["device"]["kind"], f"jax {origin['packages']['jax']}"]
+        rows.append([*cells, ", ".join(dict.fromkeys(origin["date"]))])
+    return write_table(["file", "valid problems", "changes", "seeds", "device", "versions", "date"], rows)
+
+
+TABLES: dict[str, Callable[[pathlib.Path], str]] = {
+    "seed": write_seed,
+    "kl": write_kl,
+    "claims": write_claims,
+    "pairs": write_pairs,
+    "methods": write_methods,
+    "bits": write_bits,
+    "runs": write_runs,
+}
+
+
+def fill(text: str, directory: pathlib.Path) -> str:
+    """The page with its tables made anew.
+
+    Raises:
+      ValueError: a name that is no table's.
+    """
+
+    def replace(found: re.Match[str]) -> str:
+        if found[2] not in TABLES:
+            raise ValueError(f"no table is named {found[2]}; there are {', '.join(TABLES)}")
+        return f"{found[1]}{TABLES[found[2]](directory)}{found[3]}"
+
+    return MARKED.sub(replace, text)
+
+
+def main(arguments: list[str]) -> int:
+    """Entry point; returns the exit code."""
+    if len(arguments) != 1:
+        print(__doc__, file=sys.stderr)
+        return 2
+    page = pathlib.Path(arguments[0])
+    page.write_text(fill(page.read_text(), page.parent))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -20,6 +20,7 @@ from injection_records import (
 from rich.console import Console
 from study_records import make_run
 
+from jaxkv.analysis import injection_page
 from jaxkv.analysis.experiments import EXPERIMENTS
 from jaxkv.analysis.injection import summarize_injection
 from jaxkv.analysis.injection_claims import compare_specs, decide
@@ -400,3 +401,10 @@ def test_the_clean_arm_is_compared_with_nothing():
         validate_injection(record | {"teacher_forced": make_record(0, "x", ERROR)["teacher_forced"]})
     with pytest.raises(ValueError, match=r"^spec"):
         validate_injection(record | {"spec": ERROR})
+
+
+def test_a_ratio_that_is_one_but_for_rounding_reads_100():
+    entry = {"score": {"strict": {"of_control": 1 - 1e-16, "of_control_interval": [0.9, 1 + 2e-16]}}}
+    assert injection_page._of_control(entry, "strict") == "100 [90, 100]"
+    entry["score"]["strict"]["of_control_interval"] = None
+    assert injection_page._of_control(entry, "strict") == "100"

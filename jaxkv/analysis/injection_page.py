@@ -63,7 +63,10 @@ def _of_control(entry: Summary, scorer: str) -> str:
     found = entry["score"].get(scorer)
     if found is None or found["of_control"] is None:
         return "-"
-    return f"{format_percent(found['of_control'])}{_span(found['of_control_interval'])}"
+    # A ratio, which may pass 1 and is 1 but for its own rounding where both scores are one: no share of a whole.
+    interval = found["of_control_interval"]
+    span = "" if interval is None else f" [{', '.join(format_number(100 * end) for end in interval)}]"
+    return f"{format_number(100 * found['of_control'])}{span}"
 
 
 def _kl(entry: Summary) -> str:

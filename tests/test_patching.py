@@ -430,6 +430,23 @@ def test_the_verdict_follows_from_the_figures(left, verdict, why):
     assert f"is the cause: {verdict}. {summary['claim']['why']}" in "\n".join(conclude(summary))
 
 
+def test_only_trajectories_that_the_control_brings_back_are_judged():
+    def lose(record):
+        lost = record["problem"] < 3 and record["patch"] == EVERYTHING
+        return record | {"trajectory": record["trajectory"] | {"until": 2, "agreeing": 0}} if lost else record
+
+    records = [lose(record) for record in samples(K_and_V=0.0)]
+    summary = summarize_patching(records, RUN)
+    found = {
+        patch: summary["directions"][INTO_CACHED][patch]["trajectory"]["recovered"]
+        for patch in (EVERYTHING, KEYS_VALUES, RESIDUAL)
+    }
+    assert {patch: (share["count"], share["total"]) for patch, share in found.items()} == {
+        EVERYTHING: (5, 8), KEYS_VALUES: (5, 5), RESIDUAL: (0, 5),
+    }  # fmt: skip
+    assert "that every value of the donor does (5 of 8 that part)" in summary["claim"]["why"]
+
+
 def test_no_verdict_without_a_gap_controls_or_enough_problems():
     def claim(records):
         return summarize_patching(records, RUN)["claim"]
@@ -438,6 +455,11 @@ def test_no_verdict_without_a_gap_controls_or_enough_problems():
     assert few["verdict"] == "cannot tell"
     together = claim(samples(trajectories=False, K_and_V=0.0))
     assert together["why"] == "No free run parted, so that there is no trajectory to bring back."
+    lost = [
+        r | {"trajectory": r["trajectory"] | {"until": 2, "agreeing": 0}} if r["patch"] == EVERYTHING else r
+        for r in samples(K_and_V=0.0)
+    ]
+    assert claim(lost)["why"].startswith("Of 8 free runs that parted not even every value of the donor brings one back")
     failed = summarize_patching(samples(control=False, K_and_V=0.0), RUN)
     assert failed["claim"]["verdict"] == "cannot tell"
     assert "Control failed: with every value of the donor" in failed["claim"]["why"]

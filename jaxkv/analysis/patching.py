@@ -37,8 +37,8 @@ REPRODUCED, NOT_REPRODUCED, CANNOT_TELL = "reproduced", "not reproduced", "canno
 NOTE = (
     "Patched in all layers. closed: share of the KL between donor and recipient that the patch takes away, in % with a "
     "95 % interval over problems. flips back: argmax flips undone. ways back: free runs that keep to the donor's "
-    "tokens to the end, of those that parted. residual now: the stream at the newest position of each step alone; "
-    "residual: at all positions."
+    "tokens to the end, of those that part and that 'everything' brings back (its own row: of all that part). residual "
+    "now: the stream at the newest position of each step alone; residual: at all positions."
 )
 
 
@@ -79,7 +79,10 @@ def summarize_patching(records: Sequence[Record], run: Mapping[str, Any]) -> dic
     summary |= {
         "num_layers": valid[0]["num_layers"],
         "directions": {
-            direction: {patch: _summarize_patch(found) for patch, found in patches.items()}
+            direction: {
+                patch: _summarize_patch(found, None if patch == EVERYTHING else _come_back(patches[EVERYTHING]))
+                for patch, found in patches.items()
+            }
             for direction, patches in by_patch.items()
         },
         "differences": {
@@ -108,7 +111,17 @@ def _closed(left: Sequence[float], before: Sequence[float]) -> dict[str, Any] | 
     return {"share": 1 - sum(left) / sum(before), "interval": interval}
 
 
-def _summarize_patch(samples: Sequence[Record]) -> dict[str, Any] | None:
+def _come_back(controls: Sequence[Record]) -> frozenset[int]:
+    """Problems whose free run keeps to the donor's tokens with every value of the donor.
+
+    A program that can be patched may have other bits than the arm, and part from it by itself at a close call. What no
+    patch could bring back says nothing about the patch.
+    """
+    return frozenset(s["problem"] for s in controls if s["trajectory"] and s["trajectory"]["until"] is None)
+
+
+def _summarize_patch(samples: Sequence[Record], judged: frozenset[int] | None) -> dict[str, Any] | None:
+    """Figures of a patch; those of free runs over the problems `judged`, None for all that part."""
     kept = [s for s in samples if s["steps"]]
     if not kept:
         return None
@@ -123,14 +136,16 @@ def _summarize_patch(samples: Sequence[Record]) -> dict[str, Any] | None:
         "broken": clustered_share([s["all"]["broken"] for s in kept], np.subtract(steps, flips).tolist()),
         "bit_equal": sum(s["all"]["bit_equal"] for s in kept),
         "unchanged": sum(s["unchanged"] for s in kept),
-        "trajectory": _summarize_trajectories([s["trajectory"] for s in kept if s["trajectory"] is not None]),
+        "trajectory": _summarize_trajectories(
+            [s["trajectory"] for s in kept if s["trajectory"] and (judged is None or s["problem"] in judged)]
+        ),
         "by_layer": _summarize_layers([s for s in kept if s["by_layer"] is not None]),
         "grid": _summarize_grid([s for s in kept if s["grid"] is not None]),
     }
 
 
 def _summarize_trajectories(found: Sequence[Record]) -> dict[str, Any] | None:
-    """Free runs, where recipient and donor part."""
+    """Free runs, of those where recipient and donor part."""
     if not found:
         return None
     rest = [max(t["steps"] - t["parted"], 0) for t in found]
@@ -204,10 +219,11 @@ def judge_claim(summary: Summary) -> dict[str, str]:
     """C5: patching the whole residual stream does not bring back the cache-free trajectory, so the cached state is the
     cause.
 
-    Reproduced if the residual stream patched at each current position brings back fewer than half of the trajectories,
-    K and V more than half, and K and V close more of the gap than the stream at all positions; not reproduced if the
-    stream at the current position brings back more than half, or the stream at all positions closes more of the gap
-    than K and V, so that the cause does not follow. Each by its 95 % interval, and only where free runs part.
+    Trajectories are those that every value of the donor brings back. Reproduced if the residual stream patched at each
+    current position brings back fewer than half of them, K and V more than half, and K and V close more of the gap than
+    the stream at all positions; not reproduced if the stream at the current position brings back more than half, or the
+    stream at all positions closes more of the gap than K and V, so that the cause does not follow. Each by its 95 %
+    interval, and only where free runs part.
 
     Returns:
       verdict: 'reproduced', 'not reproduced' or 'cannot tell'.
@@ -227,19 +243,23 @@ def judge_claim(summary: Summary) -> dict[str, str]:
         return say(CANNOT_TELL, f"The arms have equal logits at {now['steps']} steps: there is no gap to close.")
     back, back_state = (p["trajectory"] and p["trajectory"]["recovered"] for p in (now, state))
     gap = _difference(summary, RESIDUAL, KEYS_VALUES)
-    if back is None or back_state is None:
+    control = patches[EVERYTHING] and patches[EVERYTHING]["trajectory"]
+    if not control:
         return say(CANNOT_TELL, "No free run parted, so that there is no trajectory to bring back.")
-    brings = f"The residual stream patched at each current position brings back {format_counted_share(back)} of the "
+    if back is None or back_state is None:
+        return say(CANNOT_TELL, f"Of {control['recovered']['total']} free runs that parted not even every value of the "
+                                "donor brings one back.")  # fmt: skip
+    brings = f"The residual stream patched at each current position brings back {format_counted_share(back)}, K and V "
+    brings += f"{format_counted_share(back_state)} of the trajectories that every value of the donor does "
+    brings += f"({_count(control['recovered'])} that part)"
     if back["interval"][0] > 0.5:
-        return say(NOT_REPRODUCED, f"{brings}trajectories.")
+        return say(NOT_REPRODUCED, f"{brings}.")
     if gap["interval"] is not None and gap["interval"][0] > 0:
-        return say(NOT_REPRODUCED, f"{brings}trajectories; at all positions it closes more of the gap than K and V, by "
+        return say(NOT_REPRODUCED, f"{brings}; at all positions the stream closes more of the gap than K and V, by "
                                    f"{_portion(gap)} of it in the mean of {gap['problems']} problems.")  # fmt: skip
     if back["interval"][1] < 0.5 < back_state["interval"][0] and gap["interval"] is not None and gap["interval"][1] < 0:
-        return say(REPRODUCED, f"{brings}trajectories, K and V {format_counted_share(back_state)}, and K and V close "
-                               "more of the gap than the stream at all positions.")  # fmt: skip
-    return say(CANNOT_TELL, f"{brings}trajectories, K and V {format_counted_share(back_state)}: the intervals leave "
-                            "the claim open.")  # fmt: skip
+        return say(REPRODUCED, f"{brings}; K and V close more of the gap than the stream at all positions.")
+    return say(CANNOT_TELL, f"{brings}: the intervals leave the claim open.")
 
 
 def _portion(entry: Mapping[str, Any] | None) -> str:

@@ -169,9 +169,10 @@ def test_c3b_says_whether_the_flips_are_near_ties(margin, near):
     assert "running free, 1 of 12" in text
 
 
-def batched(size, precision, count=12):
+def batched(size, precision, count=12, change=lambda samples: samples, name=None):
     decoding = {"new_tokens": 20, "tile": None, "batch_size": size, "padding": "left"}
-    return make_run(make_samples(precision, count=count), f"b{size}-{precision}", precision, decoding=decoding)
+    samples = change(make_samples(precision, count=count))
+    return make_run(samples, name or f"b{size}-{precision}", precision, decoding=decoding)
 
 
 def test_the_same_problems_in_other_batches_count_once_and_pair_with_their_own():
@@ -185,6 +186,17 @@ def test_the_same_problems_in_other_batches_count_once_and_pair_with_their_own()
     text = text_of(next(claim for claim in study["claims"] if claim["id"] == "C1"))
     assert "in batches of 1, sequences that part" in text
     assert "in batches of 8, sequences that part" in text
+
+
+def test_cells_of_two_frameworks_are_of_one_batch_size():
+    def torch(size, count):
+        return batched(size, "fp16", count, as_torch, f"b{size}-torch")
+
+    study = summarize_study([batched(1, "fp16", 4), batched(8, "fp16"), torch(1, 3), torch(8, 6)])
+    found = [(group["batch_size"], group["problems"], set(group["runs"].values())) for group in study["parity"]]
+    assert found == [(8, 6, {"b8-fp16", "b8-torch"}), (1, 3, {"b1-fp16", "b1-torch"})]
+    names = [figures.name_group(group, study["parity"]) for group in study["parity"]]
+    assert names == ["tiny fp16, greedy, batch 8", "tiny fp16, greedy, batch 1"]
 
 
 def test_other_problems_in_other_batches_count_too():

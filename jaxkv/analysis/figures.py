@@ -120,13 +120,20 @@ def draw_margins(study: Study) -> list[Figure]:
     ]
 
 
+def name_group(group: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> str:
+    """Model, precision and sampler of a group of cells, and its batch size where there are several."""
+    several = len({g["batch_size"] for g in groups}) > 1 and group["batch_size"]
+    batch = f", batch {group['batch_size']}" if several else ""
+    return f"{group['model']} {group['precision']}, {group['sampler']}{batch}"
+
+
 def draw_parity(study: Study) -> list[Figure]:
     """Matrices of cells: sequences that part, KL, and the residual stream by layer."""
     figures, matrices, same = [], [], []
     for group in study["parity"]:
         cells = list(group["cells"])
         shares = {pair: found["diverged"]["rate"] for pair, found in group["pairs"].items()}
-        title = f"{group['model']} {group['precision']}, {group['sampler']}"
+        title = name_group(group, study["parity"])
         if any(shares.values()):
             matrices.append(_draw_matrix(title, cells, shares, lambda v: f"{format_percent(v)} %"))
         else:

@@ -7,7 +7,7 @@ from rich.console import Group
 
 from jaxkv.analysis import document
 from jaxkv.analysis.document import Block, Bullets, Fold, Heading, Paragraph, Table
-from jaxkv.analysis.figures import draw_parity
+from jaxkv.analysis.figures import draw_parity, name_group
 from jaxkv.analysis.format import format_count, format_counted_share, format_mean, format_number, format_share
 from jaxkv.analysis.summary import share
 from jaxkv.schema_parity import CELLS
@@ -61,7 +61,7 @@ def write_parity(study: Study) -> list[Block]:
                     "-" if right is None else format_number(right["mcnemar_p"]),
                 ]
             )
-        title = f"{group['model']} {group['precision']}, {group['sampler']}: {group['problems']} problems, running free"
+        title = f"{name_group(group, study['parity'])}: {group['problems']} problems, running free"
         head = ["pair", "sequences that part", "first at (median)", "tokens that agree", "only first, second right"]
         blocks += [Heading(title, 3)]
         right = [f"{cell} {format_counted_share(entry)}" for cell, entry in group["cells"].items() if entry]

@@ -51,8 +51,11 @@ def judge_gap(framework: Sequence[float], cache: Sequence[float]) -> dict[str, A
 # Free-running, from the records of each framework.
 
 
+TOGETHER = ("model", "precision", "sampler", "seed", "batch_size", "padding")  # what the cells of a group share
+
+
 def find_cells(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Groups of runs of one model, precision and sampling in several frameworks, each as cells of arms by prompt."""
+    """Groups of runs of one model, precision, sampling and batch in several frameworks, each as cells by prompt."""
     groups: dict[tuple, dict[str, dict]] = defaultdict(dict)
     foreign = []
     for run in runs:
@@ -62,7 +65,7 @@ def find_cells(runs: Sequence[Run]) -> list[dict[str, Any]]:
             continue
         samples = [s for s in run.of("divergence") if s["status"] == "ok"]
         if samples and condition["regime"] == "plain":
-            key = tuple(condition[name] for name in ("model", "precision", "sampler", "seed"))
+            key = tuple(condition[name] for name in TOGETHER)
             label = condition["framework"]
             if condition["attention"] not in (None, "eager"):
                 label += f" ({condition['attention']})"
@@ -76,11 +79,10 @@ def find_cells(runs: Sequence[Run]) -> list[dict[str, Any]]:
                 group.setdefault(
                     records[0]["framework"], {"run": condition["name"], "samples": {_prompt(s): s for s in same}}
                 )
-    return [
-        dict(zip(("model", "precision", "sampler", "seed"), key, strict=True)) | {"members": group}
-        for key, group in groups.items()
-        if len(group) > 1
+    found = [
+        dict(zip(TOGETHER, key, strict=True)) | {"members": group} for key, group in groups.items() if len(group) > 1
     ]
+    return sorted(found, key=lambda group: -(group["batch_size"] or 0))  # larger ones ask more problems
 
 
 def _prompt(record: Record) -> tuple[int, str]:
@@ -130,7 +132,7 @@ def summarize_free(group: Mapping[str, Any]) -> dict[str, Any] | None:
     for pair in pairs.values():
         del pair["parted"]
     return {
-        **{name: group[name] for name in ("model", "precision", "sampler", "seed")},
+        **{name: group[name] for name in TOGETHER},
         "runs": {framework: member["run"] for framework, member in members.items()},
         "problems": len(shared),
         "cells": {

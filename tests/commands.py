@@ -5,7 +5,9 @@ import pathlib
 import subprocess
 import sys
 
+import jax
 from absl import flags
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxkv import launch
 
@@ -26,8 +28,14 @@ def parse(*arguments):
 
 
 def run_in_process(*arguments):
+    """The command, whose compilation cache is not left to the tests that come after."""
     parse(*arguments)
-    launch.launch(["launch"])
+    kept = jax.config.jax_compilation_cache_dir
+    try:
+        launch.launch(["launch"])
+    finally:
+        jax.config.update("jax_compilation_cache_dir", kept)
+        compilation_cache.reset_cache()
 
 
 def run_process(*arguments, **options):

@@ -1,6 +1,14 @@
 """Fixtures that several test files share."""
 
+import jax
 import pytest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs():
+    """Lets go of a file's compiled programs: on a CPU each keeps memory maps, and a process may have 65530 (Linux)."""
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

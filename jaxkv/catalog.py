@@ -132,16 +132,9 @@ def _count_injections(study: Study) -> int:
 
 
 def _run_perplexity(study: Study, done: Done) -> Batches:
-    from jaxkv.experiments.changes import change_cache, list_runs
     from jaxkv.experiments.perplexity import run_perplexity
 
-    for change, seed in list_runs(*_list_changes(study)):
-        windows = frozenset(window for window, name, drawn in done if (name, drawn) == (change.name, seed))
-        made = change.intervention(seed)
-        arms = study.arms if made is None else change_cache(study.arms, made)
-        yield from run_perplexity(
-            arms, study.state, study.task.windows, study.spec, windows, change=change.name, seed=seed
-        )
+    return run_perplexity(study.arms, study.state, study.task.windows, study.spec, *_list_changes(study), done)
 
 
 def _count_perplexities(study: Study) -> int:
@@ -151,9 +144,8 @@ def _count_perplexities(study: Study) -> int:
 
 
 def _list_quantizers(study: Study) -> list[Any]:
-    from jaxkv.interventions.quantizers import parse_cache_quant
-
-    return [parse_cache_quant(text) for text in study.settings["cache_quant"] or ACCUMULATED]
+    changes, _ = _list_changes(study, quants=ACCUMULATED)
+    return [change.what for change in changes if change.what is not None]
 
 
 def _run_accumulation(study: Study, done: Done) -> Batches:

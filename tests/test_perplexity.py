@@ -1,6 +1,5 @@
 """Perplexity: windows cover a text, both arms' likelihoods are those of plain forwards, and a changed cache shows."""
 
-import dataclasses
 import functools
 import io
 import math
@@ -22,6 +21,7 @@ from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
 from jaxkv.experiments import perplexity as experiment
+from jaxkv.experiments.changes import make_changes
 from jaxkv.experiments.divergence import DivergenceSpec
 from jaxkv.experiments.perplexity import run_perplexity, score_tokens, tokenize
 from jaxkv.records import VALIDATORS, to_plain
@@ -170,28 +170,35 @@ def test_aligned_arms_are_equal_bit_for_bit():
         assert record["logits"] == {"kl": 0.0, "flips": 0, "max_abs": 0.0, "bit_equal": record["tokens"]}
 
 
-def test_a_changed_cache_shows(monkeypatch):
-    """Keys and values wrong by a tenth once the prompt is in: the cached arm is off, the uncached one is not."""
+def test_changed_caches_stand_beside_one_uncached_arm():
     arms, state = make_arms()
-    prefill = arms.prefill
-
-    def spoil(*args):
-        logits, cache = prefill(*args)
-        return logits, dataclasses.replace(
-            cache, **{name: jax.tree.map(lambda x: x * 1.1, getattr(cache, name)) for name in ("k", "v")}
-        )
-
-    monkeypatch.setattr(arms, "prefill", spoil)
-    changed = [r for batch, _ in run_perplexity(arms, state, make_windows(), SPEC) for r in batch]
-    for record, clean in zip(changed, small_run(), strict=True):
+    changes = make_changes(["normal:0.1,0", "normal:0,0.25"], [], arms.config)
+    windows, seeds = make_windows()[:3], (0, 1)
+    batches = list(run_perplexity(arms, state, windows, SPEC, changes, seeds))
+    drawn = [("none", 0), ("normal:0.1,0", 0), ("normal:0,0.25", 0), ("normal:0,0.25", 1)]
+    keys = [("perplexity", index, *run) for batch in ((0, 1), (2,)) for run in drawn for index in batch]
+    records = [record for batch, _ in batches for record in batch]
+    assert [tuple(record["key"]) for record in records] == keys
+    assert [list(timing["seconds"]) for _, timing in batches] == [["cached", "uncached"], *[["cached"]] * 3] * 2
+    for record in records:
+        validate_perplexity(record)
+        clean = small_run()[record["problem"]]
         assert record["nats"]["uncached"] == clean["nats"]["uncached"]
-        assert abs(record["nats"]["cached"] - clean["nats"]["cached"]) > 1e-3
-        assert record["logits"]["kl"] > 1e3 * clean["logits"]["kl"]
+        if record["change"] == "none":
+            assert record == clean
+        else:
+            assert record["nats"]["cached"] != clean["nats"]["cached"]
+            assert record["logits"]["kl"] > 1e3 * clean["logits"]["kl"]
+    assert len({record["nats"]["cached"] for record in records if record["problem"] == 0}) == len(drawn)
+    done = frozenset(tuple(record["key"][1:]) for record in records if record["change"] != "normal:0.1,0")
+    resumed = run_perplexity(arms, state, windows, SPEC, changes, seeds, done)
+    assert [r for batch, _ in resumed for r in batch] == [r for r in records if r["change"] == "normal:0.1,0"]
 
 
 def test_a_resumed_run_makes_the_same_records():
     arms, state = make_arms()
-    batches = list(run_perplexity(arms, state, make_windows(), SPEC, frozenset({0, 1, 2})))
+    done = frozenset((window, "none", 0) for window in (0, 1, 2))
+    batches = list(run_perplexity(arms, state, make_windows(), SPEC, done=done))
     assert [r["problem"] for batch, _ in batches for r in batch] == list(range(3, len(make_windows())))
     assert [r for batch, _ in batches for r in batch] == small_run()[3:]
     assert batches[0][1]["problems"] == [2, 3]
@@ -287,6 +294,12 @@ def test_summary():
     assert f"{low} to" in text
     assert high in text
     assert "none valid" in shown(summary | {"changes": [{"change": "int4", "windows": 0, "seeds": []}]}, 80)
+
+
+def test_a_run_that_is_not_finished_says_so():
+    summary = summarize_perplexity(small_run(), {"config": {"num_problems": len(small_run()) + 3}})
+    assert f"UNFINISHED: 3 of {len(small_run()) + 3} problems have no record yet" in to_markdown(summary)
+    assert "UNFINISHED" not in to_markdown(summarize_perplexity(small_run()))
 
 
 def test_summary_leaves_out_invalid_windows():

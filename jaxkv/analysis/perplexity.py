@@ -45,7 +45,7 @@ def summarize_perplexity(records: Sequence[Record], run: Mapping[str, Any] | Non
     return {
         "experiment": "perplexity",
         "fingerprint": (run or {}).get("fingerprint"),
-        "problems": count_problems(samples, {}),
+        "problems": count_problems(samples, run or {}),
         "invalid": list_invalid(samples),
         "changes": [_summarize_change(name, [s for s in valid if s["change"] == name]) for name in names],
     }

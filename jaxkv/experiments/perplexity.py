@@ -5,6 +5,7 @@ is predicted from keys and values that went through the cache. What a changed ca
 one pass over the text would hide. The uncached arm is fed the same tokens.
 """
 
+import dataclasses
 import functools
 import time
 from collections.abc import Iterator, Sequence
@@ -21,11 +22,10 @@ from jaxkv.compare import compare_logits
 from jaxkv.config import ModelConfig
 from jaxkv.decode import Arms, Layout, Rows, make_layout, make_rows
 from jaxkv.errors import UserError
-from jaxkv.experiments.changes import change_cache
+from jaxkv.experiments.changes import Change, change_cache, list_runs
 from jaxkv.experiments.divergence import DivergenceSpec, Item
 from jaxkv.experiments.traced_runs import Reference, describe_row, find_fault
 from jaxkv.generate import force, run_cached, run_forced
-from jaxkv.schema_injection import CLEAN
 from jaxkv.schema_perplexity import FIGURES
 from jaxkv.tasks.perplexity import Window
 
@@ -96,16 +96,27 @@ def run_windows(
     begin = time.perf_counter()
     cached = jax.block_until_ready(run_cached(arms, state, tokens, rows, layout))
     middle = time.perf_counter()
-    stepwise, bare = spec.uncached == "stepwise", change_cache(arms, None)
-    uncached = jax.block_until_ready(run_forced(bare, state, cached, rows, layout, spec.uncached_length, stepwise))
+    stepwise = spec.uncached == "stepwise"
+    uncached = jax.block_until_ready(run_forced(arms, state, cached, rows, layout, spec.uncached_length, stepwise))
     seconds = {"cached": middle - begin, "uncached": time.perf_counter() - middle}
     findings = audit_rows(arms, state, cached, rows)
     text = np.asarray(cached.tokens)
     return Reference(layout, rows, force(rows, cached), text, cached, uncached, findings), seconds
 
 
+def run_changed(
+    arms: Arms, state: nnx.State, change: Change, seed: int, reference: Reference
+) -> tuple[Reference, dict[str, float]]:
+    """The cached arm with a changed cache in place of the clean one, and its wall time."""
+    changed = change_cache(arms, change.intervention(seed))
+    begin = time.perf_counter()
+    cached = run_cached(changed, state, reference.text, reference.forced, reference.layout)
+    cached = jax.block_until_ready(cached)
+    return dataclasses.replace(reference, cached=cached), {"cached": time.perf_counter() - begin}
+
+
 def make_record(
-    arms: Arms, window: Window, row: int, ran: Reference, spec: DivergenceSpec, change: str = CLEAN, seed: int = 0
+    arms: Arms, window: Window, row: int, ran: Reference, spec: DivergenceSpec, change: str, seed: int
 ) -> dict[str, Any]:
     """The record of one window (schema: jaxkv.schema_perplexity)."""
     fault, tokens = find_fault(ran, row, {}), len(window.scored)
@@ -142,25 +153,25 @@ def run_perplexity(
     state: nnx.State,
     windows: Sequence[Window],
     spec: DivergenceSpec,
-    done: frozenset[int] = frozenset(),
-    change: str = CLEAN,
-    seed: int = 0,
+    changes: Sequence[Change] = (Change(None),),
+    seeds: Sequence[int] = (0,),
+    done: frozenset[tuple[int, str, int]] = frozenset(),
 ) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
-    """Yields, batch by batch, the records not yet done and their timing.
+    """Yields, batch by batch and change by change, the records not yet done and their timing.
 
     Args:
-      arms: the programs, of either regime; they must keep logits. Their intervention, if they have one, changes the
-        cache of the cached arm.
+      arms: the programs, of either regime; they must keep logits.
       state: prepared weights.
       windows: all of one context length (jaxkv.tasks.perplexity.plan_windows).
       spec: what to run; of it count new_tokens, at least the tokens scored in a window, batch_size, bucket,
         uncached_length and uncached.
-      done: windows that have a record of this change. A batch is run whole if any of its windows lacks one.
-      change: name of what the arms' intervention does.
-      seed: of the change.
+      changes: of the cached arm's cache. The arms as they are run once a batch, whatever is asked for.
+      seeds: of the errors.
+      done: (window, change, seed) that have a record; a batch is run whole if any of its windows lacks one.
 
     Raises:
-      UserError: a window that does not fit the context, or a text with a stop token in it.
+      UserError: a window that does not fit the context, a text with a stop token in it, or a change in the aligned
+        regime.
     """
     stops = set(arms.stop_ids)
     for window in windows:
@@ -171,13 +182,30 @@ def run_perplexity(
             )
     for begin in range(0, len(windows), spec.batch_size):
         batch = windows[begin : begin + spec.batch_size]
-        if all(window.index in done for window in batch):
-            continue
-        ran, seconds = run_windows(arms, state, batch, spec)
-        records = [
-            make_record(arms, window, row, ran, spec, change, seed)
-            for row, window in enumerate(batch)
-            if window.index not in done
+        missing = [
+            (change, seed)
+            for change, seed in list_runs(changes, seeds)
+            if any((window.index, change.name, seed) not in done for window in batch)
         ]
-        scored = dict.fromkeys(seconds, sum(len(window.scored) for window in batch))
-        yield records, {"problems": [window.index for window in batch], "seconds": seconds, "tokens": scored}
+        if not missing:
+            continue
+        clean, clean_seconds = run_windows(arms, state, batch, spec)
+        for change, seed in missing:
+            ran, seconds = clean, clean_seconds
+            if change.what is not None:
+                ran, seconds = run_changed(arms, state, change, seed, clean)
+            records = [
+                make_record(arms, window, row, ran, spec, change.name, seed)
+                for row, window in enumerate(batch)
+                if (window.index, change.name, seed) not in done
+            ]
+            yield (
+                records,
+                {
+                    "change": change.name,
+                    "seed": seed,
+                    "problems": [window.index for window in batch],
+                    "seconds": seconds,
+                    "tokens": dict.fromkeys(seconds, sum(len(window.scored) for window in batch)),
+                },
+            )

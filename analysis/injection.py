@@ -13,9 +13,9 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxkv.analysis.format import format_mean, format_number, format_percent, format_share
+from jaxkv.analysis.format import format_number, format_percent, format_share
 from jaxkv.analysis.injection_claims import PAIRS
-from jaxkv.analysis.injection_page import SEED_TABLE
+from jaxkv.analysis.injection_page import SEED_TABLE, show_kl, show_of_control, show_score
 from jaxkv.schema_injection import CLEAN
 
 Summary = Mapping[str, Any]
@@ -39,17 +39,14 @@ def _entry(kept: Summary, change: str) -> Summary | None:
     return next((entry for entry in kept["summary"]["changes"] if entry["change"] == change), None)
 
 
-def _score(kept: Summary, entry: Summary | None, part: str = "of_control") -> str:
-    found = entry and entry["score"].get(kept["summary"]["primary"])
-    if not found or found[part] is None:
-        return "-"
-    interval = found["interval" if part == "mean" else f"{part}_interval"]
-    mean, *ends = (format_number(100 * value) for value in (found[part], *(interval or ())))
-    return mean + (" [{}, {}]".format(*ends) if ends else "")
+def _show(kept: Summary, change: str, show: Callable[[Summary, str], str]) -> str:
+    """A cell of a change by the run's main scorer; ``-`` where it was not run."""
+    entry = _entry(kept, change)
+    return show(entry, kept["summary"]["primary"]) if entry else "-"
 
 
-def _kl(entry: Summary | None) -> str:
-    return format_mean(entry["kl"]) if entry and entry["kl"] else "-"
+def _kl(kept: Summary, change: str) -> str:
+    return _show(kept, change, lambda entry, _: show_kl(entry))
 
 
 def write_seed(directory: pathlib.Path) -> str:
@@ -58,8 +55,8 @@ def write_seed(directory: pathlib.Path) -> str:
     rows = []
     for change, (label, score, guessed) in SEED_TABLE.items():
         cells = [label, f"{100 * score / ifeval:.0f}", f"{100 * guessed / strings:.0f}"]
-        part = "mean" if change == CLEAN else "of_control"
-        cells += [_score(kept, _entry(kept, change), part) for kept in runs.values()]
+        show = show_score if change == CLEAN else show_of_control
+        cells += [_show(kept, change, show) for kept in runs.values()]
         rows.append(cells)
     rows[0][1:3] = [f"{100 * ifeval:.0f} % right", f"{strings} % right"]
     rows[0][3:] = [f"{cell} % right" for cell in rows[0][3:]]
@@ -75,8 +72,8 @@ def write_kl(directory: pathlib.Path) -> str:
     for change in changes:
         cells = [f"`{change}`"]
         for kept in runs.values():
-            entry = _entry(kept, change)
-            cells += [_score(kept, entry), _kl(entry), format_share(entry["agreement"]) if entry else "-"]
+            agreement = _show(kept, change, lambda entry, _: format_share(entry["agreement"]))
+            cells += [_show(kept, change, show_of_control), _kl(kept, change), agreement]
         rows.append(cells)
     return write_table(head, [row for row in rows if row[0] != f"`{CLEAN}`"])
 
@@ -148,8 +145,7 @@ def write_bits(directory: pathlib.Path) -> str:
             format_percent(entry["cache"]["packed"]),
         ]
         for kept in runs.values():
-            found = _entry(kept, change)
-            cells += [_score(kept, found), _kl(found)]
+            cells += [_show(kept, change, show_of_control), _kl(kept, change)]
         rows.append(cells)
     return write_table(head, rows)
 

@@ -60,7 +60,7 @@ _DEFINED = [
                         "perplexity; the hub's test split if not set."),
     flags.DEFINE_string("fewshot_data", None, "File with worked examples; the hub's train split if not set."),
     flags.DEFINE_string("prompt", "auto", "chat, few_shot, zero_shot, or auto: chat if the tokenizer has a template, "
-                        "zero_shot for arith, else few_shot."),
+                        "else few_shot for gsm8k and zero_shot for other tasks; always zero_shot for next_string."),
     flags.DEFINE_integer("shots", None, "Worked examples in the prompt: 8 for few_shot, 0 for chat if not set."),
     flags.DEFINE_integer("shots_seed", None, "Chooses the worked examples; the first ones if not set."),
     flags.DEFINE_integer("num_problems", None, "How many problems, from the first: 100 if not set."),

@@ -1,5 +1,6 @@
 """One condition of a study: from settings to a finished run directory. The command's flags are in `launch`."""
 
+import dataclasses
 import pathlib
 import sys
 import time
@@ -155,8 +156,9 @@ def _run_doctor(settings: Settings, path: pathlib.Path, console: Any) -> None:
     from jaxkv.decode import COMPILER_OPTIONS
     from jaxkv.experiments.doctor import DoctorSpec, run_doctor
 
-    seconds = settings["doctor_seconds"]
-    spec = DoctorSpec() if seconds is None else DoctorSpec(seconds=seconds, child_seconds=max(50.0, seconds))
+    spec, seconds = DoctorSpec(), settings["doctor_seconds"]
+    if seconds is not None:
+        spec = dataclasses.replace(spec, seconds=seconds, child_seconds=max(spec.child_seconds, seconds))
     here = environment()
     config = {
         "experiments": ["doctor"],

@@ -405,6 +405,6 @@ def test_the_clean_arm_is_compared_with_nothing():
 
 def test_a_ratio_that_is_one_but_for_rounding_reads_100():
     entry = {"score": {"strict": {"of_control": 1 - 1e-16, "of_control_interval": [0.9, 1 + 2e-16]}}}
-    assert injection_page._of_control(entry, "strict") == "100 [90, 100]"
+    assert injection_page.show_of_control(entry, "strict") == "100 [90, 100]"
     entry["score"]["strict"]["of_control_interval"] = None
-    assert injection_page._of_control(entry, "strict") == "100"
+    assert injection_page.show_of_control(entry, "strict") == "100"

@@ -10,7 +10,7 @@ from jaxkv.analysis.accumulation_claims import show_average
 from jaxkv.analysis.accumulation_figures import DECODE, REPAIRED, STATIC, draw_accumulation
 from jaxkv.analysis.document import Block, Bullets, Fold, Heading, Paragraph, Table
 from jaxkv.analysis.format import format_count, format_counted_share, format_number, format_percent
-from jaxkv.analysis.samples import describe_problems, say_few
+from jaxkv.analysis.samples import describe_problems, say_few, say_invalid
 
 Summary = Mapping[str, Any]
 Show = Callable[[float], str]
@@ -87,11 +87,7 @@ def say_what_there_is(summary: Summary) -> list[str]:
         name, total = f"`{entry['quantizer']}`", summary["problems"]["total"]
         missing = {regime: count for regime, count in entry["samples"].items() if count < total}
         lines += [f"UNFINISHED: {name} has {count} of {total} samples of {r}." for r, count in missing.items()]
-        for group in entry["invalid"]:
-            lines.append(
-                f"{name}: {group['samples']} samples invalid at {group['reason']} ({group['arm']}, {group['value']}); "
-                "counted nowhere."
-            )
+        lines += say_invalid(name, entry["invalid"])
         packed = [_packed(entry, side) for side in ("k", "v")]
         if any(packed) and not any(found and found["mean"] for found in packed):
             lines.append(f"{name} packed nothing: its windows hold the whole text.")

@@ -23,7 +23,7 @@ def _panels(study: Study) -> dict[str, list[Mapping[str, Any]]]:
     panels: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     drawn = [c for c in study["conditions"] if c.get("curves") and c["curves"]["kl"]]
     several = len({c["batch_size"] for c in drawn}) > 1
-    for condition in sorted(drawn, key=lambda c: -(c["batch_size"] or 0)) if several else drawn:
+    for condition in sorted(drawn, key=lambda c: -(c["batch_size"] or 0)):
         parts = [condition["model"] or condition["name"], condition["sampler"]]
         parts += [part for part in (condition["framework"], condition["regime"]) if part not in ("jax", "plain")]
         parts += [f"batch {condition['batch_size']}"] if several and condition["batch_size"] else []

@@ -17,7 +17,7 @@ from jaxkv.analysis.format import (
 )
 from jaxkv.analysis.injection_claims import PAIRS
 from jaxkv.analysis.injection_figures import draw_injection, name_method
-from jaxkv.analysis.samples import describe_problems, say_few
+from jaxkv.analysis.samples import describe_problems, say_few, say_invalid
 from jaxkv.schema_injection import CLEAN
 
 Summary = Mapping[str, Any]
@@ -54,12 +54,14 @@ def _span(interval: Sequence[float] | None) -> str:
     return "" if interval is None else f" [{format_percent(interval[0])}, {format_percent(interval[1])}]"
 
 
-def _score(entry: Summary, scorer: str) -> str:
+def show_score(entry: Summary, scorer: str) -> str:
+    """A change's mean score in percent with its interval."""
     found = entry["score"].get(scorer)
     return "-" if found is None else f"{format_percent(found['mean'])}{_span(found['interval'])}"
 
 
-def _of_control(entry: Summary, scorer: str) -> str:
+def show_of_control(entry: Summary, scorer: str) -> str:
+    """A change's score in percent of the control's, with its interval."""
     found = entry["score"].get(scorer)
     if found is None or found["of_control"] is None:
         return "-"
@@ -69,7 +71,8 @@ def _of_control(entry: Summary, scorer: str) -> str:
     return f"{format_number(100 * found['of_control'])}{span}"
 
 
-def _kl(entry: Summary) -> str:
+def show_kl(entry: Summary) -> str:
+    """A change's mean KL with its interval; ``-`` for the clean run."""
     return format_mean(entry["kl"]) if entry["kl"] else "-"
 
 
@@ -101,7 +104,7 @@ def write_seed_table(summary: Summary) -> list[Block]:
         entry = named.get(change)
         cells = ["not run", "-", "-", "-", "-"]
         if entry is not None:
-            cells = [_score(entry, primary), _of_control(entry, primary), _kl(entry)]
+            cells = [show_score(entry, primary), show_of_control(entry, primary), show_kl(entry)]
             cells += [format_share(entry["agreement"]), _tokens(entry)]
         rows.append([label, *theirs, *cells])
     head = ["", "IFEval, %", "% of control", "next string, %", "% of control"]
@@ -119,14 +122,10 @@ def _write_changes(summary: Summary) -> list[Block]:
     for entry in summary["changes"]:
         samples = entry["samples"]
         cells = [f"`{entry['change']}`", f"{samples['ok']} of {samples['total']}"]
-        cells += [cell for name in scorers for cell in (_score(entry, name), _of_control(entry, name))]
-        cells += [_kl(entry), format_counted_share(entry["agreement"]), format_counted_share(entry["diverged"])]
+        cells += [cell for name in scorers for cell in (show_score(entry, name), show_of_control(entry, name))]
+        cells += [show_kl(entry), format_counted_share(entry["agreement"]), format_counted_share(entry["diverged"])]
         rows.append([*cells, _tokens(entry), *_storage(entry)])
-        for group in entry["invalid"]:
-            notes.append(
-                f"`{entry['change']}`: {group['samples']} samples invalid at {group['reason']} ({group['arm']}, "
-                f"{group['value']}); counted nowhere."
-            )
+        notes += say_invalid(f"`{entry['change']}`", entry["invalid"])
         if samples["without_control"]:
             notes.append(f"`{entry['change']}`: {samples['without_control']} samples have no valid clean run.")
         if entry["saturated"]:
@@ -180,7 +179,8 @@ def _write_windows(summary: Summary) -> list[Block]:
         for entry in sorted((named[name] for name in group["changes"]), key=lambda e: e["cache"]["bits"]):
             block = "/".join(str(entry["spec"][s]["block"]) if entry["spec"][s] else "-" for s in ("k", "v"))
             rows.append([f"`{entry['change']}`", name_method(entry), block, *_storage(entry)[:2]])
-            rows[-1] += [_score(entry, summary["primary"]), _of_control(entry, summary["primary"]), _kl(entry)]
+            primary = summary["primary"]
+            rows[-1] += [show_score(entry, primary), show_of_control(entry, primary), show_kl(entry)]
             rows[-1].append(format_share(entry["agreement"]))
         sides = [
             f"{side.upper()}: " + ("16 bit" if (w := group[side])["first"] is None else f"{w['first']} + {w['recent']}")
@@ -233,7 +233,7 @@ def render_injection(summary: Summary) -> Group:
         bits = "-" if not entry["cache"] else format_number(entry["cache"]["bits"], 3)
         share = "-" if found is None or found["of_control"] is None else f"{format_percent(found['of_control'])} %"
         counted = f"{entry['samples']['ok']} of {entry['samples']['total']}"
-        rows.append([entry["change"], counted, _score(entry, summary["primary"]), share, kl, agreement, bits])
+        rows.append([entry["change"], counted, show_score(entry, summary["primary"]), share, kl, agreement, bits])
     head = ["change", "valid", f"{summary['primary']}, %", "of control", "KL", "agreement", "bits"]
     verdicts = [[f"{c['id']}: {c['claim']}", c["verdict"]] for c in summary["claims"]]
     return document.to_terminal(

@@ -48,6 +48,15 @@ def list_invalid(samples: Sequence[Record]) -> list[dict[str, Any]]:
     return [{"key": list(s["key"])} | dict(s["invalid"]) for s in samples if s["status"] == "invalid"]
 
 
+def say_invalid(name: str, groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What is invalid of a change or a quantizer, a sentence for each group (jaxkv.analysis.summary.group_invalid)."""
+    return [
+        f"{name}: {group['samples']} samples invalid at {group['reason']} ({group['arm']}, {group['value']}); counted "
+        "nowhere."
+        for group in groups
+    ]
+
+
 def describe_problems(summary: Mapping[str, Any]) -> str:
     """The header of a table."""
     problems = summary["problems"]

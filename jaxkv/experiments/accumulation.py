@@ -23,7 +23,6 @@ from jaxkv.compare import compare_logits
 from jaxkv.decode import Arms, Rollout
 from jaxkv.errors import UserError
 from jaxkv.experiments.divergence import DivergenceSpec, Item, plan_batches
-from jaxkv.experiments.gate import bits
 from jaxkv.experiments.regimes import WATCHED, Replay, ReplayPrograms
 from jaxkv.experiments.traced_runs import (
     MayBreak,
@@ -83,19 +82,27 @@ class Ran:
 
     Attributes:
       replay: the watched run.
+      errors: its attention errors, L arrays [B, S].
+      stored: what it packed beside the clean run's values (`_measure_stored`).
       arm: the arm itself, in `decode`.
       repairs: the attention errors of repaired runs, in `static`: choice -> L arrays [B, S].
       nonfinite_step: [B] the first step whose logits were not finite, -1 if none.
     """
 
     replay: Replay
+    errors: Sequence[np.ndarray]
+    stored: Mapping[str, np.ndarray]
     arm: Rollout | None
     repairs: Mapping[str, Sequence[np.ndarray]]
     nonfinite_step: np.ndarray
 
 
-def _mean_by_bin(errors: Sequence[Any], row: int, first: int, bins: Bins) -> list[list[float]]:
-    return [[shorten(error[row, first + a : first + b].mean()) for a, b in bins] for error in map(np.asarray, errors)]
+def _fetch_errors(replay: Replay) -> list[np.ndarray]:
+    return [np.asarray(error) for error in replay.errors]
+
+
+def _mean_by_bin(errors: Sequence[np.ndarray], row: int, first: int, bins: Bins) -> list[list[float]]:
+    return [[shorten(error[row, first + a : first + b].mean()) for a, b in bins] for error in errors]
 
 
 def _measure_logits(clean: jax.Array, changed: jax.Array, steps: int, prompt: int, bins: Bins) -> dict[str, Any]:
@@ -182,8 +189,9 @@ class Accumulation:
         if block is None and self.repair:
             for choice in CHOICES:
                 repaired = self.programs.run(*given, Repair(self.quants[quant], choice), static=True)
-                repairs[choice] = [np.asarray(error) for error in repaired.errors]
-        return Ran(replay, arm, repairs, broken)
+                repairs[choice] = _fetch_errors(repaired)
+        stored = _measure_stored(replay.cache, clean, self.arms.config.num_layers)
+        return Ran(replay, _fetch_errors(replay), stored, arm, repairs, broken)
 
     def make_record(
         self, item: Item, row: int, reference: Reference, clean: Trace, ran: Ran, quant: str, regime: str, spec: Any
@@ -216,18 +224,16 @@ class Accumulation:
         steps, first, prompt = record["steps"], int(reference.rows.first[row]), len(item.prompt)
         bins = plan_bins(prompt, steps - 1)
         changed = ran.replay.logits if ran.arm is None else ran.arm.logits
-        stored = _measure_stored(cache, clean, layers)
-        equal = jnp.all(bits(ran.replay.logits[row]) == bits(changed[row]), axis=-1)
         return record | {
             "bins": bins,
-            "attention_error": {"error": _mean_by_bin(ran.replay.errors, row, first, bins)},
+            "attention_error": {"error": _mean_by_bin(ran.errors, row, first, bins)},
             "logits": _measure_logits(reference.cached.logits[row], changed[row], steps, prompt, bins),
-            "stored": {side: _describe_stored(sums[:, row]) for side, sums in stored.items()},
+            "stored": {side: _describe_stored(sums[:, row]) for side, sums in ran.stored.items()},
             "repair": {choice: _mean_by_bin(errors, row, first, bins) for choice, errors in ran.repairs.items()}
             or None,
             "instrumented_bit_equal": {
                 "clean": count_equal(clean.run, reference.cached, row, steps),
-                "changed": None if ran.arm is None else int(jnp.sum(equal[:steps])),
+                "changed": None if ran.arm is None else count_equal(ran.replay, ran.arm, row, steps),
             },
         }
 

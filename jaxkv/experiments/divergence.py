@@ -307,10 +307,43 @@ def _fault(ran: BatchRun, row: int) -> dict[str, Any] | None:
     return None
 
 
+def describe_setting(
+    arms: Arms,
+    item: Item,
+    layout: Layout,
+    left_pad: int,
+    finding: Finding,
+    spec: DivergenceSpec,
+    fault: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Fields of a row's record that say what was run and whether it is valid (jaxkv.schemas.validate_setting)."""
+    return {
+        "prompt_tokens": len(item.prompt),
+        "prompt_sha256": hash_tokens(item.prompt),
+        "shapes": {
+            "batch": layout.batch,
+            "prefill": layout.prefill,
+            "slots": layout.slots,
+            "uncached": spec.uncached_length,
+            "left_pad": left_pad,
+            "tile": arms.tile,
+        },
+        "sampling": arms.sampler.to_json() | {"seed": spec.seed},
+        "status": "invalid" if fault else "ok",
+        "invalid": fault,
+        "headroom": finding.headroom,
+    }
+
+
+def hash_tokens(ids: Sequence[int] | np.ndarray) -> str:
+    """SHA-256 of token ids as little-endian int32."""
+    return hashlib.sha256(np.asarray(ids, "<i4").tobytes()).hexdigest()
+
+
 def compare_row(arms: Arms, item: Item, row: int, ran: BatchRun, spec: DivergenceSpec) -> dict[str, Any]:
     """What a row's run says without asking a task: fields of a sample, `arms` being the tokens alone."""
     layout, runs = ran.layout, ran.runs
-    prompt, first = layout.prompt, int(ran.rows.first[row])
+    prompt = layout.prompt
 
     def taken(run: Rollout) -> list[int]:
         return np.asarray(run.tokens[row, prompt : prompt + int(run.lengths[row])]).tolist()
@@ -326,20 +359,7 @@ def compare_row(arms: Arms, item: Item, row: int, ran: BatchRun, spec: Divergenc
 
     tokens = {"cached": taken(runs.cached), "uncached": taken(runs.free)}
     return {
-        "prompt_tokens": len(item.prompt),
-        "prompt_sha256": hashlib.sha256(np.asarray(item.prompt, "<i4").tobytes()).hexdigest(),
-        "shapes": {
-            "batch": layout.batch,
-            "prefill": layout.prefill,
-            "slots": layout.slots,
-            "uncached": spec.uncached_length,
-            "left_pad": first,
-            "tile": arms.tile,
-        },
-        "sampling": arms.sampler.to_json() | {"seed": spec.seed},
-        "status": "invalid" if fault else "ok",
-        "invalid": fault,
-        "headroom": ran.findings[row].headroom,
+        **describe_setting(arms, item, layout, int(ran.rows.first[row]), ran.findings[row], spec, fault),
         "arms": tokens,
         "teacher_forced": compare(runs.forced, runs.cached),
         "free_running": None if fault else free_running(tokens["uncached"], tokens["cached"]),

@@ -9,7 +9,6 @@ law of error, are values in that cache, so they share a program; each quantizer 
 """
 
 import dataclasses
-import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,7 +23,16 @@ from jaxkv.compare import compare_logits
 from jaxkv.decode import Arms, Layout, Rollout, Rows
 from jaxkv.experiments.cache_measures import count_saturated, find_fault, measure_cache
 from jaxkv.experiments.changes import Change, change_cache, list_runs
-from jaxkv.experiments.divergence import DivergenceSpec, Item, Scoring, lay_out, logits_fault, make_arm, plan_batches
+from jaxkv.experiments.divergence import (
+    DivergenceSpec,
+    Item,
+    Scoring,
+    describe_setting,
+    lay_out,
+    logits_fault,
+    make_arm,
+    plan_batches,
+)
 from jaxkv.generate import force, run_cached_keeping
 
 
@@ -119,7 +127,7 @@ def make_record(
     scoring: Scoring,
 ) -> dict[str, Any]:
     """The record of one problem under one change (schema: jaxkv.schema_injection); `changed` is None for the clean."""
-    layout, clean = reference.layout, reference.clean
+    clean = reference.clean
     steps, prompt = int(clean.run.lengths[row]), len(item.prompt)
     fault = reference.fault(row)
     own = clean if changed is None else changed.free
@@ -142,20 +150,9 @@ def make_record(
         "seed": seed,
         "key": ["injection", item.problem, change.name, seed],
         "spec": change.describe(arms.config.head_dim),
-        "prompt_tokens": prompt,
-        "prompt_sha256": hashlib.sha256(np.asarray(item.prompt, "<i4").tobytes()).hexdigest(),
-        "shapes": {
-            "batch": layout.batch,
-            "prefill": layout.prefill,
-            "slots": layout.slots,
-            "uncached": spec.uncached_length,
-            "left_pad": int(reference.rows.first[row]),
-            "tile": None,
-        },
-        "sampling": arms.sampler.to_json() | {"seed": spec.seed},
-        "status": "invalid" if fault else "ok",
-        "invalid": fault,
-        "headroom": reference.findings[row].headroom,
+        **describe_setting(
+            arms, item, reference.layout, int(reference.rows.first[row]), reference.findings[row], spec, fault
+        ),
         "run": make_arm(tokens, fault is not None, arms.stop_ids, tokenizer, scoring, item.gold),
         "teacher_forced": compared,
         "free_running": free,

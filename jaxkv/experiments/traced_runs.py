@@ -1,7 +1,6 @@
 """What experiments on traced arms share: both arms untraced along one text, and the fields every record of them has."""
 
 import dataclasses
-import hashlib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -12,7 +11,15 @@ from flax import nnx
 from jaxkv.audit import Finding, audit_rows
 from jaxkv.decode import Arms, Layout, Rollout, Rows
 from jaxkv.errors import UserError
-from jaxkv.experiments.divergence import Batch, DivergenceSpec, Item, lay_out, logits_fault
+from jaxkv.experiments.divergence import (
+    Batch,
+    DivergenceSpec,
+    Item,
+    describe_setting,
+    hash_tokens,
+    lay_out,
+    logits_fault,
+)
 from jaxkv.experiments.gate import bits
 from jaxkv.generate import force, run_cached, run_forced
 
@@ -81,7 +88,15 @@ def find_fault(reference: Reference, row: int, others: Mapping[str, MayBreak]) -
     return None if finding.invalid is None else {"arm": "uncached", "step": None} | finding.invalid
 
 
-def count_equal(run: Rollout, other: Rollout, row: int, steps: int) -> int:
+class HasLogits(Protocol):
+    """A run that kept its logits."""
+
+    @property
+    def logits(self) -> Any:
+        """[B, n, V]."""
+
+
+def count_equal(run: HasLogits, other: HasLogits, row: int, steps: int) -> int:
     """Steps at which two runs have the same logits, bit for bit."""
     same = jnp.all(bits(run.logits[row]) == bits(other.logits[row]), axis=-1)
     return int(jnp.sum(same[:steps]))
@@ -93,24 +108,11 @@ def describe_row(
     """Fields of a record that say what was run (jaxkv.schemas.validate_setting, and tokens_sha256 and steps)."""
     layout, steps = reference.layout, int(reference.cached.lengths[row])
     tokens = reference.text[row, layout.prompt : layout.prompt + steps]
-    sha = lambda ids: hashlib.sha256(np.asarray(ids, "<i4").tobytes()).hexdigest()  # noqa: E731
+    left_pad = int(reference.rows.first[row])
     return {
-        "prompt_tokens": len(item.prompt),
-        "prompt_sha256": sha(item.prompt),
-        "tokens_sha256": sha(tokens),
+        **describe_setting(arms, item, layout, left_pad, reference.findings[row], spec, fault),
+        "tokens_sha256": hash_tokens(tokens),
         "steps": steps,
-        "shapes": {
-            "batch": layout.batch,
-            "prefill": layout.prefill,
-            "slots": layout.slots,
-            "uncached": spec.uncached_length,
-            "left_pad": int(reference.rows.first[row]),
-            "tile": arms.tile,
-        },
-        "sampling": arms.sampler.to_json() | {"seed": spec.seed},
-        "headroom": reference.findings[row].headroom,
-        "status": "invalid" if fault else "ok",
-        "invalid": fault,
     }
 
 

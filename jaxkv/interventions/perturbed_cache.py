@@ -2,34 +2,13 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from jaxkv.cache import KVCache, Slots, empty_cache
 from jaxkv.config import ModelConfig, Precision
-
-
-class RowError(Protocol):
-    """What is done to rows; a pytree (`cache_errors.CacheError`)."""
-
-    @property
-    def redrawn(self) -> bool:
-        """Whether rows are changed at each read; else as they enter."""
-
-    def perturb(
-        self,
-        rows: jax.Array,
-        *,
-        layer: int,
-        side: str,
-        positions: jax.Array,
-        problems: jax.Array,
-        seed: jax.Array | int,
-        read_step: jax.Array | int | None = None,
-    ) -> jax.Array:
-        """The rows [B, T, K, H] at positions [B, T], changed."""
+from jaxkv.interventions.cache_errors import CacheError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +52,7 @@ class PerturbedLayer:
 
     def _perturb(self, x: jax.Array, side: str, positions: jax.Array, step: jax.Array | None) -> jax.Array:
         keys = {"problems": self.cache.problems, "seed": self.cache.seed}
-        return self.cache.error.perturb(
-            x, layer=self.index, side=side, positions=positions, read_step=step, **keys
-        ).astype(x.dtype)
+        return self.cache.error.perturb(x, layer=self.index, side=side, positions=positions, read_step=step, **keys)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +93,7 @@ class PerturbedCache:
     """
 
     plain: KVCache
-    error: Any
+    error: CacheError
     problems: jax.Array
     seed: jax.Array
     calls: jax.Array
@@ -135,7 +112,7 @@ class PerturbedCache:
 class Perturbation:
     """Puts `error` into the cache (jaxkv.cache.Intervention)."""
 
-    error: RowError
+    error: CacheError
 
     def make_cache(
         self,

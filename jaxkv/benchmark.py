@@ -6,9 +6,11 @@ Weights are random: speed depends on shapes alone. Each engine runs in a process
 other's memory.
 """
 
+import datetime
 import json
 import os
 import pathlib
+import shlex
 import subprocess
 import sys
 import time
@@ -19,6 +21,7 @@ from absl import flags
 
 from jaxkv.cli import run_command
 from jaxkv.errors import UserError
+from jaxkv.provenance import environment, git_revision
 
 FLAGS = flags.FLAGS
 
@@ -215,6 +218,25 @@ def run_worker(module: str, name: str, arguments: Sequence[str], **variables: st
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
+def write_figures(path: str, module: str, results: Any) -> None:
+    """Writes a benchmark's results as JSON, with the command, date, revision and versions that they come from.
+
+    Raises:
+      UserError: the file cannot be written.
+    """
+    content = {
+        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "git": git_revision(),
+        **environment(),
+        "results": results,
+    }
+    try:
+        pathlib.Path(path).write_text(json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; give --out another path") from error
+
+
 def _run_engine(engine: str, precision: str) -> dict[str, Any]:
     arguments = [f"--{name}={FLAGS[name].value}" for name in ("model", "prompt_tokens", "new_tokens", "repeats")]
     arguments += [f"--worker={engine}", f"--precision={precision}", f"--tiles={','.join(FLAGS.tiles)}"]
@@ -255,7 +277,7 @@ def main(argv: list[str]) -> None:
                 line += f"; aligned at tile {tile} {milliseconds:.2f} ms"
             print(line, flush=True)
     if FLAGS.out:
-        pathlib.Path(FLAGS.out).write_text(json.dumps(results, indent=1) + "\n")
+        write_figures(FLAGS.out, "jaxkv.benchmark", results)
 
 
 if __name__ == "__main__":

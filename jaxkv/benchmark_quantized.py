@@ -10,14 +10,13 @@ times the packing of one full block of every layer's keys and values, written to
 
 import dataclasses
 import json
-import pathlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from absl import flags
 
-from jaxkv.benchmark import median_seconds, run_worker
+from jaxkv.benchmark import median_seconds, run_worker, write_figures
 from jaxkv.cli import run_command
 from jaxkv.errors import UserError
 
@@ -262,7 +261,9 @@ def main(argv: Sequence[str]) -> None:
     values: dict[str, Any] = {name: FLAGS[name].value for name in names}
     work = make_work(**values)
     if FLAGS.worker:
-        print(json.dumps(_PARTS[FLAGS.worker](work)))
+        import jax
+
+        print(json.dumps({"device": jax.devices()[0].device_kind} | _PARTS[FLAGS.worker](work)))
         return
     if unknown := [part for part in FLAGS.parts if part not in _PARTS]:
         raise UserError(f"--parts has no '{unknown[0]}'; known: {', '.join(_PARTS)}")
@@ -272,7 +273,7 @@ def main(argv: Sequence[str]) -> None:
         results[part] = run_worker("jaxkv.benchmark_quantized", part, [*arguments, f"--worker={part}"])
     print("\n".join(describe(results)))
     if FLAGS.out:
-        pathlib.Path(FLAGS.out).write_text(json.dumps(results, indent=1) + "\n")
+        write_figures(FLAGS.out, "jaxkv.benchmark_quantized", results)
 
 
 if __name__ == "__main__":

@@ -8,14 +8,13 @@ and so how much is drafted again, depends on the weights, which is why these are
 
 import dataclasses
 import json
-import pathlib
 import time
 from collections.abc import Callable
 from typing import Any
 
 from absl import flags
 
-from jaxkv.benchmark import run_worker
+from jaxkv.benchmark import run_worker, write_figures
 from jaxkv.cli import run_command
 from jaxkv.errors import UserError
 
@@ -221,7 +220,7 @@ def main(argv: list[str]) -> None:
         seconds = ", ".join(f"{name} {value:.3f} s" for name, value in figures["seconds_a_batch"].items())
         print(f"{engine}, {FLAGS.precision}, {FLAGS.shots} shots, batch of {FLAGS.batch_size}: {seconds}", flush=True)
     if FLAGS.out:
-        pathlib.Path(FLAGS.out).write_text(json.dumps(results, indent=1) + "\n")
+        write_figures(FLAGS.out, "jaxkv.benchmark_uncached", results)
 
 
 if __name__ == "__main__":

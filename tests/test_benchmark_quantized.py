@@ -1,8 +1,14 @@
 """The benchmark of quantized caches at a tiny shape: it measures what it says, and its figures hang together."""
 
+import datetime
+import json
+import sys
+
+import jax
 import pytest
 from quantized_models import HEAD_DIM, wide_config
 
+from jaxkv.benchmark import write_figures
 from jaxkv.benchmark_quantized import Work, describe, make_work, measure_memory, time_blocks, time_steps
 from jaxkv.config import make_precision
 from jaxkv.errors import UserError
@@ -48,3 +54,18 @@ def test_what_is_refused():
         time_blocks(small_work("kivi:2"))
     with pytest.raises(UserError, match="powers of two"):
         make_work("test-llama2", "fp16", "kvarn:k2v2", 8, 8, 64, 1)
+
+
+def test_a_file_of_figures_says_where_they_come_from(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["benchmark_quantized.py", "--model=tiny-llama2", "--quant=kvarn:k2v2,first=8"])
+    out = tmp_path / "figures.json"
+    before = datetime.datetime.now(datetime.UTC).date()
+    write_figures(str(out), "jaxkv.benchmark_quantized", {"plain": {"ms_a_step": 1.5}})
+    found = json.loads(out.read_text())
+    assert found["results"] == {"plain": {"ms_a_step": 1.5}}
+    assert found["command"] == ("python -m jaxkv.benchmark_quantized --model=tiny-llama2 --quant=kvarn:k2v2,first=8")
+    assert before <= datetime.date.fromisoformat(found["date"]) <= datetime.datetime.now(datetime.UTC).date()
+    assert found["packages"]["jax"] == jax.__version__
+    assert "git" in found
+    with pytest.raises(UserError, match="cannot write"):
+        write_figures(str(tmp_path), "jaxkv.benchmark", [])

@@ -1,5 +1,6 @@
 """The report of several runs: every figure comes from records, one file without a network, life without jax."""
 
+import dataclasses
 import html.parser
 import json
 import re
@@ -16,7 +17,7 @@ from jaxkv import records
 from jaxkv.analysis import svg
 from jaxkv.analysis.curves import bin_steps, divergence_over_tokens, margin_points
 from jaxkv.analysis.document import Bullets, Code, Figure, Fold, Heading, Paragraph, Table, to_html, to_markdown
-from jaxkv.analysis.gather import describe_command, find_runs, name_runs
+from jaxkv.analysis.gather import describe_command, find_runs, join_runs, name_runs
 from jaxkv.analysis.page import write_blocks
 from jaxkv.analysis.study import summarize_study
 from jaxkv.errors import UserError
@@ -315,6 +316,21 @@ def test_runs_are_found_once_and_named_apart(sweep, tmp_path):
     other = tmp_path / "other" / "fp16"
     other.mkdir(parents=True)
     assert name_runs([sweep / "fp16", other]) == [f"{sweep.name}/fp16", "other/fp16"]
+
+
+def test_runs_of_one_condition_are_joined():
+    samples = make_samples(count=3)
+    first, second = (make_run(part, name, fingerprint="f", num_problems=3) for name, part in
+                     (("a", samples[:2]), ("b", samples[1:])))  # fmt: skip
+    joined = join_runs("both", [first, second])
+    assert (joined.name, joined.records) == ("both", samples)
+    assert len(joined.run["sessions"]) == 2
+    assert join_runs("one", [first]).records == first.records
+    changed = dataclasses.replace(second, records=[samples[1] | {"prompt_tokens": 99}])
+    with pytest.raises(UserError, match="a and b have different records of divergence 1,"):
+        join_runs("both", [first, changed])
+    with pytest.raises(UserError, match="a and c are of different conditions"):
+        join_runs("both", [first, make_run(samples, "c", fingerprint="g")])
 
 
 def test_commands_name_no_place():

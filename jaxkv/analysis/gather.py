@@ -83,6 +83,36 @@ def read_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Run]:
     return runs
 
 
+def join_runs(name: str, runs: Sequence[Run]) -> Run:
+    """One run of several that differ in the changes of the cache that they were asked for, which no config holds.
+
+    Records come in the runs' order; those that several have, of the clean arm above all, must be the same in each.
+
+    Raises:
+      UserError: runs of other conditions, or a record that is not the same in all.
+    """
+    first = runs[0]
+    found: dict[tuple, Record] = {}
+    whose: dict[tuple, str] = {}
+    for run in runs:
+        if run.run["fingerprint"] != first.run["fingerprint"]:
+            raise UserError(
+                f"{first.name} and {run.name} are of different conditions, versions or devices (their fingerprints "
+                "differ) and cannot be joined; join runs whose lists of changes differ, and nothing else"
+            )
+        for record in run.records:
+            key = tuple(record["key"])
+            if found.setdefault(key, record) != record:
+                raise UserError(
+                    f"{whose[key]} and {run.name} have different records of {' '.join(map(str, key))}, so that their "
+                    "clean arms are not the same; run them with one --compilation_cache"
+                )
+            whose.setdefault(key, run.name)
+    sessions = [session for run in runs for session in run.run["sessions"]]
+    timings = [timing for run in runs for timing in run.timings]
+    return Run(name, {**first.run, "sessions": sessions}, list(found.values()), timings, first.flags)
+
+
 def describe_command(flags: str) -> str | None:
     """The command of a flagfile, files named without their directories; None without flags."""
     words = []

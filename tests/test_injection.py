@@ -263,7 +263,7 @@ def test_the_catalog_runs_what_is_asked_for_and_the_seed_study_by_default(some_r
     assert experiment.count(study) * len(LENGTHS) == len(some_records)
     records = [record for part, _ in experiment.run(study, frozenset()) for record in to_plain(part)]
     assert by_key(records) == by_key(some_records)
-    study.settings = {}
+    study.settings = dict.fromkeys(settings)
     drawn = (len(SEED_ERRORS) - 1) * len(ERROR_SEEDS) + 1  # normal:0.5,0 draws nothing
     assert experiment.count(study) == 1 + len(SEED_QUANTS) + drawn
     assert set(SEED_TABLE) <= {change.name for change in make_changes(SEED_ERRORS, SEED_QUANTS)}
@@ -271,5 +271,7 @@ def test_the_catalog_runs_what_is_asked_for_and_the_seed_study_by_default(some_r
 
 def test_the_aligned_regime_is_refused():
     arms = Arms(CONFIG, make_precision("fp16"), tile=8)
+    _, change = make_changes(["normal:0,0.5"], [])
     with pytest.raises(UserError, match="no aligned regime"):
-        change_cache(arms, None)
+        change_cache(arms, change.intervention(0))
+    assert change_cache(arms, None).tile == 8

@@ -24,7 +24,7 @@ from jaxkv.checkpoints.tokenizer import Tokenizer
 from jaxkv.config import ModelConfig
 from jaxkv.errors import UserError
 from jaxkv.models.decoder import abstract_decoder
-from jaxkv.records import git_revision, sha256_file
+from jaxkv.provenance import git_revision, sha256_file
 from jaxkv.tasks import Task
 
 CHECKPOINT, METRICS, SUMMARY, FINAL = "checkpoint.safetensors", "metrics.jsonl", "training.json", "final"

@@ -13,7 +13,8 @@ from typing import Any
 
 from jaxkv.config import Precision, make_precision
 from jaxkv.errors import UserError
-from jaxkv.records import environment, fingerprint, git_revision
+from jaxkv.provenance import environment, git_revision
+from jaxkv.records import fingerprint
 
 Settings = dict[str, Any]
 
@@ -60,7 +61,7 @@ class Study:
       checkpoint: model.
       task: problems with prompts and scores.
       items: the problems as token ids.
-      spec: DivergenceSpec.
+      spec: RunSpec.
       sampler: how tokens are chosen.
       tile: rows of a tile in the aligned regime.
       console: for progress.
@@ -118,7 +119,7 @@ def load_study(settings: Settings, console: Any) -> Study:
 
     from jaxkv.checkpoints import load
     from jaxkv.decode import make_layout
-    from jaxkv.experiments.divergence import DivergenceSpec
+    from jaxkv.experiments.batches import RunSpec
     from jaxkv.models.families import get_preset
     from jaxkv.sampling import make_sampler
     from jaxkv.tasks import load_task
@@ -144,9 +145,9 @@ def load_study(settings: Settings, console: Any) -> Study:
             )
             chosen = settings["problems"] or range(settings["num_problems"])
             items = _items(task, checkpoint.tokenizer, chosen, "problems" if settings["problems"] else "num_problems")
-    divergence = DivergenceSpec(
+    divergence = RunSpec(
         new_tokens=settings["max_new_tokens"],
-        **{field.name: settings[field.name] for field in dataclasses.fields(DivergenceSpec) if field.name in settings},
+        **{field.name: settings[field.name] for field in dataclasses.fields(RunSpec) if field.name in settings},
     )
     longest = max(items, key=lambda item: len(item.prompt))
     layout = make_layout([list(longest.prompt)], divergence.new_tokens, divergence.bucket, checkpoint.config)
@@ -203,7 +204,7 @@ class Text:
 
 def _load_windows(settings: Settings, tokenizer: Any) -> tuple[Text, list[Any]]:
     """The text's windows, and each as an item whose prompt is what it is given."""
-    from jaxkv.experiments.divergence import Item
+    from jaxkv.experiments.batches import Item
     from jaxkv.experiments.perplexity import tokenize
     from jaxkv.tasks.continuation import load_text
     from jaxkv.tasks.perplexity import plan_windows
@@ -220,7 +221,7 @@ def _load_windows(settings: Settings, tokenizer: Any) -> tuple[Text, list[Any]]:
 
 def _items(task: Any, tokenizer: Any, chosen: Sequence[int], flag: str) -> list[Any]:
     """The chosen problems as token ids; `flag` is what chose them."""
-    from jaxkv.experiments.divergence import Item
+    from jaxkv.experiments.batches import Item
 
     if max(chosen) >= len(task.problems):
         asked = f"--num_problems={len(chosen)}" if flag == "num_problems" else f"--problems has {max(chosen)}"

@@ -23,7 +23,6 @@ written is described in jaxkv.schema_foreign. Needs no jax.
 """
 
 import argparse
-import hashlib
 import json
 import os
 import pathlib
@@ -31,11 +30,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from jaxkv.analysis.metrics import free_running
 from jaxkv.errors import UserError, nearest
-from jaxkv.records import RunDirectory, environment, git_revision, read_run, sha256_file
+from jaxkv.provenance import environment, git_revision, hash_tokens, sha256_file
+from jaxkv.records import RunDirectory, read_run
 from jaxkv.schema_foreign import (
     ARMS,
     KINDS,
@@ -79,11 +77,6 @@ class _Mendable(ValueError):
     """A fault whose message tells the remedy already."""
 
 
-def hash_prompt(ids: Sequence[int]) -> str:
-    """SHA-256 of token ids as little-endian int32, in hex: the `prompt_sha256` of every record."""
-    return hashlib.sha256(np.asarray(ids, "<i4").tobytes()).hexdigest()
-
-
 def _require_known(values: Mapping[str, Any], known: Sequence[str], prefix: str = "") -> None:
     for name in values:
         if name not in known:
@@ -105,7 +98,7 @@ def make_record(values: Mapping[str, Any]) -> dict[str, Any]:
     validate_sampling({"sampling": None, **values})
     if "prompt_ids" in values:
         count = _read_ids(values, "prompt_ids")
-        digest = hash_prompt(values["prompt_ids"])
+        digest = hash_tokens(values["prompt_ids"])
         if values.get("prompt_sha256", digest) != digest:
             fail("prompt_sha256", "is not that of prompt_ids")
     else:

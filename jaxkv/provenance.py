@@ -5,8 +5,11 @@ import os
 import pathlib
 import platform
 import subprocess
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
+
+import numpy as np
 
 from jaxkv.errors import UserError
 
@@ -29,6 +32,11 @@ def sha256_file(path: str | os.PathLike[str]) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; check the path") from error
+
+
+def hash_tokens(ids: Sequence[int] | np.ndarray) -> str:
+    """SHA-256 of token ids as little-endian int32, in hex: the `prompt_sha256` of every record."""
+    return hashlib.sha256(np.asarray(ids, "<i4").tobytes()).hexdigest()
 
 
 def git_revision() -> str | None:

@@ -29,9 +29,6 @@ from typing import Any
 import numpy as np
 
 from jaxkv.errors import UserError
-from jaxkv.provenance import environment as environment
-from jaxkv.provenance import git_revision as git_revision
-from jaxkv.provenance import sha256_file as sha256_file
 from jaxkv.schema_accumulation import validate_accumulation
 from jaxkv.schema_attribution import validate_attribution
 from jaxkv.schema_doctor import validate_doctor
@@ -42,7 +39,7 @@ from jaxkv.schema_mitigations import validate_mitigation
 from jaxkv.schema_parity import validate_parity
 from jaxkv.schema_patching import validate_patching
 from jaxkv.schema_perplexity import validate_perplexity
-from jaxkv.schemas import validate_sample as validate_sample
+from jaxkv.schemas import validate_sample
 
 FORMAT = 1
 VALIDATORS = {

@@ -19,7 +19,8 @@ from jaxkv.condition import (
 )
 from jaxkv.config import Precision
 from jaxkv.errors import UserError
-from jaxkv.records import RunDirectory, environment, git_revision
+from jaxkv.provenance import environment, git_revision
+from jaxkv.records import RunDirectory
 
 REPEATED = ("cache_error", "cache_quant")  # flags whose values hold commas of their own
 

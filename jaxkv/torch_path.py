@@ -29,18 +29,8 @@ from jaxkv.config import Precision
 from jaxkv.decode import COMPILER_OPTIONS, PAD_ID, Layout, Rollout, Rows, emit, start_rollout
 from jaxkv.drafts import Forced, draft_freely, first_disagreement, step_freely
 from jaxkv.errors import UserError
-from jaxkv.experiments.divergence import (
-    Batch,
-    BatchRun,
-    DivergenceSpec,
-    Item,
-    Runs,
-    Scoring,
-    control_length,
-    lay_out,
-    make_record,
-    plan_batches,
-)
+from jaxkv.experiments.batches import Batch, Item, RunSpec, Scoring, lay_out, plan_batches
+from jaxkv.experiments.divergence import BatchRun, Runs, control_length, make_record
 from jaxkv.generate import force, start_forced, uncached_lengths
 from jaxkv.sampling import Sampler
 from jaxkv.torch_model import TorchModel, describe_torch, true_fp32
@@ -216,9 +206,7 @@ def _fit(tokens: np.ndarray, length: int) -> np.ndarray:
     return fitted
 
 
-def run_arms(
-    arms: TorchArms, tokens: np.ndarray, rows: Rows, layout: Layout, spec: DivergenceSpec, batch: Batch
-) -> Runs:
+def run_arms(arms: TorchArms, tokens: np.ndarray, rows: Rows, layout: Layout, spec: RunSpec, batch: Batch) -> Runs:
     """Runs both arms, and the controls that the batch asks for."""
     seconds: dict[str, float] = {}
     stepwise, length = spec.uncached == "stepwise", spec.uncached_length
@@ -261,7 +249,7 @@ def run_arms(
     return Runs(cached, forced, free, drafts, seconds=seconds, **again)
 
 
-def run_batch(arms: TorchArms, batch: Batch, spec: DivergenceSpec) -> BatchRun:
+def run_batch(arms: TorchArms, batch: Batch, spec: RunSpec) -> BatchRun:
     """Runs and audits both arms on a batch, laid out as for the JAX arms but for the prefill, which has no padding."""
     like: Any = arms
     no_state: Any = None  # torch holds the weights
@@ -280,7 +268,7 @@ def run_torch_divergence(
     precision: Precision,
     sampler: Sampler,
     items: Sequence[Item],
-    spec: DivergenceSpec,
+    spec: RunSpec,
     scoring: Scoring,
     attention: str = "eager",
     done: frozenset[int] = frozenset(),

@@ -12,12 +12,12 @@ from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.experiments import attribution
 from jaxkv.experiments.attribution import align_arms, run_attribution, run_pair
-from jaxkv.experiments.divergence import DivergenceSpec, Item
+from jaxkv.experiments.batches import Item, RunSpec
 from jaxkv.models.decoder import abstract_decoder
 from jaxkv.schema_attribution import VARIANTS
 
 TILE = 4
-SPEC = DivergenceSpec(new_tokens=12, batch_size=2, padding="left", bucket=8)
+SPEC = RunSpec(new_tokens=12, batch_size=2, padding="left", bucket=8)
 
 
 def make_arms(family="mistral", precision="fp16", **changes):

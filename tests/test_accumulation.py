@@ -14,7 +14,7 @@ from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
 from jaxkv.experiments.accumulation import Accumulation, list_regimes, plan_bins, run_accumulation, run_batches
-from jaxkv.experiments.divergence import DivergenceSpec, Item, plan_batches
+from jaxkv.experiments.batches import Item, RunSpec, plan_batches
 from jaxkv.experiments.traced_runs import run_reference
 from jaxkv.interventions.quantizers import parse_cache_quant
 from jaxkv.interventions.repaired_cache import CHOICES, repair_tokens
@@ -23,7 +23,7 @@ from jaxkv.schema_accumulation import validate_accumulation
 
 LENGTHS = (9, 6)
 ITEMS = tuple(Item(index, tuple(make_prompts((n,), index)[0]), "1") for index, n in enumerate(LENGTHS))
-SPEC = DivergenceSpec(new_tokens=22, batch_size=2, padding="left", bucket=8)
+SPEC = RunSpec(new_tokens=22, batch_size=2, padding="left", bucket=8)
 PACKED = "kivi:k2v2,group=4,window=4"
 PLAIN = "mask:16"  # every bit of fp16
 BLOCKS = (1, 5)

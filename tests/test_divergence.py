@@ -13,7 +13,8 @@ from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms, Layout
 from jaxkv.errors import UserError
-from jaxkv.experiments.divergence import DivergenceSpec, Item, control_length, plan_batches, run_divergence
+from jaxkv.experiments.batches import Item, RunSpec, plan_batches
+from jaxkv.experiments.divergence import control_length, run_divergence
 from jaxkv.generate import uncached_lengths
 from jaxkv.schemas import CONTROLS, validate_sample
 
@@ -21,7 +22,7 @@ TOKENIZER = ByteTokenizer()
 V = TOKENIZER.vocab_size
 STOP_IDS = (*TOKENIZER.eos_ids, *range(200, 206))
 LENGTHS = (6, 8, 6, 7, 8, 6, 6, 8)
-SPEC = DivergenceSpec(new_tokens=12, seed=3, batch_size=2, bucket=8, control_problems=2)
+SPEC = RunSpec(new_tokens=12, seed=3, batch_size=2, bucket=8, control_problems=2)
 LEFT = dataclasses.replace(SPEC, padding="left")
 
 
@@ -215,7 +216,7 @@ def test_nothing_is_run_when_all_is_done():
 
 @pytest.mark.parametrize("length", ["padded", "bucket:64", "bucket:160", "bucket:512", "bucket:1024", "bucket:4096"])
 def test_the_length_control_has_a_length_of_its_own(length):
-    spec = DivergenceSpec(new_tokens=256, bucket=64, uncached_length=length)
+    spec = RunSpec(new_tokens=256, bucket=64, uncached_length=length)
     for prompt in (1, 60, 64, 65, 700):
         prefill = -(-prompt // 64) * 64
         layout = Layout(1, prompt, prefill, prefill + 256, 256)

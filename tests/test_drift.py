@@ -21,7 +21,7 @@ from jaxkv.config import make_precision
 from jaxkv.decode import Arms, slot_positions
 from jaxkv.errors import UserError
 from jaxkv.experiments import drift
-from jaxkv.experiments.divergence import DivergenceSpec, Item, plan_batches
+from jaxkv.experiments.batches import Item, RunSpec, plan_batches
 from jaxkv.experiments.drift import plan_bins, repeat_kv_heads, run_drift, trace_pair
 from jaxkv.experiments.first_difference import fed_slots
 from jaxkv.experiments.traced_runs import run_reference
@@ -32,7 +32,7 @@ from jaxkv.schema_drift import SEGMENTS, TENSORS, validate_drift
 from jaxkv.tracing import TracedArms, trace_cached, trace_uncached
 
 RUN = {"fingerprint": "ab"}
-SPEC = DivergenceSpec(new_tokens=6, batch_size=2, padding="left", bucket=8)
+SPEC = RunSpec(new_tokens=6, batch_size=2, padding="left", bucket=8)
 ITEMS = [Item(4, tuple(make_prompts((11,))[0]), ""), Item(7, tuple(make_prompts((8,), 1)[0]), "")]
 
 

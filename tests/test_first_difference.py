@@ -13,14 +13,14 @@ from small_models import PRESETS, changed_state, make_prompts, small_config, sma
 
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
-from jaxkv.experiments.divergence import Batch, DivergenceSpec, Item, lay_out
+from jaxkv.experiments.batches import Batch, Item, RunSpec, lay_out
 from jaxkv.experiments.first_difference import compare_traces, fed_slots, find_first, walk_arms
 from jaxkv.models import decoder, layers
 from jaxkv.tracing import TracedArms, trace_cached
 
 TILE, WINDOW = 4, 9
 LENGTHS = (14, 11)  # longer than the window
-SPEC = DivergenceSpec(new_tokens=4, batch_size=2, padding="left", bucket=4)
+SPEC = RunSpec(new_tokens=4, batch_size=2, padding="left", bucket=4)
 BATCH = Batch(tuple(Item(4 + i, tuple(p), "") for i, p in enumerate(make_prompts(LENGTHS))), False, False)
 
 

@@ -10,7 +10,8 @@ import pytest
 from sample_records import make_sample
 
 from jaxkv.errors import UserError
-from jaxkv.foreign import hash_prompt, main, read_foreign, write_foreign
+from jaxkv.foreign import main, read_foreign, write_foreign
+from jaxkv.provenance import hash_tokens
 from jaxkv.records import RunDirectory, read_run
 from jaxkv.schema_foreign import validate_foreign
 
@@ -74,7 +75,7 @@ def test_a_line_becomes_a_record(write):
     validate_foreign(record)
     assert record["key"] == ["foreign", 0]
     assert (record["framework"], record["versions"]["vllm"], record["device"]) == ("vllm", "0.11.0", "H100")
-    assert (record["prompt_tokens"], record["prompt_sha256"]) == (4, hash_prompt(PROMPT))
+    assert (record["prompt_tokens"], record["prompt_sha256"]) == (4, hash_tokens(PROMPT))
     assert record["attention"] is None
     cached, uncached = record["arms"]["cached"], record["arms"]["uncached"]
     assert (cached["tokens"], cached["stop"]) == ([5, 6, 7, 2], "eos")
@@ -89,7 +90,7 @@ def test_a_line_becomes_a_record(write):
 
 def test_the_hash_is_that_of_our_records():
     """SHA-256 of little-endian int32."""
-    assert hash_prompt([1, 258]) == hashlib.sha256(b"\x01\0\0\0\x02\x01\0\0").hexdigest()
+    assert hash_tokens([1, 258]) == hashlib.sha256(b"\x01\0\0\0\x02\x01\0\0").hexdigest()
 
 
 def test_the_least_that_a_line_needs(write):
@@ -246,7 +247,7 @@ def test_a_broken_record_is_not_written(tmp_path, write):
 def test_prompts_are_held_against_a_run_of_ours(tmp_path, write, capsys):
     with RunDirectory.open(tmp_path / "ours", {"a": 1}) as run:
         for problem in (0, 1):
-            run.append(make_sample(problem) | {"prompt_sha256": hash_prompt(PROMPT)})
+            run.append(make_sample(problem) | {"prompt_sha256": hash_tokens(PROMPT)})
     against = f"--against={tmp_path / 'ours'}"
     assert main([str(write(make_line(1), make_line(9))), against]) == 0
     assert "the prompts of 1 problems" in capsys.readouterr().out

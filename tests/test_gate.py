@@ -20,7 +20,7 @@ from jaxkv.cache import KVCache, empty_cache
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms, make_layout, make_rows
 from jaxkv.errors import UserError
-from jaxkv.experiments.divergence import DivergenceSpec, Item
+from jaxkv.experiments.batches import Item, RunSpec
 from jaxkv.experiments.gate import first_cache_difference, run_gate
 from jaxkv.experiments.probe import probe_state, probe_tolerance
 from jaxkv.generate import run_cached_keeping, run_forced
@@ -30,7 +30,7 @@ FP32_LOGITS = {"rtol": 0, "atol": 5e-5}
 TILE, NEW_TOKENS = 8, 12
 # Past position 256, where bf16 has no odd integers, and past the window, which is so long that one key weighs little.
 LENGTHS, WINDOW = (259, 252), 200
-SPEC = DivergenceSpec(new_tokens=NEW_TOKENS, batch_size=2, padding="left", bucket=8)
+SPEC = RunSpec(new_tokens=NEW_TOKENS, batch_size=2, padding="left", bucket=8)
 ITEMS = [
     Item(4 + i, tuple(np.random.default_rng(10 + i).integers(12, VOCAB, n).tolist()), "") for i, n in enumerate(LENGTHS)
 ]

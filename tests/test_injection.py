@@ -21,8 +21,8 @@ from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
+from jaxkv.experiments.batches import Item, RunSpec, lay_out, plan_batches
 from jaxkv.experiments.changes import ERROR_SEEDS, SEED_ERRORS, SEED_QUANTS, change_cache, make_changes, read_seeds
-from jaxkv.experiments.divergence import DivergenceSpec, Item, lay_out, plan_batches
 from jaxkv.experiments.injection import run_injection
 from jaxkv.generate import run_cached_keeping
 from jaxkv.models.decoder import Decoder
@@ -30,7 +30,7 @@ from jaxkv.records import to_plain
 from jaxkv.schema_injection import CLEAN, validate_injection
 
 TOKENIZER = ByteTokenizer()
-SPEC = DivergenceSpec(new_tokens=10, seed=3, batch_size=2, bucket=8)
+SPEC = RunSpec(new_tokens=10, seed=3, batch_size=2, bucket=8)
 LENGTHS = (6, 8, 6)
 CONFIG = dataclasses.replace(wide_config(), num_layers=1, vocab_size=TOKENIZER.vocab_size, context_length=64)
 

@@ -17,13 +17,14 @@ from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
 from jaxkv.experiments import mitigations, truth
-from jaxkv.experiments.divergence import DivergenceSpec, Item, compare_row, plan_batches, run_batch
+from jaxkv.experiments.batches import Item, RunSpec, plan_batches
+from jaxkv.experiments.divergence import compare_row, run_batch
 from jaxkv.experiments.mitigations import hold, make_variants, run_mitigations
 from jaxkv.models.decoder import Decoder
 from jaxkv.records import RunDirectory, to_line, to_plain
 from jaxkv.schema_mitigations import validate_mitigation
 
-SPEC = DivergenceSpec(new_tokens=7, seed=3, bucket=8)  # 15 slots, and 16 in tiles
+SPEC = RunSpec(new_tokens=7, seed=3, bucket=8)  # 15 slots, and 16 in tiles
 NAMES = ("fp16", "fp32", "fp32+param=fp16", "fp16 aligned")
 PAIR = ("fp32", "fp16 aligned")
 PROBLEMS = (10, 11, 12)

@@ -28,7 +28,8 @@ from jaxkv.compare import compare_logits
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms, make_layout, make_rows, slot_positions, start_rollout
 from jaxkv.errors import UserError
-from jaxkv.experiments.divergence import DivergenceSpec, Item, run_divergence
+from jaxkv.experiments.batches import Item, RunSpec
+from jaxkv.experiments.divergence import run_divergence
 from jaxkv.models.decoder import abstract_decoder
 from jaxkv.models.families import parse_config
 from jaxkv.models.layers import rope_table, visible
@@ -179,7 +180,7 @@ class NoScoring:
 
 
 def divergence_record(arms, state, prompt):
-    spec = DivergenceSpec(new_tokens=8, bucket=16, control_problems=0)
+    spec = RunSpec(new_tokens=8, bucket=16, control_problems=0)
     item = Item(problem=0, prompt=tuple(map(int, prompt)), gold="")
     [(records, _)] = list(run_divergence(arms, state, [item], spec, ByteTokenizer(), NoScoring()))
     return records[0]

@@ -13,14 +13,15 @@ from tiny_models import WINDOW
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.experiments import parity
-from jaxkv.experiments.divergence import DivergenceSpec, Item, run_batch
+from jaxkv.experiments.batches import Item, RunSpec
+from jaxkv.experiments.divergence import run_batch
 from jaxkv.experiments.parity import compare_cells, run_parity
 from jaxkv.records import to_plain
 from jaxkv.schema_parity import CACHE_PAIRS, CELLS, FRAMEWORK_PAIRS, PAIRS, validate_parity
 from jaxkv.torch_path import TorchArms
 
 NEW = 6
-SPEC = DivergenceSpec(NEW, seed=3, batch_size=2, padding="left", bucket=8)
+SPEC = RunSpec(NEW, seed=3, batch_size=2, padding="left", bucket=8)
 STOP_IDS = tuple(range(200, 212))
 
 

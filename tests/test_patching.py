@@ -18,7 +18,7 @@ from jaxkv.config import make_precision
 from jaxkv.decode import Arms, make_layout, make_rows
 from jaxkv.errors import UserError
 from jaxkv.experiments import patching
-from jaxkv.experiments.divergence import DivergenceSpec, Item
+from jaxkv.experiments.batches import Item, RunSpec
 from jaxkv.experiments.patching import Patcher, run_patching, select, spread
 from jaxkv.generate import force
 from jaxkv.interventions.patches import make_patch
@@ -44,7 +44,7 @@ from jaxkv.tracing import TracedArms
 
 NEW_TOKENS = 6
 RUN = {"fingerprint": "ab"}
-SPEC = DivergenceSpec(new_tokens=NEW_TOKENS, batch_size=2, padding="left", bucket=8)
+SPEC = RunSpec(new_tokens=NEW_TOKENS, batch_size=2, padding="left", bucket=8)
 PROMPTS = make_prompts((9, 12))
 ITEMS = [Item(4 + i, tuple(prompt), "") for i, prompt in enumerate(PROMPTS)]
 

@@ -21,8 +21,8 @@ from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
 from jaxkv.experiments import perplexity as experiment
+from jaxkv.experiments.batches import RunSpec
 from jaxkv.experiments.changes import make_changes
-from jaxkv.experiments.divergence import DivergenceSpec
 from jaxkv.experiments.perplexity import run_perplexity, score_tokens, tokenize
 from jaxkv.records import VALIDATORS, to_plain
 from jaxkv.schema_perplexity import validate_perplexity
@@ -31,7 +31,7 @@ from jaxkv.tasks.perplexity import Window, aggregate, plan_windows
 TEXT = "The river föx runs.\n Past nine  quiet towns, to the sea — and back."
 VOCAB = ByteTokenizer.vocab_size
 CONTEXT, STRIDE = 6, 9
-SPEC = DivergenceSpec(new_tokens=STRIDE, batch_size=2, bucket=8)
+SPEC = RunSpec(new_tokens=STRIDE, batch_size=2, bucket=8)
 
 
 @functools.cache

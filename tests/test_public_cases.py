@@ -17,7 +17,8 @@ from jaxkv.checkpoints import load
 from jaxkv.compare import compare_logits
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms, make_layout, make_rows, start_rollout
-from jaxkv.experiments.divergence import DivergenceSpec, Item, run_divergence
+from jaxkv.experiments.batches import Item, RunSpec
+from jaxkv.experiments.divergence import run_divergence
 from jaxkv.records import to_plain
 
 TILE = 8
@@ -25,7 +26,7 @@ DTYPES = ("fp16", "bf16", "fp32")
 
 
 PROMPT = tuple(np.random.default_rng(0).integers(12, 800, 23).tolist())
-SPEC = DivergenceSpec(16, bucket=8, control_problems=0, stepwise_problems=0)
+SPEC = RunSpec(16, bucket=8, control_problems=0, stepwise_problems=0)
 
 
 @functools.cache

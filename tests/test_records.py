@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_records import make_invalid, make_sample
 
-from jaxkv import records
+from jaxkv import provenance, records
 from jaxkv.errors import UserError
 from jaxkv.records import RunDirectory
 from jaxkv.schemas import validate_sample
@@ -250,14 +250,14 @@ def test_numpy_values_become_plain():
 
 
 def test_provenance_has_what_it_promises(tmp_path):
-    revision = records.git_revision()
+    revision = provenance.git_revision()
     assert revision is None or len(revision.removesuffix("-dirty")) == 40
-    environment = records.environment()
+    environment = provenance.environment()
     assert environment["packages"]["numpy"] == np.__version__
     (tmp_path / "f").write_bytes(b"abc")
-    assert records.sha256_file(tmp_path / "f").startswith("ba7816bf8f01cfea414140de5dae2223")
+    assert provenance.sha256_file(tmp_path / "f").startswith("ba7816bf8f01cfea414140de5dae2223")
     with pytest.raises(UserError, match="cannot read"):
-        records.sha256_file(tmp_path / "none")
+        provenance.sha256_file(tmp_path / "none")
 
 
 def test_valid_samples_pass_and_are_written(tmp_path):

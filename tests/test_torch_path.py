@@ -30,7 +30,7 @@ from jaxkv.checkpoints import load
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
-from jaxkv.experiments.divergence import Item, plan_batches
+from jaxkv.experiments.batches import Item, plan_batches
 from jaxkv.experiments.divergence import run_batch as run_batch_of_ours
 from jaxkv.tasks import load_task
 from jaxkv.tasks.gsm8k import PromptSpec

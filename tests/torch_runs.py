@@ -9,14 +9,14 @@ from test_divergence import Scoring
 
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
-from jaxkv.experiments.divergence import DivergenceSpec, Item, lay_out, plan_batches
+from jaxkv.experiments.batches import Item, RunSpec, lay_out, plan_batches
 from jaxkv.generate import run_cached
 from jaxkv.schemas import validate_sample
 from jaxkv.torch_path import GROWING, run_torch_divergence
 
 NEW = 14
 LENGTHS = (9, 12, 12, 7)  # longer than the window, or soon to be
-SPEC = DivergenceSpec(
+SPEC = RunSpec(
     NEW, seed=3, batch_size=2, padding="left", bucket=8, uncached_length=GROWING, control_problems=2,
     uncached="stepwise", stepwise_problems=2,
 )  # fmt: skip

@@ -22,7 +22,7 @@ from flax import nnx
 from jaxkv.compare import compare_logits
 from jaxkv.decode import Arms, Rollout
 from jaxkv.errors import UserError
-from jaxkv.experiments.divergence import DivergenceSpec, Item, plan_batches
+from jaxkv.experiments.batches import Item, RunSpec, plan_batches
 from jaxkv.experiments.regimes import WATCHED, Replay, ReplayPrograms
 from jaxkv.experiments.traced_runs import (
     MayBreak,
@@ -242,7 +242,7 @@ def run_accumulation(
     arms: Arms,
     state: nnx.State,
     items: Sequence[Item],
-    spec: DivergenceSpec,
+    spec: RunSpec,
     quants: Sequence[CacheQuant],
     blocks: Sequence[int] = (128,),
     repair: bool = True,
@@ -269,7 +269,7 @@ def run_accumulation(
 
 
 def run_batches(
-    runs: Accumulation, items: Sequence[Item], spec: DivergenceSpec, done: frozenset[tuple[int, str, str]] = frozenset()
+    runs: Accumulation, items: Sequence[Item], spec: RunSpec, done: frozenset[tuple[int, str, str]] = frozenset()
 ) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
     """`run_accumulation` with regimes that are set up, so that several calls share their programs."""
     for batch in plan_batches(items, spec):

@@ -28,7 +28,7 @@ from jaxkv.audit import Finding, audit_rows
 from jaxkv.compare import compare_logits
 from jaxkv.decode import Arms, Layout, Rollout, Rows, make_layout, make_rows
 from jaxkv.errors import UserError
-from jaxkv.experiments.divergence import DivergenceSpec, Item, plan_batches
+from jaxkv.experiments.batches import Item, RunSpec, plan_batches
 from jaxkv.experiments.gate import bits
 from jaxkv.generate import force, run_cached, run_forced
 from jaxkv.models.alignment import make_alignment
@@ -87,7 +87,7 @@ def _find_fault(
 
 def make_record(
     arms: Arms, item: Item, row: int, variant: str, pair: Pair, fenced: Pair, finding: Finding, reference: Rollout,
-    rows: Rows, layout: Layout, spec: DivergenceSpec, tile: int,
+    rows: Rows, layout: Layout, spec: RunSpec, tile: int,
 ) -> dict[str, Any]:  # fmt: skip
     """The record of one row and variant (schema: jaxkv.schema_attribution)."""
     first, steps = int(rows.first[row]), int(reference.lengths[row])
@@ -122,7 +122,7 @@ def run_attribution(
     arms: Arms,
     state: nnx.State,
     items: Sequence[Item],
-    spec: DivergenceSpec,
+    spec: RunSpec,
     tile: int,
     done: frozenset[tuple[int, str]] = frozenset(),
     variants: Sequence[str] = tuple(VARIANTS),

@@ -9,10 +9,9 @@ arm is also stepped by brute force and compared with its draft-and-check form.
 """
 
 import dataclasses
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,93 +21,20 @@ from flax import nnx
 from jaxkv.analysis.metrics import free_running
 from jaxkv.audit import Finding, audit_rows
 from jaxkv.compare import compare_logits
-from jaxkv.config import ModelConfig
-from jaxkv.decode import Arms, Layout, Rollout, Rows, make_layout, make_rows, round_up, start_rollout
+from jaxkv.decode import Arms, Layout, Rollout, Rows, round_up, start_rollout
 from jaxkv.drafts import Forced, first_disagreement, free_by_drafts, free_stepwise
+from jaxkv.experiments.batches import (
+    Batch,
+    Item,
+    RunSpec,
+    Scoring,
+    describe_setting,
+    lay_out,
+    logits_fault,
+    make_arm,
+    plan_batches,
+)
 from jaxkv.generate import force, run_cached, run_forced, run_uncached, uncached_lengths
-
-
-class Scoring(Protocol):
-    """What the experiment asks of a task."""
-
-    def cut(self, text: str) -> tuple[str, bool]:
-        """The text up to the first stop string, and whether there was one."""
-
-    def score(self, text: str, gold: str) -> dict[str, dict[str, Any]]:
-        """Scorer -> {'answer', 'correct'}."""
-
-    def label_change(self, text_a: str, text_b: str, gold: str) -> dict[str, str]:
-        """Scorer -> 'same', 'answer_changed' or 'extraction_only'."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Item:
-    """One problem as the model sees it.
-
-    Attributes:
-      problem: its index in the data; keys the record and the sampling noise.
-      prompt: token ids.
-      gold: the gold answer.
-    """
-
-    problem: int
-    prompt: tuple[int, ...]
-    gold: str
-
-
-@dataclasses.dataclass(frozen=True)
-class DivergenceSpec:
-    """What is run, apart from model and data.
-
-    Attributes:
-      new_tokens: most tokens to generate.
-      seed: of the sampling noise.
-      batch_size: rows of a batch.
-      padding: 'equal' batches prompts of one length only; 'left' batches neighbours and pads them on the left.
-      bucket: prompts are padded to a multiple of this many rows in the prefill, and the arms' buffers with them.
-      uncached_length: 'padded' or 'bucket:M' (decode.uncached_lengths).
-      control_problems: the controls run on this many of the first batches' problems, at least one batch if above 0.
-      uncached: 'draft' has the uncached arm by draft and check, 'stepwise' by recomputing the prefix at every step.
-      stepwise_problems: with 'draft', brute force runs beside it on this many problems, as with control_problems.
-    """
-
-    new_tokens: int
-    seed: int = 0
-    batch_size: int = 1
-    padding: str = "equal"
-    bucket: int = 64
-    uncached_length: str = "padded"
-    control_problems: int = 8
-    uncached: str = "draft"
-    stepwise_problems: int = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    """Items run together. `items` may be fewer than the batch's rows: the last is then repeated to fill it."""
-
-    items: tuple[Item, ...]
-    controls: bool
-    stepwise: bool
-
-
-def plan_batches(items: Sequence[Item], spec: DivergenceSpec) -> list[Batch]:
-    """Groups items into batches by the data alone, so that a resumed run makes the same ones."""
-    if spec.padding == "left":
-        groups = [list(items)]
-    else:
-        by_length: dict[int, list[Item]] = {}
-        for item in items:
-            by_length.setdefault(len(item.prompt), []).append(item)
-        groups = list(by_length.values())
-    chunks = [group[i : i + spec.batch_size] for group in groups for i in range(0, len(group), spec.batch_size)]
-    chunks.sort(key=lambda chunk: items.index(chunk[0]))
-    batches, seen = [], 0
-    for chunk in chunks:
-        brute = spec.uncached == "draft" and seen < spec.stepwise_problems
-        batches.append(Batch(tuple(chunk), controls=seen < spec.control_problems, stepwise=brute))
-        seen += len(chunk)
-    return batches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +64,7 @@ class Runs:
     seconds: dict[str, float]
 
 
-def control_length(layout: Layout, spec: DivergenceSpec, tile: int | None = None) -> int:
+def control_length(layout: Layout, spec: RunSpec, tile: int | None = None) -> int:
     """Rows of the uncached arm in `uncached_other_length`: more than it has at any step of the run itself."""
     longest = max(layout.slots, uncached_lengths(spec.uncached_length, layout)[-1][0])
     return round_up(longest + spec.bucket, tile or 1)
@@ -150,9 +76,7 @@ class ArmRuns:
     Between them stands the own run, which batches share the drafts of.
     """
 
-    def __init__(
-        self, arms: Arms, state: nnx.State, tokens: np.ndarray, rows: Rows, layout: Layout, spec: DivergenceSpec
-    ):
+    def __init__(self, arms: Arms, state: nnx.State, tokens: np.ndarray, rows: Rows, layout: Layout, spec: RunSpec):
         self.arms, self.state, self.tokens, self.rows = arms, state, tokens, rows
         self.layout, self.spec = layout, spec
         self.seconds: dict[str, float] = {}
@@ -193,20 +117,6 @@ class ArmRuns:
         return Runs(self.cached, self.forced, free, drafts, seconds=self.seconds, **again)
 
 
-def make_arm(
-    tokens: list[int], broke: bool, stop_ids: Sequence[int], tokenizer: Any, scoring: Scoring, gold: str
-) -> dict[str, Any]:
-    """An arm's own run as a record has it; `broke` where its numbers did not stay finite."""
-    text, cut = scoring.cut(tokenizer.decode([t for t in tokens if t not in stop_ids]))
-    stop = "eos" if tokens and tokens[-1] in stop_ids else "stop_string" if cut else "length"
-    return {
-        "tokens": tokens,
-        "text": text,
-        "stop": "invalid" if broke else stop,
-        "scores": scoring.score(text, gold),
-    }
-
-
 @dataclasses.dataclass(frozen=True)
 class BatchRun:
     """A batch after both arms have run.
@@ -226,17 +136,7 @@ class BatchRun:
     free_findings: list[Finding]
 
 
-def lay_out(
-    batch: Batch, spec: DivergenceSpec, config: ModelConfig, tile: int | None = None
-) -> tuple[Layout, np.ndarray, Rows]:
-    """Layout, token buffer [B, S] and rows of a batch, filled to the batch size."""
-    filled = [*batch.items, *[batch.items[-1]] * (spec.batch_size - len(batch.items))]
-    prompts = [list(item.prompt) for item in filled]
-    layout = make_layout(prompts, spec.new_tokens, spec.bucket, config, tile)
-    return layout, *make_rows(prompts, [item.problem for item in filled], spec.seed, layout)
-
-
-def run_batches(arms: Arms, state: nnx.State, batches: Sequence[Batch], spec: DivergenceSpec) -> list[BatchRun]:
+def run_batches(arms: Arms, state: nnx.State, batches: Sequence[Batch], spec: RunSpec) -> list[BatchRun]:
     """Runs and audits both arms on batches, whose rows that part are drafted together.
 
     The time of their own uncached runs is shared evenly by the batches.
@@ -264,7 +164,7 @@ def run_batches(arms: Arms, state: nnx.State, batches: Sequence[Batch], spec: Di
     return finished
 
 
-def run_batch(arms: Arms, state: nnx.State, batch: Batch, spec: DivergenceSpec) -> BatchRun:
+def run_batch(arms: Arms, state: nnx.State, batch: Batch, spec: RunSpec) -> BatchRun:
     """Runs and audits both arms on a batch."""
     return run_batches(arms, state, [batch], spec)[0]
 
@@ -273,16 +173,11 @@ def run_batch(arms: Arms, state: nnx.State, batch: Batch, spec: DivergenceSpec) 
 TOGETHER, LOGITS_BYTES = 8, 4 << 30
 
 
-def group_batches(batches: Sequence[Batch], arms: Arms, spec: DivergenceSpec) -> list[Sequence[Batch]]:
+def group_batches(batches: Sequence[Batch], arms: Arms, spec: RunSpec) -> list[Sequence[Batch]]:
     """The batches in groups that draft together; single ones if of one row, which none can join, or of large logits."""
     logits = 2 * spec.batch_size * spec.new_tokens * arms.config.vocab_size * np.dtype(arms.precision.logits).itemsize
     size = 1 if spec.batch_size == 1 else max(1, min(TOGETHER, LOGITS_BYTES // logits))
     return [batches[i : i + size] for i in range(0, len(batches), size)]
-
-
-def logits_fault(arm: str, step: int, position: int) -> dict[str, Any]:
-    """A fault that shows in an arm's logits at a step; `position` is that of the token they were computed from."""
-    return {"arm": arm, "step": step, "layer": None, "op": "logits", "position": position, "value": "nan"}
 
 
 def _fault(ran: BatchRun, row: int) -> dict[str, Any] | None:
@@ -307,40 +202,7 @@ def _fault(ran: BatchRun, row: int) -> dict[str, Any] | None:
     return None
 
 
-def describe_setting(
-    arms: Arms,
-    item: Item,
-    layout: Layout,
-    left_pad: int,
-    finding: Finding,
-    spec: DivergenceSpec,
-    fault: dict[str, Any] | None,
-) -> dict[str, Any]:
-    """Fields of a row's record that say what was run and whether it is valid (jaxkv.schemas.validate_setting)."""
-    return {
-        "prompt_tokens": len(item.prompt),
-        "prompt_sha256": hash_tokens(item.prompt),
-        "shapes": {
-            "batch": layout.batch,
-            "prefill": layout.prefill,
-            "slots": layout.slots,
-            "uncached": spec.uncached_length,
-            "left_pad": left_pad,
-            "tile": arms.tile,
-        },
-        "sampling": arms.sampler.to_json() | {"seed": spec.seed},
-        "status": "invalid" if fault else "ok",
-        "invalid": fault,
-        "headroom": finding.headroom,
-    }
-
-
-def hash_tokens(ids: Sequence[int] | np.ndarray) -> str:
-    """SHA-256 of token ids as little-endian int32."""
-    return hashlib.sha256(np.asarray(ids, "<i4").tobytes()).hexdigest()
-
-
-def compare_row(arms: Arms, item: Item, row: int, ran: BatchRun, spec: DivergenceSpec) -> dict[str, Any]:
+def compare_row(arms: Arms, item: Item, row: int, ran: BatchRun, spec: RunSpec) -> dict[str, Any]:
     """What a row's run says without asking a task: fields of a sample, `arms` being the tokens alone."""
     layout, runs = ran.layout, ran.runs
     prompt = layout.prompt
@@ -374,7 +236,7 @@ def compare_row(arms: Arms, item: Item, row: int, ran: BatchRun, spec: Divergenc
 
 
 def make_record(
-    arms: Arms, item: Item, row: int, ran: BatchRun, spec: DivergenceSpec, tokenizer: Any, scoring: Scoring
+    arms: Arms, item: Item, row: int, ran: BatchRun, spec: RunSpec, tokenizer: Any, scoring: Scoring
 ) -> dict[str, Any]:
     """The sample of one row (schema: jaxkv.schemas)."""
     found = compare_row(arms, item, row, ran, spec)
@@ -397,7 +259,7 @@ def run_divergence(
     arms: Arms,
     state: nnx.State,
     items: Sequence[Item],
-    spec: DivergenceSpec,
+    spec: RunSpec,
     tokenizer: Any,
     scoring: Scoring,
     done: frozenset[int] = frozenset(),

@@ -23,7 +23,7 @@ from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.compare import compare_logits
 from jaxkv.config import ModelConfig
 from jaxkv.decode import Arms, Rollout
-from jaxkv.experiments.divergence import DivergenceSpec, Item, plan_batches
+from jaxkv.experiments.batches import Item, RunSpec, plan_batches
 from jaxkv.experiments.first_difference import Gap, compare_traces, fed_slots, find_first, names_that_fit, split_name
 from jaxkv.experiments.traced_runs import (
     Reference,
@@ -150,7 +150,7 @@ def _list_path(gaps: Mapping[str, Gap], row: int, counted: np.ndarray, begin: st
 
 
 def make_record(
-    arms: Arms, item: Item, row: int, reference: Reference, pairs: Mapping[str, Pair], spec: DivergenceSpec
+    arms: Arms, item: Item, row: int, reference: Reference, pairs: Mapping[str, Pair], spec: RunSpec
 ) -> dict[str, Any]:
     """The record of one row (schema: jaxkv.schema_drift).
 
@@ -210,7 +210,7 @@ def make_record(
 
 
 def run_drift(
-    arms: Arms, state: nnx.State, items: Sequence[Item], spec: DivergenceSpec, done: frozenset[int] = frozenset()
+    arms: Arms, state: nnx.State, items: Sequence[Item], spec: RunSpec, done: frozenset[int] = frozenset()
 ) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
     """Yields, batch by batch, the records not yet done and their timing.
 

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from jaxkv.decode import Arms, Layout, Rows
-from jaxkv.experiments.divergence import Batch, DivergenceSpec, lay_out
+from jaxkv.experiments.batches import Batch, RunSpec, lay_out
 from jaxkv.experiments.gate import bits
 from jaxkv.generate import force
 from jaxkv.models.layers import ATTENTION_SHAPED
@@ -172,7 +172,7 @@ def names_that_fit(arms: TracedArms, layout: Layout) -> list[str]:
 
 
 def walk_arms(
-    cached: Arms, uncached: Arms, state: nnx.State, batch: Batch, spec: DivergenceSpec
+    cached: Arms, uncached: Arms, state: nnx.State, batch: Batch, spec: RunSpec
 ) -> dict[int, Difference | None]:
     """Names the first value in which two arms differ, along the cached arm's tokens.
 

@@ -27,7 +27,7 @@ from jaxkv.cache import EMPTY, KVCache
 from jaxkv.config import DType
 from jaxkv.decode import Arms, Layout, Rollout, Rows, make_layout, make_rows, start_rollout
 from jaxkv.errors import UserError
-from jaxkv.experiments.divergence import Batch, DivergenceSpec, Item, plan_batches
+from jaxkv.experiments.batches import Batch, Item, RunSpec, plan_batches
 from jaxkv.experiments.probe import probe_state, probe_tolerance
 from jaxkv.generate import force, run_cached_keeping, run_uncached_keeping
 
@@ -159,16 +159,14 @@ def _compare(
         )
 
 
-def _lay_out(batch: Batch, spec: DivergenceSpec, arms: Arms) -> tuple[Layout, np.ndarray, Rows, list[int]]:
+def _lay_out(batch: Batch, spec: RunSpec, arms: Arms) -> tuple[Layout, np.ndarray, Rows, list[int]]:
     filled = [*batch.items, *[batch.items[-1]] * (spec.batch_size - len(batch.items))]
     prompts, problems = [list(item.prompt) for item in filled], [item.problem for item in filled]
     layout = make_layout(prompts, spec.new_tokens, spec.bucket, arms.config, arms.tile)
     return layout, *make_rows(prompts, problems, spec.seed, layout), problems
 
 
-def _check_aligned(
-    cached_arms: Arms, uncached_arms: Arms, state: nnx.State, batch: Batch, spec: DivergenceSpec
-) -> Rollout:
+def _check_aligned(cached_arms: Arms, uncached_arms: Arms, state: nnx.State, batch: Batch, spec: RunSpec) -> Rollout:
     """Compares both arms of the aligned regime on a batch. Returns the cached rollout."""
     layout, tokens, rows, problems = _lay_out(batch, spec, cached_arms)
     run, cache = run_cached_keeping(cached_arms, state, tokens, rows, layout)
@@ -186,7 +184,7 @@ def _check_aligned(
     return run
 
 
-def _check_plain(plain: Arms, aligned: Arms, batch: Batch, spec: DivergenceSpec, new_tokens: int) -> dict[str, Any]:
+def _check_plain(plain: Arms, aligned: Arms, batch: Batch, spec: RunSpec, new_tokens: int) -> dict[str, Any]:
     """Compares the programs of both regimes under the probe's weights, along random tokens after a batch's prompts."""
     layout, tokens, rows, problems = _lay_out(batch, spec, plain)
     tolerance = probe_tolerance(plain.config, plain.precision, layout.slots)
@@ -232,7 +230,7 @@ def run_gate(
     uncached_arms: Arms,
     state: nnx.State,
     items: Sequence[Item],
-    spec: DivergenceSpec,
+    spec: RunSpec,
     problems: int,
     new_tokens: int = 16,
     plain: Arms | None = None,

@@ -21,11 +21,9 @@ from jaxkv.analysis.metrics import free_running
 from jaxkv.audit import Finding, audit_rows
 from jaxkv.compare import compare_logits
 from jaxkv.decode import Arms, Layout, Rollout, Rows
-from jaxkv.experiments.cache_measures import count_saturated, find_fault, measure_cache
-from jaxkv.experiments.changes import Change, change_cache, list_runs
-from jaxkv.experiments.divergence import (
-    DivergenceSpec,
+from jaxkv.experiments.batches import (
     Item,
+    RunSpec,
     Scoring,
     describe_setting,
     lay_out,
@@ -33,6 +31,8 @@ from jaxkv.experiments.divergence import (
     make_arm,
     plan_batches,
 )
+from jaxkv.experiments.cache_measures import count_saturated, find_fault, measure_cache
+from jaxkv.experiments.changes import Change, change_cache, list_runs
 from jaxkv.generate import force, run_cached_keeping
 
 
@@ -122,7 +122,7 @@ def make_record(
     seed: int,
     reference: Reference,
     changed: Changed | None,
-    spec: DivergenceSpec,
+    spec: RunSpec,
     tokenizer: Any,
     scoring: Scoring,
 ) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def run_injection(
     arms: Arms,
     state: nnx.State,
     items: Sequence[Item],
-    spec: DivergenceSpec,
+    spec: RunSpec,
     changes: Sequence[Change],
     seeds: Sequence[int],
     tokenizer: Any,

@@ -40,18 +40,9 @@ from jaxkv.compare import measure_distance
 from jaxkv.config import ModelConfig, Precision, make_precision
 from jaxkv.decode import PAD_ID, Arms, Rollout, start_rollout
 from jaxkv.errors import UserError, nearest
+from jaxkv.experiments.batches import Batch, Item, RunSpec, lay_out, logits_fault, plan_batches
 from jaxkv.experiments.cost import measure_cost
-from jaxkv.experiments.divergence import (
-    Batch,
-    BatchRun,
-    DivergenceSpec,
-    Item,
-    compare_row,
-    lay_out,
-    logits_fault,
-    plan_batches,
-    run_batch,
-)
+from jaxkv.experiments.divergence import BatchRun, compare_row, run_batch
 from jaxkv.experiments.truth import Float64Model, Truth, round_weights
 from jaxkv.generate import force, run_cached, run_forced
 from jaxkv.sampling import Sampler
@@ -121,7 +112,7 @@ class Along:
     seconds: dict[str, float]
 
 
-def follow(arms: Arms, state: nnx.State, truth: Truth, batch: Batch, spec: DivergenceSpec) -> Along:
+def follow(arms: Arms, state: nnx.State, truth: Truth, batch: Batch, spec: RunSpec) -> Along:
     """Runs both arms along the truth's tokens."""
     layout, tokens, rows = lay_out(batch, spec, arms.config, arms.tile)
     end = truth.tokens.shape[1]
@@ -159,7 +150,7 @@ def make_record(
     ran: BatchRun,
     truth: Truth,
     along: Along,
-    spec: DivergenceSpec,
+    spec: RunSpec,
 ) -> dict[str, Any]:
     """The record of one problem under one variant (schema: jaxkv.schema_mitigations)."""
     found = compare_row(arms, item, row, ran, spec)
@@ -197,7 +188,7 @@ def run_mitigations(
     config: ModelConfig,
     state32: nnx.State,
     items: Sequence[Item],
-    spec: DivergenceSpec,
+    spec: RunSpec,
     variants: Sequence[Variant],
     done: frozenset[tuple[int, str]] = frozenset(),
     sampler: Sampler | None = None,

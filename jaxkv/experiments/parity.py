@@ -24,9 +24,9 @@ from jaxkv.cache import KVCache, empty_cache
 from jaxkv.checkpoints.checkpoint import Checkpoint
 from jaxkv.compare import compare_logits
 from jaxkv.decode import COMPILER_OPTIONS, Arms, Layout, Rollout, Rows, slot_positions, start_rollout
-from jaxkv.experiments.divergence import Batch, DivergenceSpec, Item, lay_out, logits_fault, plan_batches
-from jaxkv.foreign import hash_prompt
+from jaxkv.experiments.batches import Batch, Item, RunSpec, lay_out, logits_fault, plan_batches
 from jaxkv.generate import force, run_cached, run_forced
+from jaxkv.provenance import hash_tokens
 from jaxkv.schema_parity import CELLS, PAIRS
 from jaxkv.torch_model import describe_torch, true_fp32
 from jaxkv.torch_path import GROWING, Give, TorchArms
@@ -127,7 +127,7 @@ def _make_cell(run: Rollout, logits: np.ndarray, resid: np.ndarray) -> Cell:
 
 
 def run_jax(
-    watched: Watched, state: Any, batch: Batch, spec: DivergenceSpec
+    watched: Watched, state: Any, batch: Batch, spec: RunSpec
 ) -> tuple[dict[str, Cell], Rollout, list[Finding], Layout, Rows]:
     """Both JAX cells of a batch, the cached arm's rollout (as NumPy), its audit, and the batch's layout and rows."""
     arms = watched.arms
@@ -176,7 +176,7 @@ class _TorchStream:
 
 
 def run_torch(
-    arms: TorchArms, reference: Rollout, batch: Batch, spec: DivergenceSpec, uncached_length: str
+    arms: TorchArms, reference: Rollout, batch: Batch, spec: RunSpec, uncached_length: str
 ) -> tuple[dict[str, Cell], list[Finding]]:
     """Both PyTorch cells of a batch along a rollout's tokens, and their audit."""
     like: Any = arms
@@ -243,7 +243,7 @@ def run_parity(
     state: nnx.State,
     checkpoint: Checkpoint,
     items: Sequence[Item],
-    spec: DivergenceSpec,
+    spec: RunSpec,
     attention: str = "eager",
     done: frozenset[int] = frozenset(),
     torch_uncached: str = GROWING,
@@ -315,7 +315,7 @@ def _make_record(
     findings: tuple[Finding, Finding],
     layout: Layout,
     rows: Rows,
-    spec: DivergenceSpec,
+    spec: RunSpec,
 ) -> dict[str, Any]:
     """The record of one problem (schema: jaxkv.schema_parity), but for what PyTorch is."""
     first, steps = int(rows.first[row]), int(reference.lengths[row])
@@ -334,7 +334,7 @@ def _make_record(
         "problem": item.problem,
         "key": ["parity", item.problem],
         "prompt_tokens": len(item.prompt),
-        "prompt_sha256": hash_prompt(item.prompt),
+        "prompt_sha256": hash_tokens(item.prompt),
         "shapes": {
             "batch": layout.batch,
             "prefill": layout.prefill,

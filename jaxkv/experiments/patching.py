@@ -22,7 +22,7 @@ from flax import nnx
 from jaxkv.compare import compare_logits
 from jaxkv.decode import PAD_ID, Arms, Layout, Rollout, Rows
 from jaxkv.drafts import first_disagreement, free_stepwise
-from jaxkv.experiments.divergence import DivergenceSpec, Item, plan_batches
+from jaxkv.experiments.batches import Item, RunSpec, plan_batches
 from jaxkv.experiments.traced_runs import (
     Reference,
     count_equal,
@@ -265,7 +265,7 @@ def _find_patched_fault(reference: Reference, row: int, sides: Sides, patched: P
 
 
 def make_record(
-    arms: Arms, item: Item, row: int, reference: Reference, spec: DivergenceSpec, direction: str, patch: str,
+    arms: Arms, item: Item, row: int, reference: Reference, spec: RunSpec, direction: str, patch: str,
     sides: Sides | None, patched: Patched | None,
 ) -> dict[str, Any]:  # fmt: skip
     """The record of one row, direction and patch (schema: jaxkv.schema_patching)."""
@@ -325,7 +325,7 @@ def run_patching(
     arms: Arms,
     state: nnx.State,
     items: Sequence[Item],
-    spec: DivergenceSpec,
+    spec: RunSpec,
     done: frozenset[tuple[int, str, str]] = frozenset(),
     max_layers: int = 16,
     position_bins: int = 4,

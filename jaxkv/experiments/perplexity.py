@@ -22,8 +22,8 @@ from jaxkv.compare import compare_logits
 from jaxkv.config import ModelConfig
 from jaxkv.decode import Arms, Layout, Rows, make_layout, make_rows
 from jaxkv.errors import UserError
+from jaxkv.experiments.batches import Item, RunSpec
 from jaxkv.experiments.changes import Change, change_cache, list_runs
-from jaxkv.experiments.divergence import DivergenceSpec, Item
 from jaxkv.experiments.traced_runs import Reference, describe_row, find_fault
 from jaxkv.generate import force, run_cached, run_forced
 from jaxkv.schema_perplexity import FIGURES
@@ -61,7 +61,7 @@ def score_tokens(logits: jax.Array, tokens: Sequence[int]) -> list[float]:
 
 
 def lay_out_windows(
-    windows: Sequence[Window], spec: DivergenceSpec, config: ModelConfig, tile: int | None = None
+    windows: Sequence[Window], spec: RunSpec, config: ModelConfig, tile: int | None = None
 ) -> tuple[Layout, np.ndarray, Rows]:
     """Layout, token buffer [B, S] with the scored tokens in it, and rows that are forced along them.
 
@@ -89,7 +89,7 @@ def lay_out_windows(
 
 
 def run_windows(
-    arms: Arms, state: nnx.State, windows: Sequence[Window], spec: DivergenceSpec
+    arms: Arms, state: nnx.State, windows: Sequence[Window], spec: RunSpec
 ) -> tuple[Reference, dict[str, float]]:
     """Both arms along a batch of windows, audited, and the wall time of each."""
     layout, tokens, rows = lay_out_windows(windows, spec, arms.config, arms.tile)
@@ -116,7 +116,7 @@ def run_changed(
 
 
 def make_record(
-    arms: Arms, window: Window, row: int, ran: Reference, spec: DivergenceSpec, change: str, seed: int
+    arms: Arms, window: Window, row: int, ran: Reference, spec: RunSpec, change: str, seed: int
 ) -> dict[str, Any]:
     """The record of one window (schema: jaxkv.schema_perplexity)."""
     fault, tokens = find_fault(ran, row, {}), len(window.scored)
@@ -152,7 +152,7 @@ def run_perplexity(
     arms: Arms,
     state: nnx.State,
     windows: Sequence[Window],
-    spec: DivergenceSpec,
+    spec: RunSpec,
     changes: Sequence[Change] = (Change(None),),
     seeds: Sequence[int] = (0,),
     done: frozenset[tuple[int, str, int]] = frozenset(),

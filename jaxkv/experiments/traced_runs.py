@@ -11,17 +11,10 @@ from flax import nnx
 from jaxkv.audit import Finding, audit_rows
 from jaxkv.decode import Arms, Layout, Rollout, Rows
 from jaxkv.errors import UserError
-from jaxkv.experiments.divergence import (
-    Batch,
-    DivergenceSpec,
-    Item,
-    describe_setting,
-    hash_tokens,
-    lay_out,
-    logits_fault,
-)
+from jaxkv.experiments.batches import Batch, Item, RunSpec, describe_setting, lay_out, logits_fault
 from jaxkv.experiments.gate import bits
 from jaxkv.generate import force, run_cached, run_forced
+from jaxkv.provenance import hash_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +45,7 @@ class Reference:
         return all(find_fault(self, row, {}) for row in range(self.layout.batch))
 
 
-def require_one_length(arms: Arms, spec: DivergenceSpec, name: str, plain: bool) -> None:
+def require_one_length(arms: Arms, spec: RunSpec, name: str, plain: bool) -> None:
     """Raises UserError where an experiment on traced arms cannot be run as asked."""
     if spec.uncached_length != "padded":
         raise UserError(f"{name} sets row beside row at one padded length; leave --uncached_length at padded")
@@ -60,7 +53,7 @@ def require_one_length(arms: Arms, spec: DivergenceSpec, name: str, plain: bool)
         raise UserError(f"{name} is of the plain regime: in the aligned one there is no gap; leave --regime at plain")
 
 
-def run_reference(arms: Arms, state: nnx.State, batch: Batch, spec: DivergenceSpec) -> Reference:
+def run_reference(arms: Arms, state: nnx.State, batch: Batch, spec: RunSpec) -> Reference:
     """Runs and audits a batch."""
     layout, tokens, rows = lay_out(batch, spec, arms.config, arms.tile)
     cached = run_cached(arms, state, tokens, rows, layout)
@@ -103,7 +96,7 @@ def count_equal(run: HasLogits, other: HasLogits, row: int, steps: int) -> int:
 
 
 def describe_row(
-    arms: Arms, item: Item, row: int, reference: Reference, spec: DivergenceSpec, fault: dict[str, Any] | None
+    arms: Arms, item: Item, row: int, reference: Reference, spec: RunSpec, fault: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Fields of a record that say what was run (jaxkv.schemas.validate_setting, and tokens_sha256 and steps)."""
     layout, steps = reference.layout, int(reference.cached.lengths[row])

@@ -1,0 +1,152 @@
+"""What the experiments share: problems laid out in batches, and the fields that all their records have."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxkv.audit import Finding
+from jaxkv.config import ModelConfig
+from jaxkv.decode import Arms, Layout, Rows, make_layout, make_rows
+from jaxkv.provenance import hash_tokens
+
+
+class Scoring(Protocol):
+    """What the experiment asks of a task."""
+
+    def cut(self, text: str) -> tuple[str, bool]:
+        """The text up to the first stop string, and whether there was one."""
+
+    def score(self, text: str, gold: str) -> dict[str, dict[str, Any]]:
+        """Scorer -> {'answer', 'correct'}."""
+
+    def label_change(self, text_a: str, text_b: str, gold: str) -> dict[str, str]:
+        """Scorer -> 'same', 'answer_changed' or 'extraction_only'."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """One problem as the model sees it.
+
+    Attributes:
+      problem: its index in the data; keys the record and the sampling noise.
+      prompt: token ids.
+      gold: the gold answer.
+    """
+
+    problem: int
+    prompt: tuple[int, ...]
+    gold: str
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSpec:
+    """What is run, apart from model and data.
+
+    Attributes:
+      new_tokens: most tokens to generate.
+      seed: of the sampling noise.
+      batch_size: rows of a batch.
+      padding: 'equal' batches prompts of one length only; 'left' batches neighbours and pads them on the left.
+      bucket: prompts are padded to a multiple of this many rows in the prefill, and the arms' buffers with them.
+      uncached_length: 'padded' or 'bucket:M' (decode.uncached_lengths).
+      control_problems: the controls run on this many of the first batches' problems, at least one batch if above 0.
+      uncached: 'draft' has the uncached arm by draft and check, 'stepwise' by recomputing the prefix at every step.
+      stepwise_problems: with 'draft', brute force runs beside it on this many problems, as with control_problems.
+    """
+
+    new_tokens: int
+    seed: int = 0
+    batch_size: int = 1
+    padding: str = "equal"
+    bucket: int = 64
+    uncached_length: str = "padded"
+    control_problems: int = 8
+    uncached: str = "draft"
+    stepwise_problems: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Items run together. `items` may be fewer than the batch's rows: the last is then repeated to fill it."""
+
+    items: tuple[Item, ...]
+    controls: bool
+    stepwise: bool
+
+
+def plan_batches(items: Sequence[Item], spec: RunSpec) -> list[Batch]:
+    """Groups items into batches by the data alone, so that a resumed run makes the same ones."""
+    if spec.padding == "left":
+        groups = [list(items)]
+    else:
+        by_length: dict[int, list[Item]] = {}
+        for item in items:
+            by_length.setdefault(len(item.prompt), []).append(item)
+        groups = list(by_length.values())
+    chunks = [group[i : i + spec.batch_size] for group in groups for i in range(0, len(group), spec.batch_size)]
+    chunks.sort(key=lambda chunk: items.index(chunk[0]))
+    batches, seen = [], 0
+    for chunk in chunks:
+        brute = spec.uncached == "draft" and seen < spec.stepwise_problems
+        batches.append(Batch(tuple(chunk), controls=seen < spec.control_problems, stepwise=brute))
+        seen += len(chunk)
+    return batches
+
+
+def lay_out(
+    batch: Batch, spec: RunSpec, config: ModelConfig, tile: int | None = None
+) -> tuple[Layout, np.ndarray, Rows]:
+    """Layout, token buffer [B, S] and rows of a batch, filled to the batch size."""
+    filled = [*batch.items, *[batch.items[-1]] * (spec.batch_size - len(batch.items))]
+    prompts = [list(item.prompt) for item in filled]
+    layout = make_layout(prompts, spec.new_tokens, spec.bucket, config, tile)
+    return layout, *make_rows(prompts, [item.problem for item in filled], spec.seed, layout)
+
+
+def describe_setting(
+    arms: Arms,
+    item: Item,
+    layout: Layout,
+    left_pad: int,
+    finding: Finding,
+    spec: RunSpec,
+    fault: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Fields of a row's record that say what was run and whether it is valid (jaxkv.schemas.validate_setting)."""
+    return {
+        "prompt_tokens": len(item.prompt),
+        "prompt_sha256": hash_tokens(item.prompt),
+        "shapes": {
+            "batch": layout.batch,
+            "prefill": layout.prefill,
+            "slots": layout.slots,
+            "uncached": spec.uncached_length,
+            "left_pad": left_pad,
+            "tile": arms.tile,
+        },
+        "sampling": arms.sampler.to_json() | {"seed": spec.seed},
+        "status": "invalid" if fault else "ok",
+        "invalid": fault,
+        "headroom": finding.headroom,
+    }
+
+
+def make_arm(
+    tokens: list[int], broke: bool, stop_ids: Sequence[int], tokenizer: Any, scoring: Scoring, gold: str
+) -> dict[str, Any]:
+    """An arm's own run as a record has it; `broke` where its numbers did not stay finite."""
+    text, cut = scoring.cut(tokenizer.decode([t for t in tokens if t not in stop_ids]))
+    stop = "eos" if tokens and tokens[-1] in stop_ids else "stop_string" if cut else "length"
+    return {
+        "tokens": tokens,
+        "text": text,
+        "stop": "invalid" if broke else stop,
+        "scores": scoring.score(text, gold),
+    }
+
+
+def logits_fault(arm: str, step: int, position: int) -> dict[str, Any]:
+    """A fault that shows in an arm's logits at a step; `position` is that of the token they were computed from."""
+    return {"arm": arm, "step": step, "layer": None, "op": "logits", "position": position, "value": "nan"}

@@ -18,6 +18,7 @@ from jaxkv.schema_injection import CLEAN
 Summary = Mapping[str, Any]
 Values = Mapping[str, Mapping[str, Mapping[int, float]]]  # change -> 'score' or 'kl' -> problem -> value
 HOLDS, DOES_NOT_HOLD, CANNOT_TELL = "holds", "does not hold", "cannot tell"
+NOT_RUN = "not run"  # nothing that bears on the statement was
 SCOPE = ("layers", "heads", "positions")
 ROWS = ("kind", "correlate", "draw", "side", *SCOPE)  # what the errors of a pair share, but for what is compared
 CLOSE = 0.01  # moments this near, relative to the error, count as equal
@@ -164,7 +165,9 @@ def _judge_pairs(pairs: Sequence[Summary], kind: str, measure: str, sign: int) -
             text = f"`{pair['first']}` - `{pair['second']}`: {format_number(found['mean'])} {_span(interval)}"
             text += f" over {found['problems']} problems"
             lines.append(text + ("; invalid samples, so it decides nothing" if pair["invalid"] else ""))
-    return decide(intervals), lines or ["no pair of changes that differ in this alone"]
+    if not chosen:
+        return NOT_RUN, ["no pair of changes that differ in this alone"]
+    return decide(intervals), lines
 
 
 def _of_control(entry: Summary | None, primary: str) -> tuple[float | None, Sequence[float] | None]:
@@ -209,12 +212,14 @@ def _judge_catastrophe(changes: Sequence[Summary], values: Values, pairs: Sequen
         verdicts.append(DOES_NOT_HOLD if keeps == HOLDS else HOLDS if broken else CANNOT_TELL)
         lines.append(f"{_say_share(entry, primary)}, {format_percent(spec['flip_share'])} % of signs flipped")
         lines += [f"beside it, without flips: {_say_share(named[name], primary)}" for name in partners]
+    if not verdicts:
+        return NOT_RUN, [f"no change of all of K and V that flips {format_percent(MANY_FLIPS)} % of signs"]
     verdict = CANNOT_TELL
     if DOES_NOT_HOLD in verdicts:
         verdict = DOES_NOT_HOLD
-    elif verdicts and set(verdicts) == {HOLDS}:
+    elif set(verdicts) == {HOLDS}:
         verdict = HOLDS
-    return verdict, lines or [f"no change of all of K and V that flips {format_percent(MANY_FLIPS)} % of signs"]
+    return verdict, lines
 
 
 def judge(changes: Sequence[Summary], values: Values, primary: str) -> dict[str, Any]:
@@ -243,7 +248,7 @@ def judge(changes: Sequence[Summary], values: Values, primary: str) -> dict[str,
     add("E2d", "at equal spread, a mean raises KL", _judge_pairs(pairs, "shift", "kl", 1))
     wide, plain = named.get(WIDE), named.get(PLAIN)
     lines = [_say_share(wide, primary)] if wide else [f"`{WIDE}` was not run"]
-    keeps = _judge_share(wide, values, primary, KEEPS) if wide else CANNOT_TELL
+    keeps = _judge_share(wide, values, primary, KEEPS) if wide else NOT_RUN
     add("E3", f"U(-1.5, 1.5) keeps {format_percent(KEEPS)} % of control", (keeps, lines))
     if wide and plain:
         found = _contrast(values[WIDE]["score"], values[PLAIN]["score"])
@@ -252,7 +257,7 @@ def judge(changes: Sequence[Summary], values: Values, primary: str) -> dict[str,
         usable = None if wide["invalid"] or plain["invalid"] else interval
         add("E4", "U(-1.5, 1.5), which flips signs, beats U(-1, 1), which flips none", (decide([usable]), lines))
     else:
-        add("E4", "U(-1.5, 1.5), which flips signs, beats U(-1, 1), which flips none", (CANNOT_TELL, ["not both run"]))
+        add("E4", "U(-1.5, 1.5), which flips signs, beats U(-1, 1), which flips none", (NOT_RUN, ["not both run"]))
     text = "at equal mean square, an error of a token's scale {} than one of each channel (KVarN, arXiv 2606.03458)"
     add("E5a", text.format("costs more score"), _judge_pairs(pairs, "correlate", "score", -1))
     add("E5b", text.format("raises KL more"), _judge_pairs(pairs, "correlate", "kl", 1))

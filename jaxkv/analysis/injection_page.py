@@ -15,7 +15,7 @@ from jaxkv.analysis.format import (
     format_percent,
     format_share,
 )
-from jaxkv.analysis.injection_claims import PAIRS
+from jaxkv.analysis.injection_claims import NOT_RUN, PAIRS
 from jaxkv.analysis.injection_figures import draw_injection, name_method
 from jaxkv.analysis.samples import describe_problems, say_few, say_invalid
 from jaxkv.schema_injection import CLEAN
@@ -235,11 +235,11 @@ def render_injection(summary: Summary) -> Group:
         counted = f"{entry['samples']['ok']} of {entry['samples']['total']}"
         rows.append([entry["change"], counted, show_score(entry, summary["primary"]), share, kl, agreement, bits])
     head = ["change", "valid", f"{summary['primary']}, %", "of control", "KL", "agreement", "bits"]
-    verdicts = [[f"{c['id']}: {c['claim']}", c["verdict"]] for c in summary["claims"]]
+    verdicts = [[f"{c['id']}: {c['claim']}", c["verdict"]] for c in summary["claims"] if c["verdict"] != NOT_RUN]
     return document.to_terminal(
         [
             Bullets(_say_what_there_is(summary)),
             Table(head, rows),
-            Table(["statement", "verdict"], verdicts),
+            *([Table(["statement", "verdict"], verdicts)] if verdicts else []),
         ]
     )

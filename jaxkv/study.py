@@ -19,6 +19,7 @@ from jaxkv.condition import (
 )
 from jaxkv.config import Precision
 from jaxkv.errors import UserError
+from jaxkv.programs import release_programs
 from jaxkv.provenance import environment, git_revision
 from jaxkv.records import RunDirectory
 
@@ -147,6 +148,7 @@ def _record(run: RunDirectory, name: str, batches: Batches, total: int, done: in
             for record in records:
                 run.append(record)
             run.append_timing(timing)
+            release_programs()
             seconds, tokens = timing["seconds"], timing.get("tokens", {})
             rates = [f"{arm.split('_')[0]} {tokens[arm] / seconds[arm]:.0f}" for arm in tokens if arm in seconds]
             bars.update(bar, advance=len(records), rate=f"{', '.join(rates)} tokens/s" if rates else "")

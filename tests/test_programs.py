@@ -1,0 +1,52 @@
+"""Compiled programs are let go of in time, and that changes no result."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from commands import SMALL, run_in_process
+
+from jaxkv import programs
+from jaxkv.records import read_run
+
+
+def compile_many(count):
+    x = jnp.ones(8)
+    functions = [jax.jit(lambda x, n=n: jnp.tanh(x * n).sum()) for n in range(count)]
+    return functions, [float(function(x)) for function in functions]
+
+
+@pytest.mark.skipif(programs.count_maps() is None, reason="the system has no /proc/self/maps")
+def test_programs_go_when_maps_near_the_limit(monkeypatch):
+    functions, results = compile_many(20)
+    held = programs.count_maps()
+    assert not programs.release_programs()
+    assert functions[0]._cache_size() == 1
+    monkeypatch.setattr(programs, "limit_maps", lambda: held)
+    assert programs.release_programs()
+    assert functions[0]._cache_size() == 0
+    assert programs.count_maps() < held - 2 * 20
+    assert [float(function(jnp.ones(8))) for function in functions] == results
+
+
+@pytest.mark.parametrize("name", ["count_maps", "limit_maps"])
+def test_a_system_that_does_not_say_is_left_alone(monkeypatch, name):
+    monkeypatch.setattr(programs, "limit_maps", lambda: 1)
+    monkeypatch.setattr(programs, name, lambda: None)
+    assert not programs.release_programs()
+
+
+def test_a_run_whose_programs_are_dropped_has_the_same_records(tmp_path, cache, monkeypatch):
+    command = [
+        *SMALL,
+        cache,
+        "--experiments=injection",
+        "--cache_error=normal:0,0.25",
+        "--num_problems=3",
+        "--gate=off",
+    ]
+    run_in_process(*command, f"--out={tmp_path / 'whole'}")
+    dropped = []
+    monkeypatch.setattr("jaxkv.study.release_programs", lambda: dropped.append(jax.clear_caches()))
+    run_in_process(*command, f"--out={tmp_path / 'dropped'}")
+    assert len(dropped) == 3 * 4  # problems, each by itself; the clean arm and three seeds
+    assert read_run(tmp_path / "dropped")[1] == read_run(tmp_path / "whole")[1]

@@ -297,12 +297,18 @@ def make_run_config(study: Study) -> dict[str, Any]:
 
 def _torch_config(study: Study) -> dict[str, Any]:
     from jaxkv.torch_model import describe_torch
+    from jaxkv.torch_path import find_chooser
 
-    kind = describe_torch()["device"]
-    return _describe_torch(study) | {
-        "precision": study.precision.to_json(),
-        "device": {"platform": "cpu" if kind == "cpu" else "gpu", "kind": kind},
-    }
+    kind, chooser = describe_torch()["device"], find_chooser(study.sampler)
+    chosen = {} if chooser.platform == "cpu" else {"tokens_chosen_on": chooser.device_kind}
+    return (
+        _describe_torch(study)
+        | chosen
+        | {
+            "precision": study.precision.to_json(),
+            "device": {"platform": "cpu" if kind == "cpu" else "gpu", "kind": kind},
+        }
+    )
 
 
 def _describe_torch(study: Study) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def test_what_torch_ran_is_in_its_records_and_config(both):
     config = run["config"]
     assert (config["framework"], config["attention"]) == ("torch", "eager")
     assert config["torch"]["versions"]["torch"] == torch.__version__
-    assert not {"held", "compiler_options"} & set(config)
+    assert not {"held", "compiler_options", "tokens_chosen_on"} & set(config)
     decoding = config["decoding"]
     assert (decoding["uncached"], decoding["uncached_length"]) == ("stepwise", "growing")
     assert "tile" not in decoding

@@ -2,8 +2,13 @@
 
 import dataclasses
 import functools
+import os
+import pathlib
+import subprocess
+import sys
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -35,7 +40,9 @@ from jaxkv.experiments.divergence import run_batch as run_batch_of_ours
 from jaxkv.tasks import load_task
 from jaxkv.tasks.gsm8k import PromptSpec
 from jaxkv.torch_model import TorchModel, check_torch, describe_torch, true_fp32
-from jaxkv.torch_path import GROWING, TorchArms, run_batch, run_torch_divergence, segments
+from jaxkv.torch_path import GROWING, TorchArms, find_chooser, find_host, run_batch, run_torch_divergence, segments
+
+TESTS = str(pathlib.Path(__file__).parent)
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +99,50 @@ def test_sampled_tokens_are_ours(tiny, sampler):
         assert arm_tokens(run(checkpoint, QUICK, sampler=sampler)[0], arm) == expected
         assert arm_tokens(run(checkpoint, dataclasses.replace(QUICK, seed=4), sampler=sampler)[0], arm) != expected
         assert arm_tokens(greedy, arm) != expected
+
+
+CHOOSERS = """
+import pathlib, sys
+import jax
+from tiny_models import TinyModels
+from torch_runs import QUICK, arm_tokens, run
+from jaxkv import torch_path
+
+def make(name):
+    (place := pathlib.Path(sys.argv[1], name)).mkdir()
+    return place
+
+checkpoint, found = TinyModels(make).checkpoint("llama"), []
+host, other = jax.devices()
+chose = []
+
+def seen(run, logits, rows, **options):
+    chose.append(jax.config.jax_default_device)  # once a program is traced
+    return emit(run, logits, rows, **options)
+
+emit, torch_path.emit = torch_path.emit, seen
+for device in (host, other):
+    torch_path.find_chooser = lambda sampler: device
+    found.append([arm_tokens(run(checkpoint, QUICK, sampler="top_p")[0], arm) for arm in ("cached", "uncached")])
+assert found[0] == found[1], found
+assert set(chose) == {host, other}, chose
+"""
+
+
+def test_sorting_samplers_choose_on_the_accelerator(monkeypatch):
+    here = find_host()
+    accelerator = types.SimpleNamespace(platform="gpu")
+    monkeypatch.setattr(jax, "devices", lambda platform=None: [here] if platform == "cpu" else [accelerator])
+    for sampler, chooser in {"greedy": here, "temperature": here, "top_k": accelerator, "top_p": accelerator}.items():
+        assert find_chooser(SAMPLERS[sampler]) is chooser
+
+
+def test_another_device_may_choose(tmp_path):
+    """Two devices of the CPU: arrays pass between the model's host and the one that chooses."""
+    variables = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "PYTHONPATH": TESTS}
+    command = [sys.executable, "-c", CHOOSERS, str(tmp_path)]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300, cwd=TESTS)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_shipped_model_says_the_same_in_both():

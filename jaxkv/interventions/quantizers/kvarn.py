@@ -69,7 +69,6 @@ class KVarN(base.Quantizer):
         2^-9 and loses a cache of small values; e5m3, an fp16 without sign and low bits, is as precise and has fp16's
         range. Codes of 8 bits deserve fp16: an 8-bit scale doubles their error on real K/V. Zeros are fp16.
       hadamard: whether heads are rotated.
-      first: tokens that stay in 16 bits.
     """
 
     bits: int = 2

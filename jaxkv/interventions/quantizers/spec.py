@@ -11,6 +11,19 @@ from jaxkv.interventions.quantizers import floats, integers, kivi, kvarn, llama_
 from jaxkv.interventions.quantizers import turboquant as turbo
 from jaxkv.interventions.quantizers.base import Quantizer, Side, Window
 
+MOST = 2**31 - 1  # of a whole number: positions are 32-bit integers
+
+
+def _read_whole(text: str) -> int:
+    """A whole number from 0 to MOST. Raises ValueError, whose message says so."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if not 0 <= value <= MOST:
+        raise ValueError(f"a whole number from 0 to {MOST}")
+    return value
+
 
 @dataclasses.dataclass(frozen=True)
 class Option:
@@ -30,6 +43,8 @@ class Option:
         """The value. Raises ValueError, whose message says what would do."""
         if text == self.none:
             return None
+        if self.kind is int:
+            return _read_whole(text)
         if isinstance(self.kind, tuple):
             values = dict(self.kind)
             if text not in values:
@@ -38,8 +53,7 @@ class Option:
         try:
             return self.kind(text)
         except ValueError:
-            wanted = "a whole number" if self.kind is int else "a number"
-            raise ValueError(wanted if self.none is None else f"{wanted} or {self.none}") from None
+            raise ValueError("a number" if self.none is None else f"a number or {self.none}") from None
 
     def write(self, value: Any) -> str:
         if value is None:
@@ -227,17 +241,15 @@ def _read(text: str, side: Side, both: bool = False) -> SideQuant:
             read = known[key].read(value)
         except ValueError as wanted:
             raise UserError(f"{key}={value} should be {wanted}") from None
-        if key in WINDOWS and read < 0:
-            raise UserError(f"{key}={value} should be a whole number from 0")
         (windows if key in WINDOWS else fields)[known[key].field] = read
     return SideQuant(method.make(side=side, **fields), **windows)
 
 
 def _read_bits(text: str, name: str, side: Side, both: bool) -> int:
-    pair = re.fullmatch(r"k(\d+)v(\d+)", text)
+    pair = re.fullmatch(r"k(\d{1,3})v(\d{1,3})", text)
     if pair and both:
         return int(pair[1 if side == "k" else 2])
-    if not text.isdecimal():
+    if not re.fullmatch(r"\d{1,3}", text):
         raise UserError(f"'{text}' in {name}:{text} should be bits, such as 4{' or k4v2' if both else ''}")
     return int(text)
 

@@ -70,6 +70,13 @@ def test_what_is_read():
     assert parse_cache_quant("none") == CacheQuant(SideQuant(None), SideQuant(None))
 
 
+def test_settings_are_checked_where_no_text_is_read():
+    with pytest.raises(UserError, match="-1 layers exact"):
+        TurboQuant("k", 2, edges=-1)
+    with pytest.raises(UserError, match="0 to 1000 passes, not -1"):
+        KVarN("k", passes=-1)
+
+
 def test_windows_are_the_methods_unless_asked_for():
     assert parse_cache_quant("kvarn:2").k.window == Window(first=128, block=128)
     assert parse_cache_quant("kvarn:2,tile=64,first=32").v.window == Window(first=32, block=64)
@@ -108,10 +115,20 @@ def test_windows_are_the_methods_unless_asked_for():
         ("kvarn:2,passes=-1", "passes=-1 should be a whole number from 0"),
         ("kvarn:" + 5000 * "4", "should be bits, such as 4"),
         ("kvarn:2,tile=" + 5000 * "4", "should be a whole number from 0"),
+        ("kvarn:2,passes=100000", "KVarN makes 0 to 1000 passes, not 100000"),
+        ("kvarn:2,floor=nan", "a floor of nan under KVarN's log scales is no finite number below their ceiling of 10"),
+        ("kvarn:2,floor=20", "a floor of 20"),
+        ("kvarn:2,floor=10", "a floor of 10"),
+        ("kvarn:2,floor=-inf", "or floor=none for no bounds"),
         ("kivi:2,group=48", "window=144"),
         ("llama:q6_0", "did you mean 'q8_0'?"),
         ("fp8:e4m2", "no 8-bit float 'e4m2'"),
         ("fp8:e4m3,scale=nan", "static scale of nan"),
+        ("fp8:e4m3,scale=0", "static scale of 0 holds nothing"),
+        ("fp8:e4m3,scale=-1", "static scale of -1 holds nothing"),
+        ("fp8:e4m3,scale=1e300", "static scale of 1e+300 holds nothing in fp32, where e4m3 takes 1.2e-38 to 7.6e+35"),
+        ("fp8:e5m2,scale=7e35", "where e5m2 takes 1.2e-38 to 5.9e+33"),
+        ("fp8:e4m3,scale=1e-300", "or scale=token"),
         ("fp8:e4m3,scale=row", "scale=row should be a number or token"),
         ("mask:17", "fp16 has 16 bits"),
         ("hf:4,every=0", "pack nothing"),

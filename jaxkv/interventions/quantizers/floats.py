@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxkv.errors import UserError, nearest
 from jaxkv.interventions.quantizers import affine, base
 
+SMALLEST, LARGEST = (float(x) for x in (jnp.finfo(jnp.float32).tiny, jnp.finfo(jnp.float32).max))  # normal
 FORMATS = {"e4m3": (jnp.float8_e4m3fn, 448.0), "e5m2": (jnp.float8_e5m2, 57344.0)}
 
 
@@ -22,7 +23,8 @@ class Float8(base.Quantizer):
 
     Attributes:
       format: 'e4m3' or 'e5m2'.
-      scale: static scale, or None for one for each (token, head), stored as the largest magnitude in fp16.
+      scale: static scale, such that fp32 holds it and the largest number read, or None for one for each (token, head),
+        stored as the largest magnitude in fp16.
     """
 
     format: str = "e4m3"
@@ -33,8 +35,12 @@ class Float8(base.Quantizer):
             raise UserError(
                 f"there is no 8-bit float '{self.format}'{nearest(self.format, list(FORMATS))}; known: e4m3, e5m2"
             )
-        if self.scale is not None and not 0 < self.scale < float("inf"):
-            raise UserError(f"a static scale of {self.scale:g} holds nothing; use a positive number or scale=token")
+        most = LARGEST / FORMATS[self.format][1]
+        if self.scale is not None and not SMALLEST <= self.scale <= most:
+            raise UserError(
+                f"a static scale of {self.scale:g} holds nothing in fp32, where {self.format} takes {SMALLEST:.2g} to "
+                f"{most:.2g}; use such a number or scale=token"
+            )
 
     @property
     def name(self) -> str:

@@ -17,6 +17,7 @@ the smallest spread; either makes the method equivariant under scaling.
 """
 
 import dataclasses
+import math
 from typing import Literal
 
 import jax
@@ -27,6 +28,7 @@ from jaxkv.interventions.quantizers import affine, base, packing
 
 BITS = (2, 3, 4, 8)
 CEILING = 10.0  # upper bound of a log scale
+MOST_PASSES = 1000
 LEAST_STD, MOST_STD = 1e-3, 1e3  # bounds of what one pass divides by
 TINY = 1e-8  # least spread an imbalance is measured against
 
@@ -60,8 +62,8 @@ class KVarN(base.Quantizer):
     Attributes:
       bits: of a code.
       tile: tokens of a tile.
-      passes: over columns and rows. 0 is plain rounding.
-      floor: lower bound of the log scales; None lifts all bounds.
+      passes: over columns and rows, at most 1000. 0 is plain rounding.
+      floor: lower bound of the log scales, below the upper one of 10; None lifts all bounds.
       target: what spreads are brought to: 1 ('one') or the tile's smallest spread ('min').
       criterion: whether imbalance compares standard deviations ('std', serving code) or variances (paper).
       keep: the scales of the most even pass, none included ('best'), or of the last.
@@ -87,8 +89,13 @@ class KVarN(base.Quantizer):
         base.check_bits(self.bits, BITS, "KVarN")
         if self.tile < 2:
             raise UserError(f"a KVarN tile of {self.tile} tokens has no spread; use at least 2")
-        if self.passes < 0:
-            raise UserError(f"KVarN cannot make {self.passes} passes; use 0 or more")
+        if not 0 <= self.passes <= MOST_PASSES:
+            raise UserError(f"KVarN makes 0 to {MOST_PASSES} passes, not {self.passes}; 8 are usual")
+        if self.floor is not None and not -math.inf < self.floor < CEILING:
+            raise UserError(
+                f"a floor of {self.floor:g} under KVarN's log scales is no finite number below their ceiling of "
+                f"{CEILING:g}; use e.g. floor=-0.3, or floor=none for no bounds"
+            )
 
     @property
     def granularity(self) -> int:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.errors import UserError
 from jaxkv.interventions.quantizers import affine, base, packing
 
 BITS = (2, 3, 4, 8)
@@ -63,6 +64,8 @@ class TurboQuant(base.Quantizer):
 
     def __post_init__(self):
         base.check_bits(self.bits, BITS, "TurboQuant")
+        if self.edges < 0:
+            raise UserError(f"TurboQuant cannot leave {self.edges} layers exact at either end; use edges=0 or more")
 
     @property
     def rotated(self) -> bool:

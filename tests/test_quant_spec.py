@@ -148,3 +148,32 @@ def test_what_is_refused(text, words):
         assert name in message
     for option in ("floor", "window", "edges", "anchor", "scale=token", "bound", "recent=N"):
         assert option in message
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "words"),
+    [
+        ("kvarn:k2v2,tile=1000", 1024, "kvarn would pack nothing: 128 first and 0 recent tokens that stay exact"),
+        ("kvarn:k2v2,first=1024", 1024, "1024 first and 0 recent tokens that stay exact and the 128 that are packed"),
+        ("kvarn:k2v2", 255, "exceed the context of 255; make first, recent, tile, window or every smaller"),
+        ("kivi:k2v2,window=2048", 1024, "0 first and 0 recent tokens that stay exact and the 2048"),
+        ("k=int8;v=kivi:2,window=2048", 1024, "0 first and 2048 recent tokens that stay exact and the 1 that"),
+        ("int8,recent=5000", 1024, "int8 would pack nothing: 0 first and 5000 recent tokens"),
+        ("int8,first=2147483647,recent=2147483647", 1024, "2147483647 recent"),
+        ("hf:4,every=5000", 1024, "hf would pack nothing after the prompt: 0 first and 0 recent"),
+        ("hf:4,axis=channel,group=2000,every=8", 1024, "a group of 2000 tokens does not fit a context of 1024"),
+    ],
+)
+def test_windows_that_leave_nothing_to_pack(text, tokens, words):
+    with pytest.raises(UserError) as caught:
+        parse_cache_quant(text).check(64, tokens)
+    assert words in str(caught.value), caught.value
+
+
+def test_the_last_token_of_a_context_may_fill_the_only_block():
+    for text, tokens in (("kvarn:k2v2", 256), ("kivi:k2v2", 129), ("int8,first=3,recent=4", 8), ("hf:4", 128)):
+        quant = parse_cache_quant(text)
+        quant.check(64, tokens)
+        for side in (quant.k, quant.v):
+            assert side.window.packed(tokens)[1] > side.window.first
+            assert side.window.from_prompt or side.window.packed(tokens - side.window.block)[1] == side.window.first

@@ -68,6 +68,8 @@ class Requantize(base.Quantizer):
         super().check(head_dim, tokens)
         if self.axis == "token" and head_dim % min(self.group, head_dim):
             raise UserError(f"groups of {self.group} channels do not divide a head of {head_dim}; use another group")
+        if self.axis == "channel" and tokens is not None and self.group > tokens:
+            raise UserError(f"a group of {self.group} tokens does not fit a context of {tokens}; use a smaller group")
 
     def bits_per_element(self, head_dim: int) -> float:
         return self.bits + 32 / (self.group if self.axis == "channel" else min(self.group, head_dim))

@@ -159,6 +159,20 @@ class SideQuant:
             recent=own.recent if self.recent is None else self.recent,
         )
 
+    def check(self, head_dim: int, tokens: int | None = None) -> None:
+        """Raises UserError if heads of this size do not suit, or if a context of so many tokens is over too early."""
+        if self.quantizer is None:
+            return
+        self.quantizer.check(head_dim, tokens)
+        window = self.window
+        if tokens is not None and window.first + window.recent + window.block > tokens:
+            never = "pack nothing after the prompt" if window.from_prompt else "pack nothing"
+            raise UserError(
+                f"{self.quantizer.name} would {never}: {window.first} first and {window.recent} recent tokens that "
+                f"stay exact and the {window.block} that are packed at a time exceed the context of {tokens}; make "
+                "first, recent, tile, window or every smaller"
+            )
+
 
 @dataclasses.dataclass(frozen=True)
 class CacheQuant:
@@ -181,8 +195,7 @@ class CacheQuant:
     def check(self, head_dim: int, tokens: int | None = None) -> None:
         """Raises UserError if heads of this size, or a context of so many tokens, do not suit either side."""
         for side in (self.k, self.v):
-            if side.quantizer is not None:
-                side.quantizer.check(head_dim, tokens)
+            side.check(head_dim, tokens)
 
 
 def parse_cache_quant(text: str) -> CacheQuant:

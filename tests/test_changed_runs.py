@@ -41,9 +41,17 @@ def test_packing_that_changes_nothing_changes_no_bit(family):
     assert int(cache.packed(0)[0].sum()) == sum(n + NEW_TOKENS - 1 - 7 for n in UNEQUAL)
 
 
-@pytest.mark.parametrize("family", FAMILIES[:3])
-def test_packing_that_changes_nothing_changes_no_bit_in_fp32(family):
-    assert same_bits(run(family, "fp32")[0], run(family, "fp32", "mask:32,of=fp32")[0])
+@pytest.mark.parametrize(
+    ("family", "precision", "spec"),
+    [
+        *((family, "fp32", "mask:32,of=fp32,first=3,recent=4") for family in FAMILIES),
+        ("gemma3", "fp32", "mask:32,of=fp32"),
+        ("mistral", "bf16", "mask:16,of=bf16,first=3,recent=4"),
+    ],
+)
+def test_packing_that_changes_nothing_changes_no_bit_in_other_precisions(family, precision, spec):
+    """In fp32 XLA fused RoPE's products with their sum by what followed it, until they were rounded by themselves."""
+    assert same_bits(run(family, precision)[0], run(family, precision, spec)[0])
 
 
 @pytest.mark.parametrize(("family", "precision"), [("llama", "fp32"), ("gemma3", "fp16")])

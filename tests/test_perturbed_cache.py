@@ -5,7 +5,7 @@ import functools
 
 import jax.numpy as jnp
 import pytest
-from quantized_models import set_up, wide_arms, wide_config, wide_state
+from quantized_models import FAMILIES, set_up, wide_arms, wide_config, wide_state
 from small_models import SAMPLERS, make_prompts, same_bits
 
 from jaxkv.config import make_precision
@@ -19,18 +19,17 @@ UNEQUAL = (4, 7, 6)
 
 
 @functools.cache
-def run_clean():
+def run_clean(family="mistral", precision="fp16"):
     """The same prompts over a plain cache."""
-    arms = wide_arms("mistral", "fp16", sampler=SAMPLERS["greedy"])
-    return run_arms(arms)[0]
+    return run_arms(wide_arms(family, precision, sampler=SAMPLERS["greedy"]), family=family, precision=precision)[0]
 
 
-def run_arms(arms, seed=0):
+def run_arms(arms, seed=0, family="mistral", precision="fp16"):
     """A free run with left padding, its rows and layout."""
     prompts = [make_prompts((n,), index)[0] for index, n in enumerate(UNEQUAL)]
     layout, tokens, rows = set_up(prompts, NEW_TOKENS)
     rows = dataclasses.replace(rows, seed=jnp.asarray(seed, jnp.int32))
-    state = arms.prepare(wide_state("mistral", "fp16"))
+    state = arms.prepare(wide_state(family, precision))
     return run_cached_keeping(arms, state, tokens, rows, layout), rows, layout
 
 
@@ -54,6 +53,15 @@ def test_an_error_of_nothing_is_the_clean_run(draw):
     assert not same_bits(clean.logits, kept[0].logits)
     assert same_bits(kept, run_error(CacheError("normal", (0.0, 0.3), draw=draw))[0])
     assert not same_bits(kept, run_error(CacheError("normal", (0.0, 0.3), draw=draw), seed=1)[0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_error_of_nothing_changes_no_bit_in_other_precisions(family, precision):
+    error = Perturbation(CacheError("normal", (0.0, 0.0)))
+    arms = Arms(wide_config(family), make_precision(precision), SAMPLERS["greedy"], intervention=error)
+    changed, _ = run_arms(arms, family=family, precision=precision)[0]
+    assert same_bits(run_clean(family, precision)[0], changed)
 
 
 def test_frozen_errors_lie_in_the_cache_and_redrawn_ones_do_not():

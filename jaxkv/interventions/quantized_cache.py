@@ -5,8 +5,7 @@ call's own rows see of themselves is the method's (`Quantizer.own`): as they are
 they are seen as they are, so is all that waited when the call began.
 
 A prefill is a call of several rows, or the first one. A block fills at one step of many, so that step alone runs the
-quantizer; storage is updated in place. A quantizer that changes nothing changes no bit of a run in 16 bits. In fp32 XLA
-for CPUs may round a sum of two products (RoPE) otherwise where what follows it is another thing.
+quantizer; storage is updated in place. A quantizer that changes nothing changes no bit of a run.
 """
 
 import dataclasses

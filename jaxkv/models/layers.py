@@ -85,11 +85,21 @@ def rope_table(positions: jax.Array, theta: float, head_dim: int, precision: Pre
     return jnp.cos(angles).astype(precision.activation), jnp.sin(angles).astype(precision.activation)
 
 
+def rounded(x: jax.Array) -> jax.Array:
+    """x, kept from being fused with what it enters: a product is rounded before it is summed, in every program.
+
+    Left to itself XLA may fuse a product and its sum into one rounding, or not, by what else a program does. No barrier
+    of its own outlives its passes, but it looks through no choice between a value and the same value clipped.
+    """
+    most = jnp.finfo(x.dtype).max
+    return jnp.where(jnp.abs(x) <= most, jnp.clip(x, -most, most), x)
+
+
 def apply_rope(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates the halves of each head of x [B, T, *, H]."""
+    """Rotates the halves of each head of x [B, T, *, H]; both products are rounded, as in transformers."""
     cos, sin = table
     first, second = jnp.split(x, 2, axis=-1)
-    return x * cos + jnp.concatenate([-second, first], axis=-1) * sin
+    return rounded(x * cos) + rounded(jnp.concatenate([-second, first], axis=-1) * sin)
 
 
 class RMSNorm(nnx.Module):

@@ -49,7 +49,13 @@ STOPS = ("eos", "length", "stop_string", "invalid")
 ERROR_TEXTS = ("law", "kind", "sign", "correlate", "draw", "side")
 
 
-def _validate_spec(record: Any) -> None:
+def validate_spec(record: Any) -> None:
+    """Checks `spec` beside `change`: null for the clean arm alone."""
+    clean = record["change"] == CLEAN
+    if (get_field(record, "spec", "dict", optional=True) is None) != clean:
+        fail("spec", f"{'expected null' if clean else 'missing'} for the change '{record['change']}'")
+    if clean:
+        return
     family = choose(record, "spec.family", ("error", "quant"))
     if family == "quant":
         for side in ("k", "v"):
@@ -83,7 +89,8 @@ def _validate_run(record: Any) -> int:
     return steps
 
 
-def _validate_cache(record: Any) -> None:
+def validate_cache(record: Any) -> None:
+    """Checks `cache` and `saturated`."""
     for name in ("bytes", "written"):
         get_field(record, f"cache.{name}", "count")
     for name in ("bits", "exact_bits"):
@@ -91,6 +98,11 @@ def _validate_cache(record: Any) -> None:
             fail(f"cache.{name}", "expected a positive number")
     if not 0 <= get_field(record, "cache.packed", "float") <= 1:
         fail("cache.packed", f"{record['cache']['packed']} is no share")
+    validate_saturated(record)
+
+
+def validate_saturated(record: Any) -> None:
+    """Checks `saturated`."""
     if get_field(record, "saturated", "dict", optional=True) is not None:
         for name in ("k", "v", "elements"):
             get_field(record, f"saturated.{name}", "count")
@@ -109,21 +121,17 @@ def validate_injection(record: Mapping[str, Any]) -> None:
     key.append(get_field(record, "seed", "int"))
     if list(get_field(record, "key", "list")) != key:
         fail("key", f"expected {key}, got {record['key']!r:.60}")
-    clean = record["change"] == CLEAN
-    if (get_field(record, "spec", "dict", optional=True) is None) != clean:
-        fail("spec", f"{'expected null' if clean else 'missing'} for the change '{record['change']}'")
-    if not clean:
-        _validate_spec(record)
+    validate_spec(record)
     status = validate_setting(record)
     steps = _validate_run(record)
-    _validate_cache(record)
+    validate_cache(record)
     agreements = ["teacher_forced", "free_running"]
     if status == "invalid":
         require_null(record, agreements)
         return
     if record["run"]["stop"] == "invalid":
         fail("run.stop", "'invalid' in a record with status ok")
-    if clean:
+    if record["change"] == CLEAN:
         for name in agreements:
             if get_field(record, name, "dict", optional=True) is not None:
                 fail(name, "the clean arm is compared with nothing; expected null")

@@ -3,12 +3,16 @@
 ::
 
     {"experiment": "perplexity", "problem": int, "change": str, "seed": int, "key": [experiment, problem, change, seed],
+     "spec": null | error | quant,
      "prompt_tokens", "prompt_sha256", "shapes", "sampling", "headroom", "status", "invalid": as in 'divergence',
      "tokens_sha256": str, "steps": int, "tokens": int, "bytes": int, "words": int,
      "nats": null | {"cached": float, "uncached": float},
-     "logits": null | {"kl": float, "flips": int, "max_abs": float, "bit_equal": int}}
+     "logits": null | {"kl": float, "flips": int, "max_abs": float, "bit_equal": int},
+     "cache": {"bytes": int, "written": int, "bits": float, "exact_bits": float, "packed": float},
+     "saturated": null | {"k": int, "v": int, "elements": int}}
 
-`change` and `seed` say what was done to the cached arm's cache, "none" and 0 if nothing (jaxkv.schema_injection).
+`change`, `seed` and `spec` say what was done to the cached arm's cache, "none", 0 and null if nothing. They, `cache`
+and `saturated` are as in jaxkv.schema_injection; `written` are the window's tokens but the last, fed to nobody.
 `problem` is the window's place, `prompt_tokens` the tokens given to it, `tokens` those scored after them, and `bytes`
 and `words` what these stand for in the text (jaxkv.tasks.perplexity). `nats` is the sum of -ln p over the scored
 tokens, of an arm that is fed the text's own tokens: cached one by one through the cache, uncached by recomputing each
@@ -19,6 +23,7 @@ the largest difference. `sampling` decides nothing here. Invalid samples have no
 from collections.abc import Mapping
 from typing import Any
 
+from jaxkv.schema_injection import validate_cache, validate_spec
 from jaxkv.schemas import choose, fail, get_field, require_null, validate_setting
 
 ARMS = ("cached", "uncached")
@@ -36,6 +41,8 @@ def validate_perplexity(record: Mapping[str, Any]) -> None:
     key = ["perplexity", problem, get_field(record, "change", "str"), get_field(record, "seed", "int")]
     if list(get_field(record, "key", "list")) != key:
         fail("key", f"expected {key}, got {record['key']!r:.60}")
+    validate_spec(record)
+    validate_cache(record)
     status = validate_setting(record)
     get_field(record, "tokens_sha256", "str")
     tokens, steps = get_field(record, "tokens", "count"), get_field(record, "steps", "count")

@@ -1,5 +1,6 @@
 """Perplexity: windows cover a text, both arms' likelihoods are those of plain forwards, and a changed cache shows."""
 
+import dataclasses
 import functools
 import io
 import math
@@ -11,6 +12,7 @@ import pytest
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
+from injection_records import ERROR, quant
 from rich.console import Console
 from small_models import changed_state, small_config, small_state
 
@@ -23,7 +25,14 @@ from jaxkv.errors import UserError
 from jaxkv.experiments import perplexity as experiment
 from jaxkv.experiments.batches import RunSpec
 from jaxkv.experiments.changes import make_changes
-from jaxkv.experiments.perplexity import run_perplexity, score_tokens, tokenize
+from jaxkv.experiments.perplexity import (
+    make_record,
+    run_changed,
+    run_perplexity,
+    run_windows,
+    score_tokens,
+    tokenize,
+)
 from jaxkv.records import VALIDATORS, to_plain
 from jaxkv.schema_perplexity import validate_perplexity
 from jaxkv.tasks.perplexity import Window, aggregate, plan_windows
@@ -181,7 +190,7 @@ def test_changed_caches_stand_beside_one_uncached_arm():
     assert [tuple(record["key"]) for record in records] == keys
     assert [list(timing["seconds"]) for _, timing in batches] == [["cached", "uncached"], *[["cached"]] * 3] * 2
     for record in records:
-        validate_perplexity(record)
+        validate_perplexity(to_plain(record))
         clean = small_run()[record["problem"]]
         assert record["nats"]["uncached"] == clean["nats"]["uncached"]
         if record["change"] == "none":
@@ -193,6 +202,57 @@ def test_changed_caches_stand_beside_one_uncached_arm():
     done = frozenset(tuple(record["key"][1:]) for record in records if record["change"] != "normal:0.1,0")
     resumed = run_perplexity(arms, state, windows, SPEC, changes, seeds, done)
     assert [r for batch, _ in resumed for r in batch] == [r for r in records if r["change"] == "normal:0.1,0"]
+
+
+SATURATED = "fp8:e4m3,scale=0.001"  # holds what is at most .448
+
+
+@functools.cache
+def saturated_run():
+    """The clean run of two windows, the changed one, and its records; heads of 16 channels."""
+    arms, state = make_arms("gemma2")
+    _, change = make_changes([], [SATURATED], arms.config)
+    windows = make_windows()[:2]
+    clean, _ = run_windows(arms, state, windows, SPEC)
+    ran, _ = run_changed(arms, state, change, 0, clean)
+    records = [make_record(arms, window, row, ran, SPEC, change, 0) for row, window in enumerate(windows)]
+    return clean, ran, change, to_plain(records)
+
+
+def test_a_record_says_what_was_done_to_the_cache():
+    clean, ran, change, records = saturated_run()
+    config = make_arms("gemma2")[0].config
+    for row, record in enumerate(records):
+        validate_perplexity(record)
+        assert record["spec"] == to_plain(change.describe(config.head_dim))
+        written = np.asarray(clean.cache.positions[row]) >= 0
+        for side, stored in (("k", clean.cache.k), ("v", clean.cache.v)):
+            values = np.abs(np.asarray(stored, np.float64)[:, row, written])
+            assert record["saturated"][side] == (values > 0.448).sum() > 0
+        assert record["saturated"]["elements"] == 2 * values.size
+        stored = sum(leaf[row].nbytes for leaf in jax.tree.leaves((ran.cache.k, ran.cache.v)))
+        found = {"bytes": stored, "written": CONTEXT + STRIDE - 1, "bits": 8.0, "exact_bits": 32.0, "packed": 1.0}
+        assert record["cache"] == found
+        before = small_run("gemma2")[row]
+        assert (before["spec"], before["saturated"]) == (None, None)
+        assert before["cache"] == found | {"bytes": 4 * stored, "bits": 32.0, "packed": 0.0}
+
+
+def test_a_cache_that_broke_though_no_logit_shows_it():
+    arms, state = make_arms()
+    windows = make_windows()[:2]
+    _, change = make_changes(["normal:0.1,0"], [], arms.config)
+    ran, _ = run_changed(arms, state, change, 0, run_windows(arms, state, windows, SPEC)[0])
+    plain = ran.cache.plain
+    last = int(np.asarray(plain.positions[1]).argmax())
+    values = (plain.v[0], plain.v[1].at[1, last, 0, 0].set(jnp.inf))
+    ran = dataclasses.replace(ran, cache=dataclasses.replace(ran.cache, plain=dataclasses.replace(plain, v=values)))
+    whole, broken = (to_plain(make_record(arms, windows[row], row, ran, SPEC, change, 0)) for row in (0, 1))
+    assert whole["status"] == "ok"
+    place = {"arm": "cached", "step": None, "layer": 1, "op": "v", "position": CONTEXT + STRIDE - 2, "value": "inf"}
+    assert broken["invalid"] == place
+    assert broken["nats"] is broken["logits"] is None
+    validate_perplexity(broken)
 
 
 def test_a_resumed_run_makes_the_same_records():
@@ -238,6 +298,9 @@ def test_refusals(monkeypatch):
         ("key", ["perplexity", 0], "key: expected"),
         ("change", "other", "key: expected"),
         ("bytes", -1, "bytes: expected count"),
+        ("spec", {"family": "quant"}, "spec: expected null"),
+        ("cache", None, "cache.bytes: missing"),
+        ("saturated", {"k": 2, "v": 2, "elements": 3}, "saturated: more than there are"),
     ],
 )
 def test_schema_faults(field, value, message):
@@ -252,13 +315,14 @@ def test_schema_faults(field, value, message):
 # The summary.
 
 
-def make_change(change, factor, seed=0):
+def make_change(change, factor, seed=0, **more):
     """Records of a change under which the cached arm loses so much more than the uncached one."""
+    more = {"spec": ERROR} | more
     records = []
     for record in small_run():
         nats = {"cached": record["nats"]["uncached"] * factor, "uncached": record["nats"]["uncached"]}
         named = {"change": change, "seed": seed, "key": ["perplexity", record["problem"], change, seed]}
-        records.append(record | named | {"nats": nats})
+        records.append(record | named | more | {"nats": nats})
     return records
 
 
@@ -293,7 +357,41 @@ def test_summary():
     low, high = (f"{end:.6g}" for end in changed["ratio"]["interval"])
     assert f"{low} to" in text
     assert high in text
+    assert next(line for line in page.splitlines() if line.startswith("| none |")).split(" | ")[-3:-1] == ["32", "0"]
     assert "none valid" in shown(summary | {"changes": [{"change": "int4", "windows": 0, "seeds": []}]}, 80)
+
+
+def test_what_a_format_cannot_hold_is_said():
+    """Case 16 of clipping: in the table for a terminal as on the page."""
+    clean, changed = small_run("gemma2")[:2], saturated_run()[3]
+    summary = summarize_perplexity([*clean, *changed])
+    found = [record["saturated"] for record in changed]
+    count, total = sum(each["k"] + each["v"] for each in found), sum(each["elements"] for each in found)
+    for text in (to_markdown(summary), shown(summary, 200)):
+        assert f"`{SATURATED}`: {count} of {total} elements lie outside its format." in text
+        assert "packed nothing" not in text
+    row = next(line for line in to_markdown(summary).splitlines() if line.startswith(f"| {SATURATED} |"))
+    assert row.split(" | ")[-3:] == ["8", "100", f"{changed[0]['cache']['bytes']} |"]
+    text = shown(summary, 80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    row = next(line for line in text.splitlines() if f"{summary['changes'][1]['ratio']['mean']:.6g}" in line)
+    assert row.split()[1:3] == ["2", "8"]
+    assert "lie outside" not in shown(summarize_perplexity(clean), 80)
+
+
+def test_a_quantizer_that_packed_nothing_is_named():
+    spec, name = quant(bits=4.25, first=64), "int4,first=64"
+    whole = small_run()[0]["cache"]
+    for packed in (0.0, 0.5):
+        cache = whole | {"packed": packed, "bits": 32 - 27.75 * packed}
+        records = make_change(name, 1.1, spec=spec, cache=cache)
+        for record in records:
+            validate_perplexity(record)
+        summary = summarize_perplexity([*small_run(), *make_change("normal:0,0.25", 1.2), *records])
+        for text in (to_markdown(summary), shown(summary, 200)):
+            assert text.count("packed nothing") == (packed == 0)
+            assert (f"`{name}` packed nothing" in text) == (packed == 0)
 
 
 def test_a_run_that_is_not_finished_says_so():

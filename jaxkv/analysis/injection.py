@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv.analysis import injection_claims, statistics
-from jaxkv.analysis.samples import collect, mean_over_problems
+from jaxkv.analysis.samples import add_saturated, average_caches, collect, mean_over_problems
 from jaxkv.analysis.summary import clustered_share, group_invalid
 from jaxkv.schema_injection import CLEAN, validate_injection
 from jaxkv.schemas import find_headline
@@ -172,14 +172,9 @@ def _summarize_change(
         "agreement": None,
         "diverged": None,
         "tokens_shared": None,
-        "cache": None,
-        "saturated": None,
+        "cache": average_caches(flat),
+        "saturated": add_saturated(s["saturated"] for s in flat),
     }
-    if flat:
-        entry["cache"] = {part: float(np.mean([s["cache"][part] for s in flat])) for part in members[0]["cache"]}
-        full = [s["saturated"] for s in flat if s["saturated"]]
-        if full:
-            entry["saturated"] = {part: sum(s[part] for s in full) for part in ("k", "v", "elements")}
     if name == CLEAN or not flat:
         return entry
     steps = lambda s: len(s["teacher_forced"]["flip"])  # noqa: E731

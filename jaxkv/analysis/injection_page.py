@@ -8,7 +8,6 @@ from rich.console import Group
 from jaxkv.analysis import document
 from jaxkv.analysis.document import Block, Bullets, Heading, Paragraph, Table
 from jaxkv.analysis.format import (
-    format_count,
     format_counted_share,
     format_mean,
     format_number,
@@ -17,7 +16,7 @@ from jaxkv.analysis.format import (
 )
 from jaxkv.analysis.injection_claims import NOT_RUN, PAIRS
 from jaxkv.analysis.injection_figures import draw_injection, name_method
-from jaxkv.analysis.samples import describe_problems, say_few, say_invalid
+from jaxkv.analysis.samples import describe_problems, say_few, say_invalid, say_saturated
 from jaxkv.schema_injection import CLEAN
 
 Summary = Mapping[str, Any]
@@ -128,10 +127,7 @@ def _write_changes(summary: Summary) -> list[Block]:
         notes += say_invalid(f"`{entry['change']}`", entry["invalid"])
         if samples["without_control"]:
             notes.append(f"`{entry['change']}`: {samples['without_control']} samples have no valid clean run.")
-        if entry["saturated"]:
-            found = entry["saturated"]
-            count = format_count({"count": found["k"] + found["v"], "total": found["elements"]})
-            notes.append(f"`{entry['change']}`: {count} elements lie outside its format.")
+        notes += say_saturated(f"`{entry['change']}`", entry["saturated"])
     head = ["change", "valid"] + [cell for name in scorers for cell in (f"{name}, %", "% of control")]
     head += [
         "KL, nats",

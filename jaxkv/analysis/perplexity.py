@@ -9,7 +9,17 @@ from rich.console import Group
 from jaxkv.analysis import statistics
 from jaxkv.analysis.document import Bullets, Table, to_terminal
 from jaxkv.analysis.format import format_count, format_counted_share, format_number, format_percent
-from jaxkv.analysis.samples import collect, count_problems, describe_problems, list_invalid, say_few
+from jaxkv.analysis.samples import (
+    add_saturated,
+    average_caches,
+    collect,
+    count_problems,
+    describe_problems,
+    list_invalid,
+    say_few,
+    say_saturated,
+    say_unpacked,
+)
 from jaxkv.analysis.summary import clustered_share
 from jaxkv.schema_perplexity import ARMS, validate_perplexity
 from jaxkv.tasks.perplexity import aggregate
@@ -17,13 +27,15 @@ from jaxkv.tasks.perplexity import aggregate
 Record = Mapping[str, Any]
 Summary = Mapping[str, Any]
 HEADER = ["change", "windows", "tokens", "uncached", "cached", "cached / uncached"]
-HEADER += ["a word", "bits a byte", "KL", "flips"]
-NARROW = ["change", "windows", "uncached", "cached", "ratio", "KL", "flips"]
+HEADER += ["a word", "bits a byte", "KL", "flips", "cache bits", "packed, %", "cache bytes a row"]
+NARROW = ["change", "windows", "bits", "uncached", "cached", "ratio", "KL", "flips"]
 NOTE = (
     "Perplexity a token, of the text's own tokens fed one by one through the cache, and without it. KL(uncached || "
     "cached) in nats a token. Intervals are 95 %, over windows."
 )
 UNITS = "A word, bits a byte: of the cached arm; they compare across tokenizers."
+BITS = "bits: per element of the whole cache at a window's length, first, recent and pending tokens at full width."
+PACKED = f"Cache {BITS} Packed: share of elements that are packed."
 
 
 def summarize_perplexity(records: Sequence[Record], run: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -56,6 +68,11 @@ def _summarize_change(name: str, samples: Sequence[Record]) -> dict[str, Any]:
     summary |= {"seeds": sorted({s["seed"] for s in samples})}
     if not samples:
         return summary
+    summary |= {
+        "spec": samples[0]["spec"] and dict(samples[0]["spec"]),
+        "cache": average_caches(samples),
+        "saturated": add_saturated(s["saturated"] for s in samples),
+    }
     summary |= {arm: aggregate(samples, arm) for arm in ARMS}
     by_window: dict[int, list[Record]] = {}
     for sample in samples:
@@ -90,6 +107,9 @@ def _make_rows(summary: Summary) -> list[list[str]]:
                 format_number(cached["bits_per_byte"], 5) if "bits_per_byte" in cached else "-",
                 format_number(found["kl"]),
                 format_counted_share(found["flips"]),
+                format_number(found["cache"]["bits"], 3),
+                format_percent(found["cache"]["packed"]),
+                f"{found['cache']['bytes']:.0f}",
             ]
         )
     return rows
@@ -97,7 +117,11 @@ def _make_rows(summary: Summary) -> list[list[str]]:
 
 def _notes(summary: Summary) -> list[str]:
     broken = [f"window {bad['key'][1]} is invalid: {bad['op']} of the {bad['arm']} arm" for bad in summary["invalid"]]
-    return [NOTE, *say_few(summary["problems"]["ok"]), *broken]
+    lines = [NOTE, *say_few(summary["problems"]["ok"]), *broken]
+    for found in summary["changes"]:
+        if found["windows"]:
+            lines += [*say_unpacked(found), *say_saturated(f"`{found['change']}`", found["saturated"])]
+    return lines
 
 
 def _narrow_rows(summary: Summary) -> list[list[str]]:
@@ -105,7 +129,7 @@ def _narrow_rows(summary: Summary) -> list[list[str]]:
     rows = []
     for found in summary["changes"]:
         if not found["windows"]:
-            rows.append([found["change"], "0", *["none valid"] * (len(NARROW) - 2)])
+            rows.append([found["change"], "none valid", *["-"] * (len(NARROW) - 2)])
             continue
         ratio, flips = found["ratio"], found["flips"]
         ends = "" if ratio["interval"] is None else "\n{:.6g} to\n{:.6g}".format(*ratio["interval"])
@@ -114,7 +138,8 @@ def _narrow_rows(summary: Summary) -> list[list[str]]:
         else:
             span = f"{'..'.join(map(format_percent, flips['interval']))} %"
         perplexities = [format_number(found[arm]["perplexity"], 5) for arm in ("uncached", "cached")]
-        rows.append([found["change"], str(found["windows"]), *perplexities, f"{ratio['mean']:.6g}{ends}"])
+        bits = format_number(found["cache"]["bits"], 3)
+        rows.append([found["change"], str(found["windows"]), bits, *perplexities, f"{ratio['mean']:.6g}{ends}"])
         rows[-1] += [format_number(found["kl"]), f"{format_count(flips)}\n{span}"]
     return rows
 
@@ -122,7 +147,8 @@ def _narrow_rows(summary: Summary) -> list[list[str]]:
 def render_perplexity(summary: Summary) -> Group:
     """The table for a terminal of 80 columns."""
     title = f"Perplexity: {describe_problems(summary)}"
-    notes = ["ratio: cached / uncached. Intervals and bounds stand below their figures.", *_notes(summary)]
+    notes = ["ratio: cached / uncached. Intervals and bounds stand below their figures.", BITS]
+    notes += _notes(summary)
     return to_terminal([Bullets([title]), Table(NARROW, _narrow_rows(summary)), Bullets(notes)])
 
 
@@ -130,4 +156,4 @@ def to_markdown(summary: Summary) -> str:
     """The same as Markdown."""
     lines = ["# Perplexity", "", f"{describe_problems(summary)}.", "", f"| {' | '.join(HEADER)} |"]
     lines += ["|" + " --- |" * len(HEADER), *(f"| {' | '.join(row)} |" for row in _make_rows(summary)), ""]
-    return "\n".join([*lines, *(f"- {note}" for note in (UNITS, *_notes(summary)))]) + "\n"
+    return "\n".join([*lines, *(f"- {note}" for note in (UNITS, PACKED, *_notes(summary)))]) + "\n"

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv.analysis import statistics
+from jaxkv.analysis.format import format_count
 
 Record = Mapping[str, Any]
 
@@ -55,6 +56,40 @@ def say_invalid(name: str, groups: Sequence[Mapping[str, Any]]) -> list[str]:
         "nowhere."
         for group in groups
     ]
+
+
+def average_caches(samples: Sequence[Record]) -> dict[str, float] | None:
+    """Means of `cache` (jaxkv.schema_injection); None of no sample."""
+    if not samples:
+        return None
+    return {part: float(np.mean([s["cache"][part] for s in samples])) for part in samples[0]["cache"]}
+
+
+def add_saturated(found: Iterable[Mapping[str, int] | None]) -> dict[str, int] | None:
+    """Sums of `saturated` (jaxkv.schema_injection) over those that have it; None if none has."""
+    kept = [counts for counts in found if counts]
+    return {part: sum(counts[part] for counts in kept) for part in kept[0]} if kept else None
+
+
+def say_saturated(name: str, found: Mapping[str, int] | None) -> list[str]:
+    """How many elements a quantizer's format cannot hold, where it has an end."""
+    if not found:
+        return []
+    count = format_count({"count": found["k"] + found["v"], "total": found["elements"]})
+    return [f"{name}: {count} elements lie outside its format."]
+
+
+def say_packed_nothing(name: str, shares: Sequence[float]) -> list[str]:
+    """Of a quantizer whose shares of packed elements are all 0."""
+    text = f"{name} packed nothing: its windows, or layers that it leaves alone, hold the whole text."
+    return [text] if shares and not any(shares) else []
+
+
+def say_unpacked(entry: Mapping[str, Any]) -> list[str]:
+    """`say_packed_nothing` of a change with its `spec` and mean `cache`."""
+    spec, cache = entry["spec"], entry["cache"]
+    quantized = spec is not None and spec["family"] == "quant"
+    return say_packed_nothing(f"`{entry['change']}`", [cache["packed"]] if quantized and cache else [])
 
 
 def describe_problems(summary: Mapping[str, Any]) -> str:

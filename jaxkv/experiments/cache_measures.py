@@ -84,6 +84,11 @@ def count_saturated(what: CacheError | CacheQuant, clean: KVCache, changed: Any)
     return np.asarray(_count(clean, changed, what))
 
 
+def describe_saturated(counts: np.ndarray | None, row: int) -> dict[str, int] | None:
+    """A row of `count_saturated` as records have it (schema: jaxkv.schema_injection)."""
+    return None if counts is None else dict(zip(("k", "v", "elements"), map(int, counts[row]), strict=True))
+
+
 @functools.lru_cache(maxsize=256)
 def _packed(window: Window, written: int, prompt: int) -> int:
     start, end = window.packed(written, prompt)

@@ -31,7 +31,7 @@ from jaxkv.experiments.batches import (
     make_arm,
     plan_batches,
 )
-from jaxkv.experiments.cache_measures import count_saturated, find_fault, measure_cache
+from jaxkv.experiments.cache_measures import count_saturated, describe_saturated, find_fault, measure_cache
 from jaxkv.experiments.changes import Change, change_cache, list_runs
 from jaxkv.generate import force, run_cached_keeping
 
@@ -137,12 +137,10 @@ def make_record(
         fault = fault or find_fault("changed (along clean)", changed.forced.cache, row)
         fault = fault or find_fault("changed", changed.free.cache, row)
     tokens = reference.taken(own.run, row)
-    compared = free = saturated = None
+    compared = free = None
     if fault is None and changed is not None:
         compared = compare_logits(clean.run.logits[row], changed.forced.run.logits[row], steps)
         free = free_running(reference.taken(clean.run, row), tokens)
-    if changed is not None and changed.saturated is not None:
-        saturated = dict(zip(("k", "v", "elements"), map(int, changed.saturated[row]), strict=True))
     return {
         "experiment": "injection",
         "problem": item.problem,
@@ -158,7 +156,7 @@ def make_record(
         "free_running": free,
         # The last token of a run is fed to nobody.
         "cache": measure_cache(change.what, arms.config, arms.precision, own.cache, prompt + max(steps - 1, 0), prompt),
-        "saturated": saturated,
+        "saturated": describe_saturated(changed.saturated if changed else None, row),
     }
 
 

@@ -22,10 +22,11 @@ from jaxkv.compare import compare_logits
 from jaxkv.config import ModelConfig
 from jaxkv.decode import Arms, Layout, Rows, make_layout, make_rows
 from jaxkv.errors import UserError
+from jaxkv.experiments import cache_measures
 from jaxkv.experiments.batches import Item, RunSpec
 from jaxkv.experiments.changes import Change, change_cache, list_runs
 from jaxkv.experiments.traced_runs import Reference, describe_row, find_fault
-from jaxkv.generate import force, run_cached, run_forced
+from jaxkv.generate import force, run_cached_keeping, run_forced
 from jaxkv.schema_perplexity import FIGURES
 from jaxkv.tasks.perplexity import Window
 
@@ -88,55 +89,75 @@ def lay_out_windows(
     return layout, tokens, Rows(rows.first, rows.prompt, limit, limit, rows.problems, rows.seed)
 
 
-def run_windows(
-    arms: Arms, state: nnx.State, windows: Sequence[Window], spec: RunSpec
-) -> tuple[Reference, dict[str, float]]:
+@dataclasses.dataclass(frozen=True)
+class Ran:
+    """A batch of windows under one change of the cache.
+
+    Attributes:
+      both: the arms.
+      cache: what the cached one ends with.
+      saturated: [B, 3] elements that its quantizer's format cannot hold (cache_measures.count_saturated), or None.
+    """
+
+    both: Reference
+    cache: Any
+    saturated: np.ndarray | None = None
+
+
+def run_windows(arms: Arms, state: nnx.State, windows: Sequence[Window], spec: RunSpec) -> tuple[Ran, dict[str, float]]:
     """Both arms along a batch of windows, audited, and the wall time of each."""
     layout, tokens, rows = lay_out_windows(windows, spec, arms.config, arms.tile)
     begin = time.perf_counter()
-    cached = jax.block_until_ready(run_cached(arms, state, tokens, rows, layout))
+    cached, cache = jax.block_until_ready(run_cached_keeping(arms, state, tokens, rows, layout))
     middle = time.perf_counter()
     stepwise = spec.uncached == "stepwise"
     uncached = jax.block_until_ready(run_forced(arms, state, cached, rows, layout, spec.uncached_length, stepwise))
     seconds = {"cached": middle - begin, "uncached": time.perf_counter() - middle}
     findings = audit_rows(arms, state, cached, rows)
     text = np.asarray(cached.tokens)
-    return Reference(layout, rows, force(rows, cached), text, cached, uncached, findings), seconds
+    return Ran(Reference(layout, rows, force(rows, cached), text, cached, uncached, findings), cache), seconds
 
 
-def run_changed(
-    arms: Arms, state: nnx.State, change: Change, seed: int, reference: Reference
-) -> tuple[Reference, dict[str, float]]:
+def run_changed(arms: Arms, state: nnx.State, change: Change, seed: int, clean: Ran) -> tuple[Ran, dict[str, float]]:
     """The cached arm with a changed cache in place of the clean one, and its wall time."""
-    changed = change_cache(arms, change.intervention(seed))
+    assert change.what is not None
+    changed, both = change_cache(arms, change.intervention(seed)), clean.both
     begin = time.perf_counter()
-    cached = run_cached(changed, state, reference.text, reference.forced, reference.layout)
-    cached = jax.block_until_ready(cached)
-    return dataclasses.replace(reference, cached=cached), {"cached": time.perf_counter() - begin}
+    cached, cache = jax.block_until_ready(run_cached_keeping(changed, state, both.text, both.forced, both.layout))
+    seconds = {"cached": time.perf_counter() - begin}
+    saturated = cache_measures.count_saturated(change.what, clean.cache, cache)
+    return Ran(dataclasses.replace(both, cached=cached), cache, saturated), seconds
 
 
 def make_record(
-    arms: Arms, window: Window, row: int, ran: Reference, spec: RunSpec, change: str, seed: int
+    arms: Arms, window: Window, row: int, ran: Ran, spec: RunSpec, change: Change, seed: int
 ) -> dict[str, Any]:
     """The record of one window (schema: jaxkv.schema_perplexity)."""
-    fault, tokens = find_fault(ran, row, {}), len(window.scored)
+    both, context, tokens = ran.both, len(window.context), len(window.scored)
+    fault = find_fault(both, row, {})
+    if fault is None and change.what is not None:
+        fault = cache_measures.find_fault("cached", ran.cache, row)
     item = Item(window.index, window.context, "")
+    written = context + tokens - 1  # the last token is fed to nobody
     record: dict[str, Any] = {
         "experiment": "perplexity",
         "problem": window.index,
-        "change": change,
+        "change": change.name,
         "seed": seed,
-        "key": ["perplexity", window.index, change, seed],
-        **describe_row(arms, item, row, ran, spec, fault),
+        "key": ["perplexity", window.index, change.name, seed],
+        "spec": change.describe(arms.config.head_dim),
+        **describe_row(arms, item, row, both, spec, fault),
         "tokens": tokens,
         "bytes": window.bytes,
         "words": window.words,
         **dict.fromkeys(FIGURES),
+        "cache": cache_measures.measure_cache(change.what, arms.config, arms.precision, ran.cache, written, context),
+        "saturated": cache_measures.describe_saturated(ran.saturated, row),
     }
     if fault:
         return record
-    found = compare_logits(ran.uncached.logits[row], ran.cached.logits[row], tokens)
-    runs = {"cached": ran.cached, "uncached": ran.uncached}
+    found = compare_logits(both.uncached.logits[row], both.cached.logits[row], tokens)
+    runs = {"cached": both.cached, "uncached": both.uncached}
     return record | {
         "nats": {arm: float(np.sum(score_tokens(run.logits[row], window.scored))) for arm, run in runs.items()},
         "logits": {
@@ -195,7 +216,7 @@ def run_perplexity(
             if change.what is not None:
                 ran, seconds = run_changed(arms, state, change, seed, clean)
             records = [
-                make_record(arms, window, row, ran, spec, change.name, seed)
+                make_record(arms, window, row, ran, spec, change, seed)
                 for row, window in enumerate(batch)
                 if (window.index, change.name, seed) not in done
             ]

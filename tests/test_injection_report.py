@@ -308,6 +308,22 @@ def test_samples_that_are_missing_are_said():
         assert f"UNFINISHED: `normal:0,0.5` has {3 * N - 1} of {3 * N} samples." in text
 
 
+def test_a_quantizer_that_packed_nothing_is_named():
+    records = make_control(CONTROL) + make_change("normal:0,0.5", ERROR, CONTROL)
+    for name in ("int4,first=64", "int4"):
+        records += make_change(name, quant(first=64 if "," in name else 0), CONTROL)
+    for record in records:
+        if record["change"] == "int4,first=64":
+            record["cache"] |= {"packed": 0.0, "bits": 16.0}
+    summary = summary_of(records)
+    for text in (shown(summary, 200), to_markdown(summary)):
+        assert text.count("packed nothing") == 1
+        assert "`int4,first=64` packed nothing: its windows, or layers" in text
+    partly = next(record for record in records if record["change"] == "int4,first=64")
+    partly["cache"]["packed"] = 0.1
+    assert "packed nothing" not in to_markdown(summary_of(records))
+
+
 def test_nothing_run_decides_nothing():
     for records in ([], make_control(CONTROL)):
         summary = summary_of(records)

@@ -10,7 +10,7 @@ from jaxkv.analysis.accumulation_claims import show_average
 from jaxkv.analysis.accumulation_figures import DECODE, REPAIRED, STATIC, draw_accumulation
 from jaxkv.analysis.document import Block, Bullets, Fold, Heading, Paragraph, Table
 from jaxkv.analysis.format import format_count, format_counted_share, format_number, format_percent
-from jaxkv.analysis.samples import describe_problems, say_few, say_invalid
+from jaxkv.analysis.samples import describe_problems, say_few, say_invalid, say_packed_nothing
 
 Summary = Mapping[str, Any]
 Show = Callable[[float], str]
@@ -89,8 +89,7 @@ def say_what_there_is(summary: Summary) -> list[str]:
         lines += [f"UNFINISHED: {name} has {count} of {total} samples of {r}." for r, count in missing.items()]
         lines += say_invalid(name, entry["invalid"])
         packed = [_packed(entry, side) for side in ("k", "v")]
-        if any(packed) and not any(found and found["mean"] for found in packed):
-            lines.append(f"{name} packed nothing: its windows hold the whole text.")
+        lines += say_packed_nothing(name, [found["mean"] for found in packed if found])
     return lines
 
 

@@ -198,7 +198,20 @@ def test_decide():
     assert decide([]) == decide([None]) == decide([[-1, 1]]) == decide([[0, 1]]) == "cannot tell"
     assert decide([[1, 2], [0.1, 3]]) == "holds"
     assert decide([[1, 2], None]) == decide([[1, 2], [-1, 1]]) == "cannot tell"
-    assert decide([[1, 2], [-2, -1]]) == "does not hold"
+    assert decide([[1, 2], [-2, -1]]) == decide([[-1, 2], [-2, -1]]) == "does not hold"
+    assert decide([[1, 2], [-2, -1]], one_refutes=False) == "cannot tell"
+    assert decide([[-3, -2], None], one_refutes=False) == decide([], one_refutes=False) == "cannot tell"
+    assert decide([[-3, -2], [-2, -1]], one_refutes=False) == "does not hold"
+    assert decide([[1, 2], [3, 4]], one_refutes=False) == "holds"
+
+
+def test_partners_of_other_shapes_must_agree():
+    """Of two partners without flips one has a lower KL and one a higher: their laws differ in shape as well."""
+    flipping, normal = error("normal", (0, 0.5)), error("normal", (0, 0.5), sign="keep", flip_share=0.0)
+    records = make_control(CONTROL) + make_change("f", flipping | {"flip_share": 0.02}, CONTROL, 1.0)
+    records += make_change("points", error("points", (0, 0.5)), CONTROL, 1.0)
+    records += make_change("keep", normal, CONTROL, 2.0)
+    assert verdict_of(summary_of(records), "E1c") == "cannot tell"
 
 
 def flips_and_none(flipping, partner, count=N, kl=(2.0, 1.0)):
@@ -254,14 +267,17 @@ def test_a_tokens_scale_against_its_channels():
     assert [verdict_of(summary_of(records), name) for name in ("E5a", "E5b")] == ["holds", "holds"]
 
 
-def rivals(kl, **other):
-    """KVarN and int2, each packed whole, but for what is said of int2."""
+OURS = "kvarn:k2v2,tile=32,first=16"
+
+
+def rivals(kl, more=0.0, ours=OURS, **other):
+    """KVarN and int2, each packed whole, but for what is said of int2, whose cache has so many bits more."""
     packed = other.pop("packed", 1.0)
-    records = make_control(CONTROL) + make_change("kvarn", quant("KVarN", 2.9, first=16, block=32), CONTROL, 1.0)
+    records = make_control(CONTROL) + make_change(ours, quant("KVarN", 2.9, first=16, block=32), CONTROL, 1.0)
     records += make_change("int2", quant("Integer", **({"bits": 2.25, "first": 16} | other)), some(10, N), kl)
     for record in records:
         if record["change"] == "int2":
-            record["cache"]["packed"] = packed
+            record["cache"] = record["cache"] | {"packed": packed, "bits": 2.9 + more}
     return summary_of(records)
 
 
@@ -269,8 +285,30 @@ def test_kvarn_against_other_methods_of_2_bits():
     assert [verdict_of(rivals(2.0), name) for name in ("E6a", "E6b")] == ["holds", "holds"]
     assert [verdict_of(rivals(0.5), name) for name in ("E6a", "E6b")] == ["holds", "does not hold"]
     (pair,) = rivals(2.0)["pairs"]
-    assert (pair["kind"], pair["first"], pair["second"]) == ("method", "int2", "kvarn")
+    assert (pair["kind"], pair["first"], pair["second"]) == ("method", "int2", OURS)
     assert pair["score"]["mean"] == -0.5
+
+
+def test_bits_count_for_kvarn_and_against_it():
+    fewer, more = rivals(2.0, more=-0.5), rivals(0.5, more=0.5)
+    assert verdict_of(fewer, "E6b") == verdict_of(more, "E6b") == "cannot tell"
+    assert "is worse with fewer bits, so it does not count" in to_markdown(fewer)
+    assert "has more bits, so it decides nothing" in to_markdown(more)
+    assert verdict_of(rivals(0.5, more=-0.5), "E6b") == "does not hold"
+    assert verdict_of(rivals(2.0, more=0.5), "E6b") == "holds"
+
+
+def test_one_method_refutes_what_is_said_of_every_other():
+    records = make_control(CONTROL) + make_change(OURS, quant("KVarN", 2.9, first=16, block=32), CONTROL, 1.0)
+    for name, kl in (("int2", 2.0), ("quarot:2", 0.5)):
+        records += make_change(name, quant("Integer", 2.25, first=16), CONTROL, kl)
+    assert verdict_of(summary_of(records), "E6b") == "does not hold"
+
+
+def test_a_variant_of_kvarn_does_not_speak_for_it():
+    summary = rivals(2.0, ours="kvarn:k2v2,passes=0,rotate=off,first=16")
+    assert not summary["pairs"]
+    assert verdict_of(summary, "E6b") == "not run"
 
 
 @pytest.mark.parametrize("other", [{"bits": 4.25}, {"first": 0}, {"packed": 0.9}, {"method": "KVarN"}])

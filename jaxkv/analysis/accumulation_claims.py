@@ -6,7 +6,6 @@ the other, and cannot be told otherwise. A quantizer with invalid samples decide
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,26 +14,14 @@ import numpy as np
 from jaxkv.analysis import statistics
 from jaxkv.analysis.format import format_number, format_percent
 from jaxkv.analysis.injection_claims import CANNOT_TELL, decide
+from jaxkv.analysis.methods import KVARN, is_published_kvarn, read_codes, weigh_bits
 
 Summary = Mapping[str, Any]
 Values = Mapping[str, Mapping[str, Any]]  # quantizer -> figure -> problem -> value
 Interval = Sequence[float] | None
 WINDOWS_CLOSE = 0.05  # windows are comparable where the packed shares of both sides are this near
-BITS_CLOSE = 0.25  # bits an element of the whole cache that count as no more
 REASON = 0.5  # of the error that a reason accounts for at least
-KVARN = "kvarn"
 PERCENT = (format_percent, " %")
-AS_PUBLISHED = ("tile", "first", "recent", "aux")  # options that leave KVarN what it is
-CODES = re.compile(r"(?P<name>[a-z]+)(?::k(?P<k>\d+)v(?P=k)|:(?P<bits>\d+)|(?P<own>\d+))(?:,(?P<options>[^;]*))?")
-
-
-def read_codes(quantizer: str) -> tuple[str, int, list[str]] | None:
-    """Method, bits of a code and names of options; None where sides differ or the format has no such bits."""
-    found = CODES.fullmatch(quantizer)
-    if found is None:
-        return None
-    options = [option.partition("=")[0] for option in (found["options"] or "").split(",") if option]
-    return found["name"], int(found["k"] or found["bits"] or found["own"]), options
 
 
 def average(values: Mapping[int, float], least: float = -math.inf, most: float = math.inf) -> Any:
@@ -156,7 +143,7 @@ def _judge_kvarn(entries: Sequence[Summary], values: Values) -> tuple[str, list[
         for entry in entries
         if (code := codes[entry["quantizer"]]) and code[1] == 2 and values[entry["quantizer"]]["extra"]
     ]
-    ours = [entry for entry, (name, _, options) in usable if name == KVARN and set(options) <= set(AS_PUBLISHED)]
+    ours = [entry for entry, _ in usable if is_published_kvarn(entry["quantizer"])]
     rivals = [entry for entry, (name, _, _) in usable if name != KVARN]
     if not ours or not rivals:
         return CANNOT_TELL, ["no 2-bit KVarN was decoded" if not ours else "no other 2-bit method was decoded"]
@@ -187,12 +174,7 @@ def _weigh(rival: Summary, kvarn: Summary, mean: float, interval: Interval) -> t
     """Why a pair cannot decide, empty if it can; and whether it must then leave the statement open."""
     if max(abs(a - b) for a, b in zip(_packed(rival), _packed(kvarn), strict=True)) > WINDOWS_CLOSE:
         return "windows are not comparable", False
-    more = rival["storage"]["bits"] - kvarn["storage"]["bits"]
-    if more < -BITS_CLOSE and mean > 0:
-        return "accumulates more with fewer bits, so it does not count", False
-    if more > BITS_CLOSE and interval is not None and interval[0] <= 0:
-        return "has more bits, so it decides nothing", True
-    return "", True
+    return weigh_bits(rival["storage"]["bits"] - kvarn["storage"]["bits"], mean, interval)
 
 
 def judge(entries: Sequence[Summary], values: Values) -> list[dict[str, Any]]:
@@ -219,7 +201,8 @@ def judge(entries: Sequence[Summary], values: Values) -> list[dict[str, Any]]:
         "K1b": "what accumulates grows with the tokens decoded",
         "K2": "KVarN accumulates least at 2 bits (at comparable windows and bits)",
         "K3a": "repairing the scales of the worst 5 % of tokens takes away error, and more than of the other 95 %",
-        "K3b": f"wrong token scales are the reason: with all repaired at least {half} % of the error is gone",
+        "K3b": f"wrong token scales make up at least {half} % of the static error: as much is gone with all repaired "
+        "(what part of the accumulated error they cause, this does not say)",
     }
     found = {
         "K1a": judge_each(Figure("decode - static:", lambda v: v["extra"])),

@@ -1,7 +1,9 @@
 """Pairs of changes that differ in one thing, and what they say of the seed study's statements.
 
-A verdict is never stronger than its interval: a statement holds where every pair's interval lies on its side, does not
-hold where one lies wholly on the other, and cannot be told otherwise. A change with invalid samples decides nothing.
+A verdict is never stronger than its intervals: a statement holds where every pair's interval lies on its side, does not
+hold where every one lies wholly on the other, and cannot be told otherwise, since errors that differ in one thing still
+differ in the shape of their law. One on every other method does not hold where one method refutes it; bits count there
+as in `methods.weigh_bits`. A change with invalid samples decides nothing.
 """
 
 import itertools
@@ -13,6 +15,7 @@ import numpy as np
 
 from jaxkv.analysis import statistics
 from jaxkv.analysis.format import format_number, format_percent
+from jaxkv.analysis.methods import is_published_kvarn, weigh_bits
 from jaxkv.schema_injection import CLEAN
 
 Summary = Mapping[str, Any]
@@ -25,6 +28,7 @@ CLOSE = 0.01  # moments this near, relative to the error, count as equal
 SOME_FLIPS, NO_FLIPS, MANY_FLIPS = 0.01, 1e-4, 0.1
 CATASTROPHIC = 0.5  # of control: a change that keeps less is taken as a catastrophe
 KEEPS = 0.8
+METHOD = "method"
 KVARN = "KVarN"
 LOW_BITS = 3  # an element, scales counted, windows not: methods with codes of 2 bits
 PACKED_ALIKE = 0.05  # shares of packed elements this near are compared
@@ -37,7 +41,7 @@ PAIRS = {
     "draw": "redrawn at each read against frozen at write",
     "side": "K alone against V alone",
     "correlate": "one error a (token, head) against one a channel, at equal mean square",
-    "method": "another method against KVarN: at most 3 bits each, the same first tokens, packed shares within 5 points",
+    METHOD: "another method against KVarN: at most 3 bits each, the same first tokens, packed shares within 5 points",
 }
 
 
@@ -95,7 +99,7 @@ def _is_rival(first: Summary, second: Summary) -> bool:
     ours = [[spec[side]["method"] == KVARN for side in ("k", "v")] for spec in specs]
     kept = [[spec[side]["first"] for side in ("k", "v")] for spec in specs]
     alike = abs(first["cache"]["packed"] - second["cache"]["packed"]) <= PACKED_ALIKE
-    return not any(ours[0]) and all(ours[1]) and kept[0] == kept[1] and alike
+    return not any(ours[0]) and is_published_kvarn(second["change"]) and kept[0] == kept[1] and alike
 
 
 def _contrast(first: Mapping[int, float], second: Mapping[int, float], share: bool = True) -> dict[str, Any] | None:
@@ -127,7 +131,7 @@ def find_pairs(changes: Sequence[Summary], values: Values) -> list[dict[str, Any
         if families == {"error"}:
             kind = compare_specs(first["spec"], second["spec"])
         elif families == {"quant"} and _is_rival(first, second):
-            kind = "method"
+            kind = METHOD
         if kind is not None:
             names = first["change"], second["change"]
             found = {
@@ -135,17 +139,21 @@ def find_pairs(changes: Sequence[Summary], values: Values) -> list[dict[str, Any
                 for measure in ("score", "kl")
             }
             broken = bool(first["invalid"] or second["invalid"])
-            pairs.append({"kind": kind, "first": names[0], "second": names[1], "invalid": broken, **found})
+            more = first["cache"]["bits"] - second["cache"]["bits"] if kind == METHOD else None
+            pairs.append(
+                {"kind": kind, "first": names[0], "second": names[1], "invalid": broken, "more_bits": more, **found}
+            )
     return sorted(pairs, key=lambda pair: list(PAIRS).index(pair["kind"]))
 
 
-def decide(intervals: Sequence[Sequence[float] | None]) -> str:
-    """Whether a difference is above 0 in all of the intervals; one wholly below refutes it."""
-    if any(interval is not None and interval[1] < 0 for interval in intervals):
+def decide(intervals: Sequence[Sequence[float] | None], one_refutes: bool = True) -> str:
+    """Whether a difference is above 0 in all of the intervals; one wholly below refutes it, or all of them do."""
+    if not intervals:
+        return CANNOT_TELL
+    below, above = ([i is not None and (i[1] < 0, i[0] > 0)[side] for i in intervals] for side in (0, 1))
+    if any(below) if one_refutes else all(below):
         return DOES_NOT_HOLD
-    if intervals and all(interval is not None and interval[0] > 0 for interval in intervals):
-        return HOLDS
-    return CANNOT_TELL
+    return HOLDS if all(above) else CANNOT_TELL
 
 
 def _span(interval: Sequence[float] | None) -> str:
@@ -155,19 +163,27 @@ def _span(interval: Sequence[float] | None) -> str:
 def _judge_pairs(pairs: Sequence[Summary], kind: str, measure: str, sign: int) -> tuple[str, list[str]]:
     """Whether the first of each pair is worse by a measure: lower in score (sign -1), higher in KL (sign 1)."""
     chosen = [pair for pair in pairs if pair["kind"] == kind]
-    intervals, lines = [], []
-    for pair in chosen:
-        found = pair[measure]
-        interval = found["interval"] if found else None
-        usable = None if interval is None or pair["invalid"] else interval
-        intervals.append(usable if sign > 0 or usable is None else [-usable[1], -usable[0]])
-        if found:
-            text = f"`{pair['first']}` - `{pair['second']}`: {format_number(found['mean'])} {_span(interval)}"
-            text += f" over {found['problems']} problems"
-            lines.append(text + ("; invalid samples, so it decides nothing" if pair["invalid"] else ""))
     if not chosen:
         return NOT_RUN, ["no pair of changes that differ in this alone"]
-    return decide(intervals), lines
+    intervals: list[Sequence[float] | None] = []
+    lines = []
+    for pair in chosen:
+        found = pair[measure]
+        if not found:
+            intervals.append(None)
+            continue
+        interval = found["interval"]
+        worse = interval if sign > 0 or interval is None else [-interval[1], -interval[0]]
+        why, counts = ("", True)
+        if kind == METHOD:
+            why, counts = weigh_bits(pair["more_bits"], sign * found["mean"], worse)
+        if pair["invalid"]:
+            why, counts = "invalid samples, so it decides nothing", True
+        if counts:
+            intervals.append(None if why else worse)
+        text = f"`{pair['first']}` - `{pair['second']}`: {format_number(found['mean'])} {_span(interval)}"
+        lines.append(f"{text} over {found['problems']} problems" + (f"; {why}" if why else ""))
+    return decide(intervals, one_refutes=kind == METHOD), lines
 
 
 def _of_control(entry: Summary | None, primary: str) -> tuple[float | None, Sequence[float] | None]:
@@ -261,7 +277,7 @@ def judge(changes: Sequence[Summary], values: Values, primary: str) -> dict[str,
     text = "at equal mean square, an error of a token's scale {} than one of each channel (KVarN, arXiv 2606.03458)"
     add("E5a", text.format("costs more score"), _judge_pairs(pairs, "correlate", "score", -1))
     add("E5b", text.format("raises KL more"), _judge_pairs(pairs, "correlate", "kl", 1))
-    text = "KVarN's cache of at most 3 bits an element {} every other method's, as much of both packed"
+    text = "KVarN's cache of at most 3 bits an element {} every other method's, as much of both packed in no more bits"
     add("E6a", text.format("scores above"), _judge_pairs(pairs, "method", "score", -1))
     add("E6b", text.format("has a KL below"), _judge_pairs(pairs, "method", "kl", 1))
     return {"pairs": pairs, "claims": claims}

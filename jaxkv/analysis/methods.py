@@ -1,0 +1,42 @@
+"""Quantizers as statements on methods take them: what a name asks for, and when two caches may be compared."""
+
+import re
+from collections.abc import Sequence
+
+KVARN = "kvarn"
+PUBLISHED = ("tile", "first", "recent", "aux")  # options that leave KVarN what it is
+BITS_CLOSE = 0.25  # bits an element of the whole cache that count as no more
+CODES = re.compile(r"(?P<name>[a-z]+)(?::k(?P<k>\d+)v(?P=k)|:(?P<bits>\d+)|(?P<own>\d+))(?:,(?P<options>[^;]*))?")
+
+
+def read_codes(quantizer: str) -> tuple[str, int, list[str]] | None:
+    """Method, bits of a code and names of options; None where sides differ or the format has no such bits."""
+    found = CODES.fullmatch(quantizer)
+    if found is None:
+        return None
+    options = [option.partition("=")[0] for option in (found["options"] or "").split(",") if option]
+    return found["name"], int(found["k"] or found["bits"] or found["own"]), options
+
+
+def is_published_kvarn(quantizer: str) -> bool:
+    """Whether a name asks for KVarN as its authors have it, whatever its tile, windows and auxiliaries."""
+    codes = read_codes(quantizer)
+    return codes is not None and codes[0] == KVARN and set(codes[2]) <= set(PUBLISHED)
+
+
+def weigh_bits(more: float, worse: float, interval: Sequence[float] | None) -> tuple[str, bool]:
+    """What a rival's bits do to its comparison with KVarN.
+
+    Args:
+      more: bits an element of its whole cache above KVarN's.
+      worse: how much worse than KVarN it is.
+      interval: of `worse`.
+
+    Returns:
+      Why the pair cannot decide, empty if it can; and whether it must then leave a statement open.
+    """
+    if more < -BITS_CLOSE and worse > 0:
+        return "is worse with fewer bits, so it does not count", False
+    if more > BITS_CLOSE and interval is not None and interval[0] <= 0:
+        return "has more bits, so it decides nothing", True
+    return "", True

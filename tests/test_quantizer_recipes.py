@@ -39,7 +39,7 @@ def kvarn_by_the_recipe(tile, q):
         w = np.clip(w + np.log(np.clip(apply(w, u).std(0, ddof=1) / target, least, most)), low, high)
         u = np.clip(u + np.log(np.clip(apply(w, u).std(1, ddof=1) / target, least, most)), low, high)
         now = imbalance(apply(w, u))
-        if now <= smallest or q.keep == "last":
+        if now < smallest * (1 - 1e-4) or q.keep == "last":
             best, smallest = (w, u), now
     t, s = fp16(np.exp(best[0])), np.exp(best[1])[:, None]
     balanced = tile / t / s
@@ -113,7 +113,19 @@ def test_kvarn_floor_breaks_equivariance():
         assert max(errors) / min(errors) < 1.005
         assert abs(errors[1] - large) < 0.01
         last = dataclasses.replace(free, keep="last")
-        assert relative(run(last, x)[1], run(last, 8 * x)[1] / 8) < 0.03
+        assert np.array_equal(8 * run(last, x)[1], run(last, 8 * x)[1])
+
+
+@SIDES
+@pytest.mark.parametrize("name", ["tiny-mistral", "outliers"])
+def test_kvarn_without_a_floor_is_equivariant_bit_for_bit(name, side):
+    """Passes that have converged differ by rounding alone, which must not choose among them."""
+    x = spread((2, 256, 2, 64))
+    x[..., [3, 40]] *= 12
+    x = x if name == "outliers" else real_kv(name)[side][2:4, -256:]
+    for q in (KVarN(side, floor=None), KVarN(side, target="min")):
+        rotated = np.asarray(q.rotate(jnp.asarray(x)))
+        assert np.array_equal(8 * run(q, rotated)[1], run(q, 8 * rotated)[1])
 
 
 def test_kvarn_bits():

@@ -209,8 +209,8 @@ def test_scale_equivariance(spec, side):
     x = make(spec, side).rotate(inputs("tiny-llama2", side))
     quantize, dequantize = programs(spec, side)
     plain, scaled = dequantize(quantize(x)), dequantize(quantize(x * 8)) / 8
-    if "kvarn" in spec:  # logs round differently and the best pass may be another; with a floor more changes
-        assert abs(relative(x, scaled) / relative(x, plain) - 1) < (0.01 if "none" in spec or "min" in spec else 0.1)
+    if "kvarn" in spec and "none" not in spec and "min" not in spec:
+        assert abs(relative(x, scaled) / relative(x, plain) - 1) < 0.1
     elif "mask" in spec or spec == "fp8:e5m2":  # the smallest values have no exponent to spare
         assert relative(plain, scaled) < 1e-3
     else:

@@ -3,8 +3,12 @@
 Source: Muller et al., arXiv 2606.03458, section 3.3 and algorithm 1; what the paper leaves open follows the authors'
 serving code (huawei-csl/KVarN on vLLM). Heads are rotated by a Hadamard matrix. A K tile has channels as rows and
 tokens as columns, a V tile tokens as rows and channels as columns. Its columns and rows are divided in turn by their
-standard deviations, in logs with bounds, and the scales of the most even pass are taken. Then each row is rounded to
-nearest between its extremes.
+standard deviations, within bounds, and the scales of the most even pass are taken. Then each row is rounded to nearest
+between its extremes.
+
+The recipe adds up logs of scales. Here scales are multiplied, the same in exact arithmetic, and a power of two passes
+through without rounding. A pass counts as more even if it is so by 1e-4 of the imbalance: passes that have converged
+differ by less, in the last bits, and which of them is taken would be chance, though they round a tile differently.
 
 A row's own scale drops out of that rounding: the recipe folds it into the row's step and zero, which come out the same
 without it, up to rounding. So it is not applied here; the rows matter through the columns' scales alone. What is read
@@ -13,7 +17,7 @@ is `(code * step_row + zero_row) * scale_column`.
 The floor of -0.3 on the logs is SINQ's (arXiv 2509.22944), where spreads are divided by the smallest one first and no
 log is below 0. KVarN divides by 1 instead, so the floor forbids raising a spread below exp(-0.3) = 0.74: a tile of
 small values cannot be balanced and is rounded plainly. `floor=None` takes all bounds away, `target='min'` divides by
-the smallest spread; either makes the method equivariant under scaling.
+the smallest spread; either makes the method equivariant under scaling, by a power of two bit for bit.
 """
 
 import dataclasses
@@ -27,8 +31,9 @@ from jaxkv.errors import UserError
 from jaxkv.interventions.quantizers import affine, base, packing
 
 BITS = (2, 3, 4, 8)
-CEILING = 10.0  # upper bound of a log scale
+CEILING = 10.0  # upper bound of the log of a scale
 MOST_PASSES = 1000
+GAIN = 1e-4  # part of the imbalance that a pass must take away to be taken
 LEAST_STD, MOST_STD = 1e-3, 1e3  # bounds of what one pass divides by
 TINY = 1e-8  # least spread an imbalance is measured against
 
@@ -63,7 +68,7 @@ class KVarN(base.Quantizer):
       bits: of a code.
       tile: tokens of a tile.
       passes: over columns and rows, at most 1000. 0 is plain rounding.
-      floor: lower bound of the log scales, below the upper one of 10; None lifts all bounds.
+      floor: lower bound of the scales' logs, below the upper one of 10; None lifts all bounds.
       target: what spreads are brought to: 1 ('one') or the tile's smallest spread ('min').
       criterion: whether imbalance compares standard deviations ('std', serving code) or variances (paper).
       keep: the scales of the most even pass, none included ('best'), or of the last.
@@ -123,7 +128,7 @@ class KVarN(base.Quantizer):
         tiles = x.astype(jnp.float32).reshape(B, S // self.tile, self.tile, K, H)
         axis = -1 if self.side == "k" else 2  # along a column: K's channels, V's tokens
         auxiliary = AUXILIARIES[self.aux]
-        column = auxiliary.store(jnp.exp(self.balance(tiles, axis)))
+        column = auxiliary.store(self.balance(tiles, axis))
         scale = auxiliary.load(column)
         even = tiles / jnp.where(scale > 0, scale, 1)
         codes, step, zero = affine.quantize(even, self.bits, 2 if axis == -1 else -1, scales=auxiliary)
@@ -146,7 +151,7 @@ class KVarN(base.Quantizer):
         return (even * jnp.where(scale > 0, scale, 1)).reshape(codes.shape)
 
     def balance(self, tiles: jax.Array, axis: int) -> jax.Array:
-        """Log scales of the columns of tiles [B, n, G, K, H], kept at 1 along `axis`, the one along a column."""
+        """Scales of the columns of tiles [B, n, G, K, H], with size 1 along `axis`, the one along a column."""
         other = 2 if axis == -1 else -1
         along, across = _std(tiles, axis), _std(tiles, other)
         target = jnp.float32(1)
@@ -155,25 +160,23 @@ class KVarN(base.Quantizer):
             target = jnp.minimum(*least)
             target = jnp.where(jnp.isfinite(target), target, 1)
 
-        def log_step(log_scale, std):
+        def grow(scale, std):
             if self.floor is None:
-                return log_scale + jnp.log(jnp.where(std > 0, std / target, 1))
-            return jnp.clip(log_scale + jnp.log(jnp.clip(std / target, LEAST_STD, MOST_STD)), self.floor, CEILING)
-
-        def apply(column, row):
-            return tiles / jnp.exp(column) / jnp.exp(row)
+                return scale * jnp.where(std > 0, std / target, 1)
+            grown = scale * jnp.clip(std / target, LEAST_STD, MOST_STD)
+            return jnp.clip(grown, math.exp(self.floor), math.exp(CEILING))
 
         def one_pass(_, carry):
             column, row, along, best, least = carry
-            column = log_step(column, along)
-            row = log_step(row, _std(apply(column, row), other))
-            current = apply(column, row)
+            column = grow(column, along)
+            row = grow(row, _std(tiles / column / row, other))
+            current = tiles / column / row
             along, across = _std(current, axis), _std(current, other)
             imbalance = self._imbalance(along, across)
-            better = (imbalance <= least) | (self.keep == "last")
+            better = (imbalance < least * (1 - GAIN)) | (self.keep == "last")
             return column, row, along, jnp.where(better, column, best), jnp.where(better, imbalance, least)
 
-        column, row = jnp.zeros_like(along), jnp.zeros_like(across)
+        column, row = jnp.ones_like(along), jnp.ones_like(across)
         start = (column, row, along, column, self._imbalance(along, across))
         return jax.lax.fori_loop(0, self.passes, one_pass, start)[3]
 

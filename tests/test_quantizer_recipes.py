@@ -132,6 +132,7 @@ def test_kvarn_bits():
     for aux, bits in (("e5m3", 2.25), ("e4m3", 2.25), ("fp16", 2.375)):
         assert KVarN("k", 2, aux=aux).bits_per_element(128) == KVarN("v", 2, aux=aux).bits_per_element(128) == bits
     assert KVarN("k", 2, aux="fp16").bits_per_element(64) == 2 + 32 / 128 + 16 / 64
+    assert [KVarN("v", bits).bits_per_element(128) for bits in (2, 3, 4, 8)] == [2.25, 3.25, 4.25, 8.375]
     window = KVarN("k").window
     for tokens, published in ((1024, 5.7), (4096, 3.1), (32768, 2.36)):  # with 128 and 128 tokens in 16 bits
         # The recent window runs from 0 to 127, so the published figure is that of the last token before a tile fills.

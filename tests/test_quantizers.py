@@ -13,7 +13,7 @@ from jaxkv.errors import UserError
 from jaxkv.interventions.quantizers import Window, hadamard, nbytes, packing, parse_cache_quant, split_error
 
 SPECS = (
-    *("kvarn:2", "kvarn:3", "kvarn:8,aux=fp16", "kvarn:2,floor=none", "kvarn:2,target=min,rotate=off"),
+    *("kvarn:2", "kvarn:3", "kvarn:8", "kvarn:2,floor=none", "kvarn:2,target=min,rotate=off"),
     *("kivi:2", "kivi:4", "kivi:8", "kivi:2,group=128", "quarot:2", "quarot:4", "quarot:8"),
     *("turboquant:2", "turboquant:3", "turboquant:4", "turboquant:8", "turboquant:4,unit=off"),
     *("llama:q8_0", "llama:q5_0", "llama:q5_1", "llama:q4_0", "llama:q4_1", "mask:2", "mask:4", "mask:8", "mask:12"),
@@ -25,7 +25,7 @@ PATHS = (
     *("kvarn:2", "kivi:2", "quarot:4", "turboquant:2", "llama:q8_0", "llama:q5_1", "llama:q4_0", "mask:12", "int4"),
     *("fp8:e4m3,scale=token", "hf:4", "hf:4,axis=channel", "hf:4,axis=channel,anchor=end"),
 )
-BITS_OF = ("kvarn:{},aux=fp16", "kivi:{}", "quarot:{}", "turboquant:{}", "int{}", "mask:{}", "hf:{}")
+BITS_OF = ("kvarn:{}", "kvarn:{},aux=fp16", "kivi:{}", "quarot:{}", "turboquant:{}", "int{}", "mask:{}", "hf:{}")
 INPUTS = ("random", "tiny-llama2", "tiny-gemma2")
 
 

@@ -72,9 +72,10 @@ class KVarN(base.Quantizer):
       target: what spreads are brought to: 1 ('one') or the tile's smallest spread ('min').
       criterion: whether imbalance compares standard deviations ('std', serving code) or variances (paper).
       keep: the scales of the most even pass, none included ('best'), or of the last.
-      aux: how scales are stored, 'e5m3', 'e4m3' or 'fp16'. The paper says FP8, the serving code has fp16. e4m3 ends at
-        2^-9 and loses a cache of small values; e5m3, an fp16 without sign and low bits, is as precise and has fp16's
-        range. Codes of 8 bits deserve fp16: an 8-bit scale doubles their error on real K/V. Zeros are fp16.
+      aux: how scales are stored, 'e5m3', 'e4m3' or 'fp16'; None becomes 'e5m3' below 8 bits and 'fp16' from there on.
+        The paper says FP8, the serving code has fp16. e4m3 ends at 2^-9 and loses a cache of small values; e5m3, an
+        fp16 without sign and low bits, is as precise and has fp16's range. At 8 bits an 8-bit scale would more than
+        double the error of real values. Zeros are fp16.
       hadamard: whether heads are rotated.
     """
 
@@ -85,13 +86,15 @@ class KVarN(base.Quantizer):
     target: Literal["one", "min"] = "one"
     criterion: Literal["std", "variance"] = "std"
     keep: Literal["best", "last"] = "best"
-    aux: Literal["e5m3", "e4m3", "fp16"] = "e5m3"
+    aux: Literal["e5m3", "e4m3", "fp16"] | None = None
     hadamard: bool = True
 
     own = "prompt"
 
     def __post_init__(self):
         base.check_bits(self.bits, BITS, "KVarN")
+        if self.aux is None:
+            object.__setattr__(self, "aux", "e5m3" if self.bits < 8 else "fp16")
         if self.tile < 2:
             raise UserError(f"a KVarN tile of {self.tile} tokens has no spread; use at least 2")
         if not 0 <= self.passes <= MOST_PASSES:
@@ -101,6 +104,12 @@ class KVarN(base.Quantizer):
                 f"a floor of {self.floor:g} under KVarN's log scales is no finite number below their ceiling of "
                 f"{CEILING:g}; use e.g. floor=-0.3, or floor=none for no bounds"
             )
+
+    @property
+    def auxiliary(self) -> affine.Auxiliary:
+        """How scales are stored."""
+        assert self.aux is not None
+        return AUXILIARIES[self.aux]
 
     @property
     def granularity(self) -> int:
@@ -119,7 +128,7 @@ class KVarN(base.Quantizer):
         return base.Window(first=128, block=self.tile)
 
     def bits_per_element(self, head_dim: int) -> float:
-        scale = AUXILIARIES[self.aux].bits
+        scale = self.auxiliary.bits
         row, column = (self.tile, head_dim) if self.side == "k" else (head_dim, self.tile)
         return self.bits + (scale + 16) / row + scale / column
 
@@ -127,7 +136,7 @@ class KVarN(base.Quantizer):
         B, S, K, H = x.shape
         tiles = x.astype(jnp.float32).reshape(B, S // self.tile, self.tile, K, H)
         axis = -1 if self.side == "k" else 2  # along a column: K's channels, V's tokens
-        auxiliary = AUXILIARIES[self.aux]
+        auxiliary = self.auxiliary
         column = auxiliary.store(self.balance(tiles, axis))
         scale = auxiliary.load(column)
         even = tiles / jnp.where(scale > 0, scale, 1)
@@ -145,7 +154,7 @@ class KVarN(base.Quantizer):
         tiles = codes.reshape(B, S // self.tile, self.tile, K, H)
         rows, columns = (1, self.tile) if self.side == "k" else (self.tile, 1)
         spread = lambda leaf, n: leaf.reshape(B, -1, n, K, leaf.size // (leaf.shape[1] * B * K))  # noqa: E731
-        load = AUXILIARIES[self.aux].load
+        load = self.auxiliary.load
         even = affine.dequantize(tiles, load(spread(packed["step"], rows)), spread(packed["zero"], rows))
         scale = load(spread(packed["column"], columns))
         return (even * jnp.where(scale > 0, scale, 1)).reshape(codes.shape)

@@ -130,7 +130,7 @@ GRAMMAR = (
     "kivi:k2v2 quarot:4 turboquant:4 hf:4 (bits for both, or k4v2) llama:q8_0 fp8:e4m3 int8 int4 int2 mask:8 none; "
     "options of all: first=N recent=N, of kvarn: "
     + " ".join(METHODS["kvarn"].options)
-    + ", of kivi: group window, of turboquant: unit "
+    + " (aux=fp16 unless said from 8 bits on, e5m3 below), of kivi: group window, of turboquant: unit "
     "edges, of hf: group every axis anchor, of fp8: scale=token|NUMBER, of int8: bound=whole|half, of mask: of"
 )
 
@@ -278,11 +278,12 @@ def _write(side: SideQuant) -> tuple[str, str, tuple[str, ...]]:
         if type(quantizer) is method.make and all(getattr(quantizer, f) == v for f, v in method.fixed.items())
     )
     variant = "" if method.variant is None else str(getattr(quantizer, method.variant))
-    defaults = {field.name: field.default for field in dataclasses.fields(quantizer)}
+    chosen = {} if method.variant is None else {method.variant: getattr(quantizer, method.variant)}
+    plain = method.make(side=quantizer.side, **method.fixed, **chosen)
     options = [
         f"{key}={option.write(getattr(quantizer, option.field))}"
         for key, option in method.options.items()
-        if getattr(quantizer, option.field) != defaults[option.field]
+        if getattr(quantizer, option.field) != getattr(plain, option.field)
     ]
     options += [f"{key}={getattr(side, key)}" for key in WINDOWS if getattr(side, key) is not None]
     return name, variant, tuple(options)

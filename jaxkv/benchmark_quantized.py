@@ -73,11 +73,10 @@ def make_work(
     config = get_preset(model)
     longest = max(config.context_length, prompt_tokens + new_tokens, memory_tokens)
     config = dataclasses.replace(config, context_length=longest)
-    spec = parse_cache_quant(quant)
+    spec, found = parse_cache_quant(quant), make_precision(precision)
     spec.check(config.head_dim, longest)
-    return Work(
-        config, make_precision(precision), Quantization(spec), prompt_tokens, new_tokens, memory_tokens, repeats
-    )
+    changed = Quantization(spec.stored_as(found.cache))
+    return Work(config, found, changed, prompt_tokens, new_tokens, memory_tokens, repeats)
 
 
 def make_arms(work: Work, changed: bool) -> tuple[Any, Any]:

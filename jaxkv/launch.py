@@ -262,7 +262,7 @@ def _check_condition(one: dict[str, Any]) -> None:
         from jaxkv.experiments.accumulation import read_blocks
         from jaxkv.experiments.changes import make_changes, read_seeds
 
-        make_changes(one["cache_error"], one["cache_quant"], preset)
+        make_changes(one["cache_error"], one["cache_quant"], preset, precision)
         read_blocks(one["blocks"])
         if one["error_seeds"]:
             read_seeds(one["error_seeds"])

@@ -2,7 +2,9 @@
 
 import pytest
 
+from jaxkv.config import make_precision
 from jaxkv.errors import UserError
+from jaxkv.experiments.changes import make_changes
 from jaxkv.interventions.quantizers import CacheQuant, SideQuant, Window, parse_cache_quant
 from jaxkv.interventions.quantizers.floats import Float8
 from jaxkv.interventions.quantizers.integers import Integer
@@ -40,7 +42,9 @@ TEXTS = {
     "fp8:e4m3,scale=1e-07": None,
     "int8": None,
     "int4,bound=half,first=4": None,
+    "mask:8": None,
     "mask:8,of=bf16": None,
+    "mask:8,of=fp16": None,
     "hf:4": None,
     "hf:2,group=32,every=100,axis=channel,anchor=end": None,
     "none": None,
@@ -73,6 +77,16 @@ def test_what_is_read():
     assert parse_cache_quant("mask:9") == both(lambda side: Mask(side, 9))
     assert parse_cache_quant("hf:4,every=64") == both(lambda side: Requantize(side, 4, every=64))
     assert parse_cache_quant("none") == CacheQuant(SideQuant(None), SideQuant(None))
+
+
+def test_methods_learn_the_caches_dtype_and_keep_their_name():
+    (_, change) = make_changes([], ["k=int8;v=mask:9,first=2"], precision=make_precision("bf16"))
+    assert change.name == "k=int8;v=mask:9,first=2"
+    assert change.describe(64)["v"]["bits"] == 9
+    known = change.what.stored_as(make_precision("bf16").cache)
+    assert known == CacheQuant(change.what.k, SideQuant(Mask("v", 9, "bf16"), first=2))
+    with pytest.raises(UserError, match=r"^--cache_quant=mask:17: the cache holds fp16, which has 16 bits"):
+        make_changes([], ["mask:17"], precision=make_precision("fp16"))
 
 
 def test_settings_are_checked_where_no_text_is_read():
@@ -135,7 +149,9 @@ def test_windows_are_the_methods_unless_asked_for():
         ("fp8:e5m2,scale=7e35", "where e5m2 takes 1.2e-38 to 5.9e+33"),
         ("fp8:e4m3,scale=1e-300", "or scale=token"),
         ("fp8:e4m3,scale=row", "scale=row should be a number or token"),
-        ("mask:17", "fp16 has 16 bits"),
+        ("mask:17,of=fp16", "fp16 has 16 bits"),
+        ("mask:33", "fp32 has 32 bits"),
+        ("mask:0", "keep 1 to 32"),
         ("hf:4,every=0", "pack nothing"),
         ("k=int8;k=int8", "each once"),
         ("k=int8;int4", "each once"),

@@ -135,7 +135,7 @@ def reference(quant, rows, lengths):
 def test_reads_are_the_quantizers_own_at_every_step(spec):
     """Position by position and step by step, the bits of quantize and dequantize on each row alone."""
     cache, seen, rows = run(spec)
-    quant = parse_cache_quant(spec)
+    quant = parse_cache_quant(spec).stored_as(FP16.cache)
     changed = 0
     for side in "kv":
         sided, views = getattr(quant, side), seen[side]

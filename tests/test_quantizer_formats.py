@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from kv_inputs import normal, on_a_grid, real_kv, relative, run, spread
 
+from jaxkv.errors import UserError
 from jaxkv.interventions.quantizers import packing
 from jaxkv.interventions.quantizers.floats import Float8
 from jaxkv.interventions.quantizers.integers import Integer
@@ -54,7 +55,18 @@ def test_masking(of):
     for bits in (2, 7, 8, width):
         kept = (words >> (width - bits) << (width - bits)).view(dtype).astype(np.float32)
         assert np.array_equal(run(Mask("k", bits, of), jnp.asarray(x))[1], kept)
+        assert Mask("k", bits).stored_as(dtype) == Mask("k", bits, of).stored_as(np.float32) == Mask("k", bits, of)
     assert np.array_equal(kept, x.astype(np.float32))  # all bits: the identity
+
+
+def test_what_is_masked_must_be_known():
+    assert Mask("k", 17).stored_as(np.float32).bits == 17
+    with pytest.raises(UserError, match="the cache holds bf16, which has 16 bits, of which 17 cannot be kept; keep 1"):
+        Mask("k", 17).stored_as(ml_dtypes.bfloat16)
+    with pytest.raises(UserError, match=r"a cache of float64 has no bits to mask; say of=fp16\|bf16\|fp32"):
+        Mask("k", 8).stored_as(np.float64)
+    with pytest.raises(ValueError, match="not known yet"):
+        Mask("k", 8).quantize(jnp.zeros((1, 1, 1, 8)))
 
 
 @pytest.mark.parametrize("name", ["e4m3", "e5m2"])

@@ -50,7 +50,7 @@ RANDOM = (
 
 
 def make(spec, side):
-    return getattr(parse_cache_quant(spec), side).quantizer
+    return getattr(parse_cache_quant(spec).stored_as(jnp.float16), side).quantizer
 
 
 @functools.cache

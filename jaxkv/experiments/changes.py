@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxkv.cache import Intervention
-from jaxkv.config import ModelConfig
+from jaxkv.config import ModelConfig, Precision
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
 from jaxkv.interventions.cache_error_spec import parse_cache_error
@@ -84,16 +84,20 @@ class Change:
         return {"family": "quant"} | sides
 
 
-def make_changes(errors: Sequence[str], quants: Sequence[str], config: ModelConfig | None = None) -> list[Change]:
+def make_changes(
+    errors: Sequence[str], quants: Sequence[str], config: ModelConfig | None = None, precision: Precision | None = None
+) -> list[Change]:
     """The clean arm and the changes that are asked for, in order: quantizers, then errors.
 
     Args:
       errors: texts of `--cache_error`.
       quants: texts of `--cache_quant`.
       config: of the model that they must suit; None leaves that open.
+      precision: of the arms, whose cache quantizers must suit; None leaves that open.
 
     Raises:
-      UserError: a text that is not understood, names the clean cache, is given twice, or does not suit the model.
+      UserError: a text that is not understood, names the clean cache, is given twice, or does not suit model or
+        precision.
     """
     changes = [Change(None)]
     parsers: dict[str, Callable[[str], CacheError | CacheQuant]]
@@ -110,6 +114,8 @@ def make_changes(errors: Sequence[str], quants: Sequence[str], config: ModelConf
                 change.what.check(config.num_layers, config.num_kv_heads)
             elif config is not None and isinstance(change.what, CacheQuant):
                 change.what.check(config.head_dim, config.context_length)
+            if precision is not None and isinstance(change.what, CacheQuant):
+                change.what.stored_as(precision.cache)
         except UserError as error:
             raise UserError(f"--{flag}={text}: {error}") from None
         changes.append(change)

@@ -155,7 +155,7 @@ class QuantizedCache:
       v: L stores.
       positions: [B, S] int32, -1 where a slot is empty.
       prompt: [B] int32, tokens that a row's first call brought.
-      quant: what is done.
+      quant: what is done, by methods that know the dtype of what they pack.
     """
 
     k: tuple[Store, ...]
@@ -224,10 +224,12 @@ class Quantization:
         """An empty cache.
 
         Raises:
-          UserError: the head dim does not suit the method, or a tile does not fit the model's context.
+          UserError: the head dim or the cache's dtype does not suit the method, or the context is over before
+            anything is packed.
         """
         del problems, seed
         self.quant.check(config.head_dim, config.context_length)
+        quant = self.quant.stored_as(precision.cache)
         shape = (config.num_kv_heads, config.head_dim)
 
         def make(plan: SidePlan | None) -> Store:
@@ -235,13 +237,13 @@ class Quantization:
                 return jnp.zeros((batch, slots, *shape), precision.cache)
             return plan.make(batch, *shape, precision.cache)
 
-        plans = [make_plans(self.quant, layer, config.num_layers, slots) for layer in range(config.num_layers)]
+        plans = [make_plans(quant, layer, config.num_layers, slots) for layer in range(config.num_layers)]
         return QuantizedCache(
             k=tuple(make(k) for k, _ in plans),
             v=tuple(make(v) for _, v in plans),
             positions=jnp.full((batch, slots), EMPTY, jnp.int32),
             prompt=jnp.zeros(batch, jnp.int32),
-            quant=self.quant,
+            quant=quant,
         )
 
 

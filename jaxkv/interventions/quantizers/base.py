@@ -109,6 +109,11 @@ class Quantizer(abc.ABC):
     def bits_per_element(self, head_dim: int) -> float:
         """Bits of storage per element with all auxiliaries, outside windows."""
 
+    def stored_as(self, dtype: Any) -> "Quantizer":
+        """The method for a cache of this dtype, which a few need to know. Raises UserError if it does not suit."""
+        del dtype
+        return self
+
     def rotate(self, x: jax.Array) -> jax.Array:
         """x [..., H] in the basis in which the cache holds it, and back."""
         return hadamard.rotate(x) if self.rotated else x

@@ -159,6 +159,10 @@ class SideQuant:
             recent=own.recent if self.recent is None else self.recent,
         )
 
+    def stored_as(self, dtype: Any) -> "SideQuant":
+        """As in CacheQuant."""
+        return dataclasses.replace(self, quantizer=self.quantizer and self.quantizer.stored_as(dtype))
+
     def check(self, head_dim: int, tokens: int | None = None) -> None:
         """Raises UserError if heads of this size do not suit, or if a context of so many tokens is over too early."""
         if self.quantizer is None:
@@ -196,6 +200,10 @@ class CacheQuant:
         """Raises UserError if heads of this size, or a context of so many tokens, do not suit either side."""
         for side in (self.k, self.v):
             side.check(head_dim, tokens)
+
+    def stored_as(self, dtype: Any) -> "CacheQuant":
+        """The same for a cache of this dtype, known to the methods. Raises UserError if it does not suit one."""
+        return CacheQuant(self.k.stored_as(dtype), self.v.stored_as(dtype))
 
 
 def parse_cache_quant(text: str) -> CacheQuant:

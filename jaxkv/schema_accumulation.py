@@ -7,6 +7,7 @@
      "tokens_sha256": str, "steps": int, "num_layers": int,
      "quantizer": str, "regime": "static" | "accumulated:B" | "decode",
      "storage": {"bytes": int, "clean_bytes": int, "slots": int, "bits": float},
+     "saturated": null | {"k": int, "v": int, "elements": int},
      "bins": null | [[begin, end]],
      "attention_error": null | {"error": [[float | null]]},
      "logits": null | {"kl": [float | null], "agree": [int | null], "places": [int], "kl_sum": float,
@@ -29,6 +30,8 @@ over packed tokens: their number, the L2 error over all of them relative to the 
 squared error that is of norms (E_M) rather than of directions (E_D). `repair`, in `static` alone, is the attention
 error when an oracle corrects the norms of no token, the worst 5 %, the other 95 %, or all (jaxkv.interventions.
 repaired_cache). `storage` counts the cache's arrays for the batch at its slots, windows included, and bits per element.
+`saturated` counts elements of the clean run's keys and values that are packed and lie outside the quantizer's format,
+null where it has no end (jaxkv.schema_injection).
 `instrumented_bit_equal` counts steps at which a run that was watched has the logits of the arm unwatched, bit for bit;
 `changed` is of `decode` alone, whose `logits` are those of the arm. Invalid samples have no figures.
 """
@@ -37,6 +40,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxkv.schema_injection import validate_saturated
 from jaxkv.schemas import choose, fail, get_field, require_null, validate_setting
 
 REGIMES = re.compile(r"static|decode|accumulated:[1-9][0-9]*")
@@ -114,6 +118,7 @@ def validate_accumulation(record: Mapping[str, Any]) -> None:
     for figure in ("bytes", "clean_bytes", "slots"):
         get_field(record, f"storage.{figure}", "count")
     get_field(record, "storage.bits", "float")
+    validate_saturated(record)
     if status == "invalid":
         require_null(record, FIGURES)
         if record.get("bins") is not None:

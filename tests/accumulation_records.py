@@ -79,6 +79,7 @@ def make_record(
         "quantizer": quantizer,
         "regime": regime,
         "storage": {"bytes": int(bits * 1000), "clean_bytes": 16000, "slots": 64, "bits": bits},
+        "saturated": None,
         "bins": bins,
         "attention_error": {"error": grid()},
         "logits": {

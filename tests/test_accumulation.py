@@ -26,6 +26,8 @@ ITEMS = tuple(Item(index, tuple(make_prompts((n,), index)[0]), "1") for index, n
 SPEC = RunSpec(new_tokens=22, batch_size=2, padding="left", bucket=8)
 PACKED = "kivi:k2v2,group=4,window=4"
 PLAIN = "mask:16"  # every bit of fp16
+# A prefill reads its rows as they are, and a format with an end; all history is packed anew every 9 tokens.
+PROMPT, HISTORY = "k=kvarn:2,tile=8,first=0;v=fp8:e4m3,scale=0.002", "k=hf:2,every=9;v=none"
 BLOCKS = (1, 5)
 
 
@@ -33,7 +35,9 @@ BLOCKS = (1, 5)
 def set_up():
     arms = wide_arms("mistral", "fp16", sampler=SAMPLERS["greedy"])
     state = arms.prepare(wide_state("mistral", "fp16"))
-    runs = Accumulation(arms, state, [parse_cache_quant(spec) for spec in (PACKED, PLAIN)], BLOCKS, repair=True)
+    runs = Accumulation(
+        arms, state, [parse_cache_quant(spec) for spec in (PACKED, PLAIN, PROMPT, HISTORY)], BLOCKS, repair=True
+    )
     reference = run_reference(arms, state, plan_batches(ITEMS, SPEC)[0], SPEC)
     return runs, reference, runs.trace(reference)
 
@@ -56,13 +60,35 @@ def valid_logits(logits):
     return [logits[row, :length] for row, length in enumerate(lengths)]
 
 
-def test_accumulated_1_is_decode():
+@pytest.mark.parametrize(("quant", "own"), [(PACKED, "step"), (PROMPT, "prompt"), (HISTORY, "step")])
+def test_accumulated_1_is_decode(quant, own):
     """Blocks of one token by the program of the regimes, and the arm's own loop: bit for bit, left padding included."""
-    blocks, decode = ran("accumulated:1"), ran("decode")
+    quantizer = parse_cache_quant(quant).k.quantizer
+    assert (quantizer.own, quantizer.whole_history) == (own, quant == HISTORY)
+    blocks, decode = ran("accumulated:1", quant), ran("decode", quant)
     assert same_bits(valid_logits(blocks.replay.logits), valid_logits(decode.arm.logits))
     assert same_bits(blocks.replay.errors, decode.replay.errors)
     assert not same_bits(valid_logits(blocks.replay.logits), valid_logits(set_up()[1].cached.logits))
-    assert not same_bits(blocks.replay.errors, ran("accumulated:5").replay.errors)
+
+
+def test_longer_blocks_see_other_things():
+    assert not same_bits(ran("accumulated:1").replay.errors, ran("accumulated:5").replay.errors)
+
+
+def test_saturated_elements_are_counted():
+    """Values that fp8 e4m3 at this scale cannot hold; keys of KVarN have no such end."""
+    clean, record = set_up()[2], record_of("decode", PROMPT)
+    validate_accumulation(json.loads(to_line(record)))
+    cache, over, elements = ran("decode", PROMPT).replay.cache, 0, 0
+    for layer in range(record["num_layers"]):
+        k, v = (np.asarray(packed)[1] for packed in cache.packed(layer))
+        values = np.asarray(clean.values[f"v.{layer}"], np.float64)[1]
+        over += (np.abs(values[v]) > 448 * 0.002).sum()
+        elements += (k.sum() + v.sum()) * values[0].size
+    assert record["saturated"] == {"k": 0, "v": over, "elements": elements}
+    assert 0 < over < elements
+    assert record_of("accumulated:1", PROMPT)["saturated"] == record["saturated"]
+    assert record_of("decode")["saturated"] is None
 
 
 def test_static_feeds_nothing_back():
@@ -163,6 +189,7 @@ def test_what_is_done_is_not_run_again():
         (("stored", "v", "relative", 0), None, "stored.v.relative"),
         (("instrumented_bit_equal", "changed"), None, "instrumented_bit_equal.changed"),
         (("storage", "bytes"), -1, "storage.bytes"),
+        (("saturated",), {"k": 3, "v": 3, "elements": 5}, "saturated"),
     ],
 )
 def test_faulty_records_are_refused(path, value, fault):

@@ -234,6 +234,7 @@ CHANGES = {
     "bytes": (lambda r: r["storage"].update(bytes=9999), False),
     "packed": (lambda r: r["stored"]["v"].update(packed=[3] * LAYERS), False),
     "relative": (lambda r: r["stored"]["k"].update(relative=[0.9] * LAYERS), False),
+    "saturated": (lambda r: r.update(saturated={"k": 0, "v": 3, "elements": 99}), False),
     "watched": (lambda r: r["instrumented_bit_equal"].update(clean=1), False),
 }
 STATIC_CHANGES = {
@@ -256,6 +257,20 @@ def test_a_changed_record_changes_the_report(regime, name):
     after = summary_of(records)
     assert to_markdown(before) != to_markdown(after)
     assert (drawn(before) != drawn(after)) == moves
+
+
+def test_what_a_format_cannot_hold_is_counted_once_a_problem():
+    records = both()
+    assert of(summary_of(records))["saturated"] is None
+    for record in records:
+        if record["quantizer"] == KIVI:
+            record["saturated"] = {"k": record["problem"], "v": 2, "elements": 100}
+    summary = summary_of(records)
+    count = sum(range(N)) + 2 * N
+    assert of(summary, KIVI)["saturated"] == {"k": sum(range(N)), "v": 2 * N, "elements": 100 * N}
+    for text in (to_markdown(summary), shown(summary, 200)):
+        assert f"`{KIVI}`: {count} of {100 * N} elements lie outside its format." in text
+        assert text.count("lie outside") == 1
 
 
 # What is missing or broken.

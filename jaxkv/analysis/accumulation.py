@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv.analysis.accumulation_claims import average, judge, subtract
-from jaxkv.analysis.samples import collect, count_problems
+from jaxkv.analysis.samples import add_saturated, collect, count_problems
 from jaxkv.analysis.summary import clustered_share, group_invalid
 from jaxkv.schema_accumulation import REPAIRS, SIDES, validate_accumulation
 
@@ -310,6 +310,7 @@ def _summarize_quantizer(
         "samples": {regime: sum(s["regime"] == regime for s in members) for regime in by_regime},
         "invalid": group_invalid([s for s in members if s["status"] == "invalid"]),
         "storage": _summarize_storage(flat),
+        "saturated": add_saturated({s["problem"]: s["saturated"] for s in flat}.values()),  # alike in all regimes
         "regimes": regimes,
         "repair": repair,
     }, values

@@ -10,7 +10,7 @@ from jaxkv.analysis.accumulation_claims import show_average
 from jaxkv.analysis.accumulation_figures import DECODE, REPAIRED, STATIC, draw_accumulation
 from jaxkv.analysis.document import Block, Bullets, Fold, Heading, Paragraph, Table
 from jaxkv.analysis.format import format_count, format_counted_share, format_number, format_percent
-from jaxkv.analysis.samples import describe_problems, say_few, say_invalid, say_packed_nothing
+from jaxkv.analysis.samples import describe_problems, say_few, say_invalid, say_packed_nothing, say_saturated
 
 Summary = Mapping[str, Any]
 Show = Callable[[float], str]
@@ -78,7 +78,7 @@ def _packed(entry: Summary, side: str) -> Summary | None:
 
 
 def say_what_there_is(summary: Summary) -> list[str]:
-    """How many problems, and what is missing, invalid or cannot be compared."""
+    """How many problems, and what is missing, invalid, cannot be compared, not packed or not held."""
     lines = [describe_problems(summary), *say_few(summary["problems"]["ok"])]
     if summary["parted"]:
         text = ", ".join(map(str, summary["parted"]))
@@ -90,6 +90,7 @@ def say_what_there_is(summary: Summary) -> list[str]:
         lines += say_invalid(name, entry["invalid"])
         packed = [_packed(entry, side) for side in ("k", "v")]
         lines += say_packed_nothing(name, [found["mean"] for found in packed if found])
+        lines += say_saturated(name, entry["saturated"])
     return lines
 
 

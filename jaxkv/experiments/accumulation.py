@@ -19,10 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxkv.cache import KVCache
 from jaxkv.compare import compare_logits
 from jaxkv.decode import Arms, Rollout
 from jaxkv.errors import UserError
 from jaxkv.experiments.batches import Item, RunSpec, plan_batches
+from jaxkv.experiments.cache_measures import count_saturated, describe_saturated
 from jaxkv.experiments.regimes import WATCHED, Replay, ReplayPrograms
 from jaxkv.experiments.traced_runs import (
     MayBreak,
@@ -84,6 +86,7 @@ class Ran:
       replay: the watched run.
       errors: its attention errors, L arrays [B, S].
       stored: what it packed beside the clean run's values (`_measure_stored`).
+      saturated: [B, 3] of those values, what its format cannot hold (cache_measures.count_saturated), or None.
       arm: the arm itself, in `decode`.
       repairs: the attention errors of repaired runs, in `static`: choice -> L arrays [B, S].
       nonfinite_step: [B] the first step whose logits were not finite, -1 if none.
@@ -92,6 +95,7 @@ class Ran:
     replay: Replay
     errors: Sequence[np.ndarray]
     stored: Mapping[str, np.ndarray]
+    saturated: np.ndarray | None
     arm: Rollout | None
     repairs: Mapping[str, Sequence[np.ndarray]]
     nonfinite_step: np.ndarray
@@ -191,7 +195,14 @@ class Accumulation:
                 repaired = self.programs.run(*given, Repair(self.quants[quant], choice), static=True)
                 repairs[choice] = _fetch_errors(repaired)
         stored = _measure_stored(replay.cache, clean, self.arms.config.num_layers)
-        return Ran(replay, _fetch_errors(replay), stored, arm, repairs, broken)
+        saturated = count_saturated(self.quants[quant], self._clean_cache(clean), replay.cache)
+        return Ran(replay, _fetch_errors(replay), stored, saturated, arm, repairs, broken)
+
+    def _clean_cache(self, clean: Trace) -> KVCache:
+        """The cache of the clean run."""
+        layers, dtype = range(self.arms.config.num_layers), self.arms.precision.cache
+        k, v = (tuple(clean.values[f"{side}.{layer}"].astype(dtype) for layer in layers) for side in "kv")
+        return KVCache(k, v, clean.positions)
 
     def make_record(
         self, item: Item, row: int, reference: Reference, clean: Trace, ran: Ran, quant: str, regime: str, spec: Any
@@ -216,6 +227,7 @@ class Accumulation:
                 "slots": slots,
                 "bits": effective_bits(cache, arms.config),
             },
+            "saturated": describe_saturated(ran.saturated, row),
             "bins": None,
             **dict.fromkeys(FIGURES),
         }

@@ -8,27 +8,35 @@ import numpy as np
 
 from jaxkv.cache import empty_cache
 from jaxkv.checkpoints import load
+from jaxkv.checkpoints.checkpoint import Checkpoint
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms, make_layout, make_rows
 from jaxkv.tasks import arith
 
 TOKENS = 512
+SHIPPED = ("tiny-llama2", "tiny-gemma2", "tiny-mistral")
+PRECISION = make_precision("fp16")
 
 
 @functools.cache
 def real_kv(name: str = "tiny-gemma2") -> dict[str, np.ndarray]:
     """'k' (after RoPE) and 'v' of every layer, fp32 [L, TOKENS, K, H], from a few-shot arith prompt in fp16."""
-    precision = make_precision("fp16")
-    checkpoint = load(name, precision=precision)
+    checkpoint = load(name, precision=PRECISION)
     text = "\n\n".join(f"{problem.question}\n{problem.solution}" for problem in arith.generate("test", 16))
     prompt = checkpoint.tokenizer.encode(text)[:TOKENS]
     assert len(prompt) == TOKENS
-    arms = Arms(checkpoint.config, precision)
+    return prefill_kv(checkpoint, prompt)
+
+
+def prefill_kv(checkpoint: Checkpoint, prompt: list[int]) -> dict[str, np.ndarray]:
+    """'k' (after RoPE) and 'v' of every layer, fp32 [L, n, K, H], of a prompt of n tokens in fp16."""
+    arms = Arms(checkpoint.config, PRECISION)
     layout = make_layout([prompt], 0, 8, checkpoint.config)
     tokens, rows = make_rows([prompt], [0], 0, layout)
-    cache = empty_cache(checkpoint.config, precision, 1, layout.slots)
+    cache = empty_cache(checkpoint.config, PRECISION, 1, layout.slots)
     _, cache = arms.prefill(arms.prepare(checkpoint.state), jnp.asarray(tokens), rows, cache)
-    return {side: np.asarray(jnp.concatenate(getattr(cache, side)), np.float32) for side in ("k", "v")}
+    values = {side: np.asarray(jnp.concatenate(getattr(cache, side)), np.float32) for side in ("k", "v")}
+    return {side: x[:, : len(prompt)] for side, x in values.items()}
 
 
 def normal(*shape, seed: int = 0) -> np.ndarray:

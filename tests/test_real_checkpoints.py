@@ -1,6 +1,7 @@
 """Real checkpoints: the greedy fp32 tokens of our cached arm are those of transformers' PyTorch model.
 
-Both read the same GGUF file and start from the same prompt ids, those of our tokenizer.
+Both read the same GGUF file and start from the same prompt ids, those of our tokenizer. And what every quantizer
+promises (tests/test_quantizers.py) holds on keys and values of SmolLM2.
 """
 
 import dataclasses
@@ -8,16 +9,24 @@ import itertools
 import os
 from pathlib import Path
 
+import gguf
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 import transformers
+from kv_inputs import PRECISION, prefill_kv, relative, run
+from small_models import same_bits
+from test_quantizers import BITS_OF, SPECS, make, programs
 
 from jaxkv.checkpoints import load
 from jaxkv.checkpoints.checkpoint import Checkpoint
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms, make_layout, make_rows
 from jaxkv.generate import run_cached
+from jaxkv.interventions.quantizers import nbytes
+from jaxkv.interventions.quantizers.llama_cpp import BITS, LlamaCpp
 from jaxkv.tasks.gsm8k import PromptSpec, build_prompt, choose_shots, load_problems
 
 VARIABLES = {
@@ -153,3 +162,68 @@ def test_greedy_tokens_are_those_of_transformers(expected):
         f"{sum(map(len, expected.tokens))} generated, closest choice {closest:.3g}"
     )
     assert not faults, "\n".join([f"{len(faults)} of {case.count} prompts differ", *faults])
+
+
+# What quantizers promise, on keys and values of SmolLM2.
+
+LAYERS = (0, 14, 29)
+BOTH = pytest.mark.parametrize("side", ["k", "v"])
+
+
+@pytest.fixture(scope="module")
+def smollm2_kv():
+    """Keys and values [3, 256, 3, 64] of three layers over a GSM8K text, as an fp16 cache holds them."""
+    path, folder = environment("JAXKV_SMOLLM2_GGUF", "JAXKV_GSM8K_DIR")
+    checkpoint = load(str(path), precision=PRECISION)
+    (prompt,) = make_prompts(Case("JAXKV_SMOLLM2_GGUF", PromptSpec("few_shot", 8), 1, 0), checkpoint.tokenizer, folder)
+    found = prefill_kv(checkpoint, prompt[:256])
+    return {side: jnp.asarray(x[list(LAYERS)]) for side, x in found.items()}
+
+
+@pytest.mark.weights
+@BOTH
+@pytest.mark.parametrize("name", BITS)
+def test_llama_cpp_blocks_of_smollm2_are_ggufs(name, side, smollm2_kv):
+    """Codes and values, bit for bit."""
+    rows, kind = np.asarray(smollm2_kv[side]).reshape(-1, 64), gguf.GGMLQuantizationType[name.upper()]
+    packed, read = run(LlamaCpp(side, name), rows[None, :, None])
+    expected = gguf.quants.quantize(rows, kind)
+    assert np.array_equal(packed["blocks"][0, :, 0], expected)
+    assert same_bits(read[0, :, 0], gguf.quants.dequantize(expected, kind))
+
+
+@pytest.mark.weights
+@BOTH
+@pytest.mark.parametrize("spec", SPECS)
+def test_quantizers_on_smollm2(spec, side, smollm2_kv):
+    """Finite, of the stated bits, a row alone as in a batch, and a fixed point where the recipe says so."""
+    quantizer, (quantize, dequantize) = make(spec, side), programs(spec, side)
+    x = quantizer.rotate(smollm2_kv[side])
+    packed = quantize(x)
+    read = dequantize(packed)
+    assert np.isfinite(np.asarray(read)).all()
+    assert 8 * nbytes(packed) == quantizer.bits_per_element(64) * x.size
+    for row in range(len(LAYERS)):
+        alone = quantize(x[row : row + 1])
+        assert same_bits(alone, jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], packed))
+        assert same_bits(dequantize(alone), read[row : row + 1])
+    if quantizer.fixed_point:
+        again = quantize(read)
+        for leaf in ("codes", "blocks"):
+            assert np.array_equal(packed.get(leaf, 0), again.get(leaf, 0))
+        assert np.allclose(dequantize(again), read, rtol=2e-3, atol=1e-6)
+    print(f"{spec} {side}: {quantizer.bits_per_element(64)} bits, relative error {relative(x, read):.4f}")
+
+
+@pytest.mark.weights
+@BOTH
+@pytest.mark.parametrize("family", BITS_OF)
+def test_more_bits_err_less_on_smollm2(family, side, smollm2_kv):
+    errors = []
+    for bits in (2, 4, 8):
+        spec = family.format(bits)
+        quantize, dequantize = programs(spec, side)
+        x = make(spec, side).rotate(smollm2_kv[side])
+        errors.append(relative(x, dequantize(quantize(x))))
+    print(family, side, errors)
+    assert errors[0] > errors[1] > errors[2]

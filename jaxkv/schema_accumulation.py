@@ -30,8 +30,8 @@ over packed tokens: their number, the L2 error over all of them relative to the 
 squared error that is of norms (E_M) rather than of directions (E_D). `repair`, in `static` alone, is the attention
 error when an oracle corrects the norms of no token, the worst 5 %, the other 95 %, or all (jaxkv.interventions.
 repaired_cache). `storage` counts the cache's arrays for the batch at its slots, windows included, and bits per element.
-`saturated` counts elements of the clean run's keys and values that are packed and lie outside the quantizer's format,
-null where it has no end (jaxkv.schema_injection).
+`saturated` counts elements of the clean run's packed keys and values that the quantizer's format cannot hold, as in
+jaxkv.schema_injection.
 `instrumented_bit_equal` counts steps at which a run that was watched has the logits of the arm unwatched, bit for bit;
 `changed` is of `decode` alone, whose `logits` are those of the arm. Invalid samples have no figures.
 """

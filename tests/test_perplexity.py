@@ -377,7 +377,9 @@ def test_what_a_format_cannot_hold_is_said():
     assert "…" not in text
     row = next(line for line in text.splitlines() if f"{summary['changes'][1]['ratio']['mean']:.6g}" in line)
     assert row.split()[1:3] == ["2", "8"]
-    assert "lie outside" not in shown(summarize_perplexity(clean), 80)
+    held = [record | {"saturated": {"k": 0, "v": 0, "elements": 99}} for record in changed]
+    for records in (clean, [*clean, *held]):
+        assert "lie outside" not in shown(summarize_perplexity(records), 80)
 
 
 def test_a_quantizer_that_packed_nothing_is_named():

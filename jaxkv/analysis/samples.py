@@ -72,8 +72,8 @@ def add_saturated(found: Iterable[Mapping[str, int] | None]) -> dict[str, int] |
 
 
 def say_saturated(name: str, found: Mapping[str, int] | None) -> list[str]:
-    """How many elements a quantizer's format cannot hold, where it has an end."""
-    if not found:
+    """How many elements a quantizer's format cannot hold, where there are any."""
+    if not found or not found["k"] + found["v"]:
         return []
     count = format_count({"count": found["k"] + found["v"], "total": found["elements"]})
     return [f"{name}: {count} elements lie outside its format."]

@@ -1,5 +1,6 @@
 """What every cache quantizer promises, on random and on real keys and values."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,9 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kv_inputs import TOKENS, real_kv
+from quantized_models import HEAD_DIM, wide_config
 from small_models import same_bits
 
+from jaxkv.cache import KVCache
+from jaxkv.config import make_precision
 from jaxkv.errors import UserError
+from jaxkv.experiments.cache_measures import count_saturated
+from jaxkv.interventions.quantized_cache import Quantization
 from jaxkv.interventions.quantizers import Window, hadamard, nbytes, packing, parse_cache_quant, split_error
 
 SPECS = (
@@ -215,6 +221,74 @@ def test_scale_equivariance(spec, side):
         assert relative(plain, scaled) < 1e-3
     else:
         assert np.array_equal(plain, scaled)
+
+
+# With one key or value of 1e12, in token 5 of a bf16 cache: elements that count, by token of its row and head.
+CLIPPED = {
+    "int8": {5: 64}, "int4,bound=half": {5: 64}, "fp8:e4m3,scale=token": {5: 64}, "fp8:e5m2": {5: 1},
+    "quarot:2": {5: 64}, "turboquant:4": {5: 64}, "mask:8,of=fp16": {5: 1}, "mask:8,of=bf16": {},
+    "llama:q8_0": {5: 32}, "llama:q4_0": {5: 32}, "llama:q5_1": {5: 32}, "hf:4": {5: 64},
+    "hf:4,axis=channel": dict.fromkeys(range(64), 1), "kivi:2": dict.fromkeys(range(32), 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "side"), [*cases(CLIPPED), *cases(["kvarn:2", "kvarn:8", "kvarn:2,aux=e4m3"])])
+def test_what_a_clipped_scale_spoils_is_counted(spec, side):
+    """K or V in bf16 go far beyond fp16, in which scales, zeros and norms are kept."""
+    quantizer = make(spec, side)
+    saturated = jax.jit(quantizer.saturated)
+    x = jnp.asarray(RANDOM, jnp.bfloat16)
+    assert not np.asarray(saturated(x)).any()
+    for value in (1e12, -1e12):
+        counts = np.array(saturated(x.at[0, 5, 1, 3].set(value)))
+        row = counts[0, :, 1].copy()
+        counts[0, :, 1] = 0
+        assert not counts.any()
+        found = {int(token): int(row[token]) for token in row.nonzero()[0]}
+        if "kvarn" in spec:  # the element's own, and what shares a row or column of the tile with it
+            assert found[5] >= 1
+            assert max(found) < 128
+        else:
+            expected = {5: 32} if (spec, side) == ("kivi:2", "v") else CLIPPED[spec]
+            assert found == expected
+    assert (np.asarray(saturated(x.at[1].multiply(1e15)))[1] > 0).all() == (spec != "mask:8,of=bf16")
+
+
+@pytest.mark.parametrize(
+    ("spec", "elements"),
+    [
+        ("kivi:2,group=8,window=16,first=5", 8),  # positions 13 to 20
+        ("kivi:2,group=8,window=16,first=0,recent=0", 8),  # 8 to 15
+        ("hf:4,axis=channel,group=8,anchor=end,every=4", 8),
+        ("int8,first=15", HEAD_DIM),
+        ("int8,first=16", 0),
+        ("int8,recent=19", 0),
+        ("turboquant:4", 0),  # all two layers stay exact
+    ],
+)
+def test_groups_are_counted_by_position(spec, elements):
+    """Rows of a batch lie in other slots, and groups begin at a row's first packed token."""
+    config, precision = wide_config(), make_precision("bf16")
+    starts, slots = np.array([3, 0]), 34
+    positions = np.maximum(np.arange(slots) - starts[:, None], -1)
+    x = np.random.default_rng(0).normal(size=(2, slots, config.num_kv_heads, HEAD_DIM))
+    x[[0, 1], starts + 15, 0, 7] = 1e12
+    layers = (jnp.asarray(x, jnp.bfloat16),) * config.num_layers
+    quant = parse_cache_quant(spec)
+    changed = Quantization(quant).make_cache(config, precision, 2, slots)
+    changed = dataclasses.replace(changed, positions=jnp.asarray(positions), prompt=jnp.asarray(slots - starts))
+    counts = count_saturated(quant, KVCache(layers, layers, jnp.asarray(positions)), changed)
+    assert counts[:, 0].tolist() == [config.num_layers * elements] * 2
+    assert (counts[:, 2] > 0).all() == (spec != "turboquant:4")
+
+
+def test_which_formats_end_before_the_caches_dtype():
+    in_fp16 = {"fp8:e4m3", "mask:8,of=fp16", "turboquant:4", "kvarn:2", "int8"}
+    ends = {spec for spec in in_fp16 if make(spec, "k").has_end(jnp.float16)}
+    assert ends == {"fp8:e4m3", "turboquant:4", "kvarn:2"}
+    assert all(make(spec, "k").has_end(jnp.bfloat16) for spec in [*in_fp16, "kvarn:8", "hf:4", "fp8:e4m3,scale=token"])
+    assert not make("mask:8,of=bf16", "k").has_end(jnp.bfloat16)
+    assert not make("turboquant:4", "v").has_end(jnp.float16)
 
 
 def test_windows():

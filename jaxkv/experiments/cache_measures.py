@@ -13,7 +13,6 @@ from jaxkv.interventions.cache_errors import CacheError
 from jaxkv.interventions.perturbed_cache import PerturbedCache
 from jaxkv.interventions.quantized_cache import QuantizedCache, cache_bytes, make_plans
 from jaxkv.interventions.quantizers import CacheQuant, Window
-from jaxkv.interventions.quantizers.base import Quantizer
 
 
 def _plain(cache: Any) -> Any:
@@ -49,27 +48,25 @@ def find_fault(name: str, cache: Any, row: int) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
-def _saturates(quant: CacheQuant) -> bool:
-    """Whether a format of either side has an end."""
-    methods = (quant.k.quantizer, quant.v.quantizer)
-    return any(method is not None and type(method).saturated is not Quantizer.saturated for method in methods)
-
-
-@functools.partial(jax.jit, static_argnames="quant")
-def _count(clean: KVCache, changed: QuantizedCache, quant: CacheQuant) -> jax.Array:
+@jax.jit
+def _count(clean: KVCache, changed: QuantizedCache) -> jax.Array:
+    written = jnp.max(changed.positions, axis=1) + 1
     counts = jnp.zeros((3, clean.positions.shape[0]), jnp.int32)
     for index, sides in enumerate(zip(clean.k, clean.v, strict=True)):
         masks = changed.packed(index)
-        for side, (method, x) in enumerate(zip((quant.k.quantizer, quant.v.quantizer), sides, strict=True)):
-            if method is not None:
-                over = jnp.where(masks[side][:, :, None], method.saturated(method.rotate(x)), 0)
+        for side, (plan, x) in enumerate(zip(changed.plans(index), sides, strict=True)):
+            if plan is not None:
+                end = plan.window.packed(written, changed.prompt)[1]
+                over = plan.saturated(x, changed.positions, end)
                 elements = jnp.sum(masks[side], axis=1, dtype=jnp.int32) * (x.shape[2] * x.shape[3])
-                counts = counts.at[side].add(jnp.sum(over, axis=(1, 2))).at[2].add(elements)
+                counts = counts.at[side].add(over).at[2].add(elements)
     return counts.T
 
 
 def count_saturated(what: CacheError | CacheQuant, clean: KVCache, changed: Any) -> np.ndarray | None:
     """Elements of the clean cache's keys and values that are packed and that a format cannot hold.
+
+    They lie outside it, or a scale, zero or norm that is stored of their group does (`Quantizer.saturated`).
 
     Args:
       what: is done to the cache.
@@ -77,11 +74,14 @@ def count_saturated(what: CacheError | CacheQuant, clean: KVCache, changed: Any)
       changed: the cache with it.
 
     Returns:
-      [B, 3] of keys, of values, and of all that are packed; None where no format has an end.
+      [B, 3] of keys, of values, and of all that are packed; None where all that the cache's dtype holds fits.
     """
-    if not isinstance(what, CacheQuant) or not _saturates(what):
+    if not isinstance(what, CacheQuant):
         return None
-    return np.asarray(_count(clean, changed, what))
+    methods = (changed.quant.k.quantizer, changed.quant.v.quantizer)
+    if not any(method is not None and method.has_end(clean.k[0].dtype) for method in methods):
+        return None
+    return np.asarray(_count(clean, changed))
 
 
 def describe_saturated(counts: np.ndarray | None, row: int) -> dict[str, int] | None:

@@ -201,6 +201,18 @@ class SidePlan:
             x = _where(places < self.first, take(store.first, places), x)
         return _where(places != EMPTY, x, jnp.zeros_like(x))
 
+    def saturated(self, x: jax.Array, positions: jax.Array, end: jax.Array) -> jax.Array:
+        """[B] elements of rows x [B, S, K, H] at positions [B, S], packed up to `end` [B], that do not fit."""
+        if not self.capacity:
+            return jnp.zeros(x.shape[0], jnp.int32)
+        places = self.first + jnp.arange(self.capacity)
+        rows = take(self.quantizer.rotate(x), jnp.argmax(positions == 0, axis=1)[:, None] + places)
+        if isinstance(self.quantizer, Requantize):
+            over = self.quantizer.saturated(rows, jnp.maximum(end - self.first, 0))
+        else:
+            over = self.quantizer.saturated(rows)
+        return jnp.sum(jnp.where((places < end[:, None])[:, :, None], over, 0), axis=(1, 2))
+
     def _reach(self, turn: Turn) -> tuple[jax.Array, int]:
         """First entry [B] and number of the positions that the call may pack."""
         block = self.window.block

@@ -46,14 +46,28 @@ class Auxiliary:
       bits: of storage.
       store: non-negative fp32 to storage.
       load: back to fp32.
+      most: the largest that can be stored; more is clipped to it.
     """
 
     bits: int
     store: Callable[[jax.Array], jax.Array]
     load: Callable[[jax.Array], jax.Array]
+    most: float
 
 
-FP16 = Auxiliary(16, to_fp16, lambda stored: stored.astype(jnp.float32))
+FP16 = Auxiliary(16, to_fp16, lambda stored: stored.astype(jnp.float32), FP16_MAX)
+
+
+def _extremes(x: jax.Array, axis: int, filled: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Least and largest element of each group, 0 where none is filled, with `axis` kept at 1."""
+    low, high = x, x
+    if filled is not None:
+        low, high = jnp.where(filled, x, jnp.inf), jnp.where(filled, x, -jnp.inf)
+    low, high = jnp.min(low, axis, keepdims=True), jnp.max(high, axis, keepdims=True)
+    if filled is not None:
+        empty = ~jnp.any(filled, axis, keepdims=True)
+        low, high = jnp.where(empty, 0, low), jnp.where(empty, 0, high)
+    return low, high
 
 
 def quantize(
@@ -79,17 +93,17 @@ def quantize(
       codes 0.
     """
     top = 2**bits - 1
-    low, high = x, x
-    if filled is not None:
-        low, high = jnp.where(filled, x, jnp.inf), jnp.where(filled, x, -jnp.inf)
-    low, high = jnp.min(low, axis, keepdims=True), jnp.max(high, axis, keepdims=True)
-    if filled is not None:
-        empty = ~jnp.any(filled, axis, keepdims=True)
-        low, high = jnp.where(empty, 0, low), jnp.where(empty, 0, high)
+    low, high = _extremes(x, axis, filled)
     stored = scales.store(divide(jnp.maximum(high - low, least_range), top))
     scale, zero = scales.load(stored), to_fp16(low)
     steps = (x - zero.astype(jnp.float32)) / jnp.where(scale > 0, scale, 1)
     return jnp.where(scale > 0, jnp.clip(jnp.round(steps), 0, top), 0), stored, zero
+
+
+def clips(x: jax.Array, bits: int, axis: int, filled: jax.Array | None = None, scales: Auxiliary = FP16) -> jax.Array:
+    """Whether `quantize` clips a group's scale or zero; `axis` kept at 1."""
+    low, high = _extremes(x.astype(jnp.float32), axis, filled)
+    return (divide(high - low, 2**bits - 1) > scales.most) | (jnp.abs(low) > FP16_MAX)
 
 
 def dequantize(codes: jax.Array, scale: jax.Array, zero: jax.Array) -> jax.Array:

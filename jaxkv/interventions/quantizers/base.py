@@ -119,8 +119,15 @@ class Quantizer(abc.ABC):
         return hadamard.rotate(x) if self.rotated else x
 
     def saturated(self, x: jax.Array) -> jax.Array:
-        """Elements of x [B, S, K, H] that lie outside what the format can hold: int32 [B, S, K]."""
+        """Elements of x, as `quantize` takes it, that the format cannot hold: int32 [B, S, K].
+
+        They lie outside it, or a stored scale, zero or norm of theirs does and is clipped.
+        """
         return jnp.zeros(x.shape[:-1], jnp.int32)
+
+    def has_end(self, dtype: Any) -> bool:
+        """Whether finite values of this dtype may not fit; most methods hold whatever fp16 does."""
+        return bool(jnp.finfo(dtype).max > jnp.finfo(jnp.float16).max)
 
     def exact_layers(self, num_layers: int) -> frozenset[int]:
         """Layers that the method leaves in 16 bits."""
@@ -152,6 +159,11 @@ class Quantizer(abc.ABC):
 def nbytes(packed: Any) -> int:
     """Bytes of packed storage, counted; of arrays or of their shapes."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(packed))
+
+
+def count(over: jax.Array, x: jax.Array) -> jax.Array:
+    """Elements of x [B, S, K, H] for which `over`, which broadcasts to x, holds: int32 [B, S, K]."""
+    return jnp.sum(jnp.broadcast_to(over, x.shape), -1, dtype=jnp.int32)
 
 
 def check_bits(bits: int, known: tuple[int, ...], who: str) -> None:

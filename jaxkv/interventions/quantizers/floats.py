@@ -6,6 +6,7 @@ are clipped before the cast, which does not saturate in JAX (465 becomes NaN in 
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,8 +66,11 @@ class Float8(base.Quantizer):
             return values * self.scale
         return values * affine.divide(packed["amax"].astype(jnp.float32), FORMATS[self.format][1])[..., None]
 
+    def has_end(self, dtype: Any) -> bool:
+        return self.scale is not None or super().has_end(dtype)
+
     def saturated(self, x: jax.Array) -> jax.Array:
+        size = jnp.abs(x.astype(jnp.float32))
         if self.scale is None:
-            return super().saturated(x)
-        most = FORMATS[self.format][1] * self.scale
-        return jnp.sum(jnp.abs(x.astype(jnp.float32)) > most, -1, dtype=jnp.int32)
+            return base.count(jnp.max(size, -1, keepdims=True) > affine.FP16_MAX, x)
+        return base.count(size > FORMATS[self.format][1] * self.scale, x)

@@ -56,6 +56,9 @@ class Integer(base.Quantizer):
         codes = jnp.clip(jnp.round(x * jnp.where(wide > 0, self._bound / wide, 0)), -half, half - 1).astype(jnp.int32)
         return {"codes": packing.pack(codes & (2 * half - 1), self.bits), "amax": amax[..., 0]}
 
+    def saturated(self, x: jax.Array) -> jax.Array:
+        return base.count(jnp.max(jnp.abs(x.astype(jnp.float32)), -1, keepdims=True) > affine.FP16_MAX, x)
+
     def dequantize(self, packed: base.Packed) -> jax.Array:
         codes = packing.unpack(packed["codes"], self.bits).astype(jnp.int32)
         half = 2 ** (self.bits - 1)

@@ -61,20 +61,25 @@ class Kivi(base.Quantizer):
         return self.bits + 32 / (self.group if self.side == "k" else min(self.group, head_dim))
 
     def quantize(self, x: jax.Array) -> base.Packed:
-        B, S, K, H = x.shape
-        x = x.astype(jnp.float32)
-        if self.side == "k":
-            codes, scale, zero = affine.quantize(x.reshape(B, -1, self.group, K, H), self.bits, 2)
-            scale, zero = scale[:, :, 0], zero[:, :, 0]
-        else:
-            codes, scale, zero = affine.quantize(x.reshape(B, S, K, -1, min(self.group, H)), self.bits, -1)
-            scale, zero = scale[..., 0], zero[..., 0]
+        groups, axis = self._groups(x.astype(jnp.float32))
+        codes, scale, zero = affine.quantize(groups, self.bits, axis)
+        scale, zero = jnp.squeeze(scale, axis), jnp.squeeze(zero, axis)
         return {"codes": packing.pack(codes.reshape(x.shape), self.bits), "scale": scale, "zero": zero}
+
+    def saturated(self, x: jax.Array) -> jax.Array:
+        groups, axis = self._groups(x)
+        over = jnp.broadcast_to(affine.clips(groups, self.bits, axis), groups.shape)
+        return base.count(over.reshape(x.shape), x)
 
     def dequantize(self, packed: base.Packed) -> jax.Array:
         codes = packing.unpack(packed["codes"], self.bits)
-        B, S, K, H = codes.shape
-        axis = 2 if self.side == "k" else -1
-        grouped = codes.reshape((B, -1, self.group, K, H) if axis == 2 else (B, S, K, -1, min(self.group, H)))
+        grouped, axis = self._groups(codes)
         scale, zero = (jnp.expand_dims(packed[leaf], axis) for leaf in ("scale", "zero"))
         return affine.dequantize(grouped, scale, zero).reshape(codes.shape)
+
+    def _groups(self, x: jax.Array) -> tuple[jax.Array, int]:
+        """x [B, S, K, H] with an axis for the elements of a group, and which one."""
+        B, S, K, H = x.shape
+        if self.side == "k":
+            return x.reshape(B, -1, self.group, K, H), 2
+        return x.reshape(B, S, K, -1, min(self.group, H)), -1

@@ -22,7 +22,7 @@ the smallest spread; either makes the method equivariant under scaling, by a pow
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -55,8 +55,8 @@ def _load_e5m3(stored: jax.Array) -> jax.Array:
 
 AUXILIARIES = {
     "fp16": affine.FP16,
-    "e4m3": affine.Auxiliary(8, _store_e4m3, lambda stored: stored.astype(jnp.float32)),
-    "e5m3": affine.Auxiliary(8, _store_e5m3, _load_e5m3),
+    "e4m3": affine.Auxiliary(8, _store_e4m3, lambda stored: stored.astype(jnp.float32), 448.0),
+    "e5m3": affine.Auxiliary(8, _store_e5m3, _load_e5m3, 61440.0),
 }
 
 
@@ -133,14 +133,10 @@ class KVarN(base.Quantizer):
         return self.bits + (scale + 16) / row + scale / column
 
     def quantize(self, x: jax.Array) -> base.Packed:
-        B, S, K, H = x.shape
-        tiles = x.astype(jnp.float32).reshape(B, S // self.tile, self.tile, K, H)
-        axis = -1 if self.side == "k" else 2  # along a column: K's channels, V's tokens
-        auxiliary = self.auxiliary
-        column = auxiliary.store(self.balance(tiles, axis))
-        scale = auxiliary.load(column)
-        even = tiles / jnp.where(scale > 0, scale, 1)
-        codes, step, zero = affine.quantize(even, self.bits, 2 if axis == -1 else -1, scales=auxiliary)
+        B, _, K, H = x.shape
+        even, scales, axis = self._even(x)
+        column = self.auxiliary.store(scales)
+        codes, step, zero = affine.quantize(even, self.bits, 2 if axis == -1 else -1, scales=self.auxiliary)
         return {
             "codes": packing.pack(codes.reshape(x.shape), self.bits),
             "step": step.reshape(B, -1, K, *([H] if axis == -1 else [])),
@@ -158,6 +154,24 @@ class KVarN(base.Quantizer):
         even = affine.dequantize(tiles, load(spread(packed["step"], rows)), spread(packed["zero"], rows))
         scale = load(spread(packed["column"], columns))
         return (even * jnp.where(scale > 0, scale, 1)).reshape(codes.shape)
+
+    def has_end(self, dtype: Any) -> bool:
+        return self.aux != "fp16" or super().has_end(dtype)  # the others end before fp16
+
+    def saturated(self, x: jax.Array) -> jax.Array:
+        even, column, axis = self._even(x)
+        over = affine.clips(even, self.bits, 2 if axis == -1 else -1, scales=self.auxiliary)
+        over |= column > self.auxiliary.most
+        return base.count(jnp.broadcast_to(over, even.shape).reshape(x.shape), x)
+
+    def _even(self, x: jax.Array) -> tuple[jax.Array, jax.Array, int]:
+        """Tiles [B, n, G, K, H] over the scales of their columns as stored, those before, and the axis of a column."""
+        B, S, K, H = x.shape
+        tiles = x.astype(jnp.float32).reshape(B, S // self.tile, self.tile, K, H)
+        axis = -1 if self.side == "k" else 2  # along a column: K's channels, V's tokens
+        column = self.balance(tiles, axis)
+        scale = self.auxiliary.load(self.auxiliary.store(column))
+        return tiles / jnp.where(scale > 0, scale, 1), column, axis
 
     def balance(self, tiles: jax.Array, axis: int) -> jax.Array:
         """Scales of the columns of tiles [B, n, G, K, H], with size 1 along `axis`, the one along a column."""

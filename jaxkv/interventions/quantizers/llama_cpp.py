@@ -50,19 +50,14 @@ class LlamaCpp(base.Quantizer):
         return BITS[self.format]
 
     def quantize(self, x: jax.Array) -> base.Packed:
-        blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, BLOCK)
-        low = jnp.min(blocks, -1, keepdims=True)
+        blocks, low, d = self._scale(x)
         if self.format == "q8_0":
-            d = affine.divide(jnp.max(jnp.abs(blocks), -1, keepdims=True), 127)
             codes = _round_half_away(blocks * _inverse(d)).astype(jnp.int8)
             parts = [_bytes(d), jax.lax.bitcast_convert_type(codes, jnp.uint8)]
         elif self.format.endswith("_0"):
             half = 2.0 ** (self._width - 1)
-            place = jnp.argmax(jnp.abs(blocks), -1, keepdims=True)
-            d = affine.divide(jnp.take_along_axis(blocks, place, -1), -half)
             parts = [_bytes(d), *self._pack(blocks * _inverse(d), half + 0.5)]
         else:
-            d = affine.divide(jnp.max(blocks, -1, keepdims=True) - low, 2**self._width - 1)
             parts = [_bytes(d), _bytes(low), *self._pack((blocks - low) * _inverse(d), 0.5)]
         return {"blocks": jnp.concatenate(parts, -1).reshape(*x.shape[:-1], -1)}
 
@@ -81,6 +76,25 @@ class LlamaCpp(base.Quantizer):
         if self._width == 5:
             codes |= packing.unpack(rest[..., : BLOCK // 8], 1).astype(jnp.uint8) << 4
         return ((codes.astype(jnp.float32) - zero) * d + low).reshape(*data.shape[:-1], -1)
+
+    def saturated(self, x: jax.Array) -> jax.Array:
+        """As in Quantizer; here such a scale or minimum is not clipped but infinite, as in llama.cpp."""
+        blocks, low, d = self._scale(x)
+        over = jnp.abs(d) > affine.FP16_MAX
+        if self.format.endswith("_1"):
+            over |= jnp.abs(low) > affine.FP16_MAX
+        return base.count(jnp.broadcast_to(over, blocks.shape).reshape(x.shape), x)
+
+    def _scale(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Blocks [..., n, 32] of x [..., H] in fp32, their least elements and their scales [..., n, 1]."""
+        blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, BLOCK)
+        low = jnp.min(blocks, -1, keepdims=True)
+        if self.format == "q8_0":
+            return blocks, low, affine.divide(jnp.max(jnp.abs(blocks), -1, keepdims=True), 127)
+        if self.format.endswith("_0"):
+            place = jnp.argmax(jnp.abs(blocks), -1, keepdims=True)
+            return blocks, low, affine.divide(jnp.take_along_axis(blocks, place, -1), -(2.0 ** (self._width - 1)))
+        return blocks, low, affine.divide(jnp.max(blocks, -1, keepdims=True) - low, 2**self._width - 1)
 
     @property
     def _width(self) -> int:

@@ -70,6 +70,12 @@ class Mask(base.Quantizer):
         words = jax.lax.bitcast_convert_type(x.astype(dtype), unsigned)
         return {"codes": packing.pack(words >> (width - self.bits), self.bits)}
 
+    def has_end(self, dtype: Any) -> bool:
+        return bool(jnp.finfo(dtype).max > jnp.finfo(self._stored[0]).max)
+
+    def saturated(self, x: jax.Array) -> jax.Array:
+        return base.count(jnp.isfinite(x) & jnp.isinf(x.astype(self._stored[0])), x)
+
     def dequantize(self, packed: base.Packed) -> jax.Array:
         dtype, unsigned, width = self._stored
         words = packing.unpack(packed["codes"], self.bits).astype(unsigned) << (width - self.bits)

@@ -43,6 +43,9 @@ class QuaRot(base.Quantizer):
         codes, scale, zero = affine.quantize(x.astype(jnp.float32), self.bits, -1, least_range=LEAST_RANGE)
         return {"codes": packing.pack(codes, self.bits), "scale": scale[..., 0], "zero": zero[..., 0]}
 
+    def saturated(self, x: jax.Array) -> jax.Array:
+        return base.count(affine.clips(x, self.bits, -1), x)
+
     def dequantize(self, packed: base.Packed) -> jax.Array:
         codes = packing.unpack(packed["codes"], self.bits)
         return affine.dequantize(codes, packed["scale"][..., None], packed["zero"][..., None])

@@ -79,34 +79,57 @@ class Requantize(base.Quantizer):
 
         With `axis='channel'` S is a multiple of the group, and groups from the end take one more group of auxiliaries.
         """
-        B, S, K, H = x.shape
+        S = x.shape[1]
         x = x.astype(jnp.float32)
         if self.axis == "token":
-            codes, scale, zero = affine.quantize(x.reshape(B, S, K, -1, min(self.group, H)), self.bits, -1)
+            codes, scale, zero = affine.quantize(self._channels(x), self.bits, -1)
             codes, scale, zero = codes.reshape(x.shape), scale[..., 0], zero[..., 0]
             return {"codes": packing.pack(codes, self.bits), "scale": scale, "zero": zero}
+        moved, filled, shift = self._tokens(x, length)
+        codes, scale, zero = affine.quantize(moved, self.bits, 2, filled=filled)
+        codes = self._back(codes, shift, S)
+        packed = {"codes": packing.pack(codes, self.bits), "scale": scale[:, :, 0], "zero": zero[:, :, 0]}
+        return packed if self.anchor == "start" else packed | {"shift": shift.astype(jnp.int32)}
+
+    def saturated(self, x: jax.Array, length: jax.Array | None = None) -> jax.Array:
+        """As in Quantizer, of the last turn's groups; x and length as `quantize` takes them."""
+        if self.axis == "token":
+            groups = self._channels(x)
+            over = jnp.broadcast_to(affine.clips(groups, self.bits, -1), groups.shape)
+            return base.count(over.reshape(x.shape), x)
+        moved, filled, shift = self._tokens(x, length)
+        over = jnp.broadcast_to(affine.clips(moved, self.bits, 2, filled), moved.shape)
+        return base.count(self._back(over, shift, x.shape[1]), x)
+
+    def dequantize(self, packed: base.Packed) -> jax.Array:
+        codes = packing.unpack(packed["codes"], self.bits)
+        B, S = codes.shape[:2]
+        if self.axis == "token":
+            return affine.dequantize(
+                self._channels(codes), packed["scale"][..., None], packed["zero"][..., None]
+            ).reshape(codes.shape)
+        shift = packed.get("shift", jnp.zeros(B, jnp.int32))
+        place = (jnp.arange(S)[None] + shift[:, None]) // self.group
+        return affine.dequantize(codes, _take(packed["scale"], place), _take(packed["zero"], place))
+
+    def _channels(self, x: jax.Array) -> jax.Array:
+        """x [B, S, K, H] with a last axis for the channels of a group."""
+        return x.reshape(*x.shape[:-1], -1, min(self.group, x.shape[-1]))
+
+    def _tokens(self, x: jax.Array, length: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Groups of tokens [B, n, group, K, H] of x [B, S, K, H], which of them are filled, and each row's shift."""
+        B, S, K, H = x.shape
         length = jnp.full(B, S) if length is None else length
         shift = self._shift(length)
         slots = S + (self.group if self.anchor == "end" else 0)
         tokens = jnp.arange(slots)[None] - shift[:, None]
         filled = ((tokens >= 0) & (tokens < length[:, None])).reshape(B, -1, self.group, 1, 1)
-        moved = _take(x, jnp.clip(tokens, 0, S - 1)).reshape(B, -1, self.group, K, H)
-        codes, scale, zero = affine.quantize(moved, self.bits, 2, filled=filled)
-        codes = _take(codes.reshape(B, slots, K, H), jnp.arange(S)[None] + shift[:, None])
-        packed = {"codes": packing.pack(codes, self.bits), "scale": scale[:, :, 0], "zero": zero[:, :, 0]}
-        return packed if self.anchor == "start" else packed | {"shift": shift.astype(jnp.int32)}
+        return _take(x, jnp.clip(tokens, 0, S - 1)).reshape(B, -1, self.group, K, H), filled, shift
 
-    def dequantize(self, packed: base.Packed) -> jax.Array:
-        codes = packing.unpack(packed["codes"], self.bits)
-        B, S, K, H = codes.shape
-        if self.axis == "token":
-            grouped = codes.reshape(B, S, K, -1, min(self.group, H))
-            return affine.dequantize(grouped, packed["scale"][..., None], packed["zero"][..., None]).reshape(
-                codes.shape
-            )
-        shift = packed.get("shift", jnp.zeros(B, jnp.int32))
-        place = (jnp.arange(S)[None] + shift[:, None]) // self.group
-        return affine.dequantize(codes, _take(packed["scale"], place), _take(packed["zero"], place))
+    def _back(self, groups: jax.Array, shift: jax.Array, tokens: int) -> jax.Array:
+        """[B, tokens, K, H] of groups [B, n, group, K, H] as `_tokens` makes them."""
+        B, n, group, K, H = groups.shape
+        return _take(groups.reshape(B, n * group, K, H), jnp.arange(tokens)[None] + shift[:, None])
 
     def _shift(self, length: jax.Array) -> jax.Array:
         """Empty slots before the first token that make the last one end a group."""

@@ -9,6 +9,7 @@ exact.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -93,6 +94,15 @@ class TurboQuant(base.Quantizer):
         midpoints = jnp.asarray((levels[1:] + levels[:-1]) / 2, jnp.float32)
         codes = jnp.searchsorted(midpoints, unit, side="right", method="scan_unrolled")
         return {"codes": packing.pack(codes, self.bits), "norm": affine.to_fp16(norm[..., 0])}
+
+    def has_end(self, dtype: Any) -> bool:
+        return self.side == "k" or super().has_end(dtype)  # a norm may exceed its elements' dtype
+
+    def saturated(self, x: jax.Array) -> jax.Array:
+        if self.side == "v":
+            return base.count(affine.clips(x, self.bits, -1), x)
+        squares = affine.square(x.astype(jnp.float32))
+        return base.count(jnp.sqrt(jnp.sum(squares, -1, keepdims=True)) > affine.FP16_MAX, x)
 
     def dequantize(self, packed: base.Packed) -> jax.Array:
         codes = packing.unpack(packed["codes"], self.bits)

@@ -77,6 +77,12 @@ def _packed(entry: Summary, side: str) -> Summary | None:
     return next((found["stored"][side]["packed"] for found in entry["regimes"].values()), None)
 
 
+def show_figures(entry: Summary) -> list[str]:
+    """Bits of the whole cache; at decoded positions the static error, that of decode and the difference; its KL."""
+    figures = [_decoded(entry, STATIC), _decoded(entry, DECODE), _from_decode(entry, "extra"), _logits(entry)["kl"]]
+    return [_bits(entry), *(show_average(found) if found else "-" for found in figures)]
+
+
 def say_what_there_is(summary: Summary) -> list[str]:
     """How many problems, and what is missing, invalid, cannot be compared, not packed or not held."""
     lines = [describe_problems(summary), *say_few(summary["problems"]["ok"])]

@@ -3,7 +3,7 @@
 python analysis/injection.py analysis/injection/README.md
 
 rewrites what stands between `<!-- NAME -->` and `<!-- end -->`, NAME being runs, seed, claims, kl, pairs,
-methods or bits.
+methods, bits, accumulation or accumulated. The last two are of the folder `accumulation` beside the page's own.
 """
 
 import json
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from jaxkv.analysis.accumulation_page import show_figures
 from jaxkv.analysis.format import format_number, format_percent, format_share
 from jaxkv.analysis.injection_claims import PAIRS
 from jaxkv.analysis.injection_page import SEED_TABLE, show_kl, show_of_control, show_score
@@ -78,6 +79,12 @@ def write_kl(directory: pathlib.Path) -> str:
     return write_table(head, [row for row in rows if row[0] != f"`{CLEAN}`"])
 
 
+def _write_verdicts(verdicts: Mapping[str, Mapping[str, str]]) -> str:
+    models = list(dict.fromkeys(model for found in verdicts.values() for model in found))
+    rows = ([statement, *(found.get(model, "not run") for model in models)] for statement, found in verdicts.items())
+    return write_table(["statement", *models], rows)
+
+
 def write_claims(directory: pathlib.Path) -> str:
     """The studies' statements: a verdict for each model, those on methods (E6) from the runs of quantizers."""
     verdicts: dict[str, dict[str, str]] = {}
@@ -87,9 +94,7 @@ def write_claims(directory: pathlib.Path) -> str:
                 if claim["id"].startswith("E6") == (kind == "quants"):
                     statement = f"{claim['id']}: {claim['claim']}"
                     verdicts.setdefault(statement, {})[model] = claim["verdict"]
-    models = list(dict.fromkeys(model for found in verdicts.values() for model in found))
-    rows = ([statement, *(found.get(model, "not run") for model in models)] for statement, found in verdicts.items())
-    return write_table(["statement", *models], rows)
+    return _write_verdicts(verdicts)
 
 
 def _difference(found: Summary | None) -> str:
@@ -150,17 +155,46 @@ def write_bits(directory: pathlib.Path) -> str:
     return write_table(head, rows)
 
 
+def read_accumulation(directory: pathlib.Path) -> Kept:
+    """The kept runs of the folder `accumulation` beside a page's own, by model."""
+    paths = sorted((directory.parent / "accumulation").glob("*.json"))
+    return {path.stem.split("_", 1)[1]: json.loads(path.read_text()) for path in paths}
+
+
+def write_accumulation(directory: pathlib.Path) -> str:
+    """The attention output's error where errors do and do not feed back, and KL."""
+    head = ["model", "quantizer", "bits, whole cache", "static", "decode", "decode - static", "KL, nats"]
+    return write_table(
+        head,
+        (
+            [model, f"`{entry['quantizer']}`", *show_figures(entry)]
+            for model, kept in read_accumulation(directory).items()
+            for entry in kept["summary"]["quantizers"]
+        ),
+    )
+
+
+def write_accumulated(directory: pathlib.Path) -> str:
+    """The statements on accumulation: a verdict for each model."""
+    verdicts: dict[str, dict[str, str]] = {}
+    for model, kept in read_accumulation(directory).items():
+        for claim in kept["summary"]["claims"]:
+            verdicts.setdefault(f"{claim['id']}: {claim['claim']}", {})[model] = claim["verdict"]
+    return _write_verdicts(verdicts)
+
+
 def write_runs(directory: pathlib.Path) -> str:
     """What was run: problems, device, versions, date."""
     rows = []
-    for path in sorted(directory.glob("*.json")):
+    for path in [*sorted(directory.glob("*.json")), *sorted((directory.parent / "accumulation").glob("*.json"))]:
         kept = json.loads(path.read_text())
         origin, problems = kept["provenance"], kept["summary"]["problems"]
-        changes = kept["summary"]["changes"]
-        seeds = sorted({seed for entry in changes for seed in entry["seeds"]})
+        changes = [entry for entry in kept["summary"].get("changes", ()) if entry["change"] != CLEAN]
+        changes += kept["summary"].get("quantizers", ())
+        seeds = sorted({seed for entry in changes for seed in entry.get("seeds", (0,))})
         missing = problems["asked"] - problems["total"]
         valid = f"{problems['ok']} of {problems['total']}" + (f" ({problems['asked']} asked)" if missing > 0 else "")
-        cells = [f"`{path.name}`", valid, str(len(changes) - 1)]
+        cells = [f"`{path.parent.name}/{path.name}`", valid, str(len(changes))]
         cells += [", ".join(map(str, seeds)), origin["device"]["kind"], f"jax {origin['packages']['jax']}"]
         rows.append([*cells, ", ".join(dict.fromkeys(origin["date"]))])
     return write_table(["file", "valid problems", "changes", "seeds", "device", "versions", "date"], rows)
@@ -174,6 +208,8 @@ TABLES: dict[str, Callable[[pathlib.Path], str]] = {
     "methods": write_methods,
     "bits": write_bits,
     "runs": write_runs,
+    "accumulation": write_accumulation,
+    "accumulated": write_accumulated,
 }
 
 

@@ -318,7 +318,9 @@ def test_sentences():
     places = sum(summary["places"].values())
     assert f"The embedding is equal in every bit at {places} of {places} positions" in text
     assert "of that leaves the first layer already" in text
-    assert "made other programs of the watched arms" in text  # in fp32 on a CPU reading values changes fusions
+    assert "Watching these values changed no bit of either arm's logits" in text
+    watched = [altered("instrumented_bit_equal.figures.cached", 0), plain_records()[1]]
+    assert "made other programs of the watched arms" in "\n".join(conclude(summarize_drift(watched, RUN)))
     assert "from 2 problems is rough" in text
     broken = [altered("layers.resid_pre.prompt.bit_equal.0", 1), plain_records()[1]]
     assert "THE EMBEDDING DIFFERS at 10 of" in "\n".join(conclude(summarize_drift(broken, RUN)))

@@ -24,9 +24,8 @@ from jaxkv.cache import KVCache, empty_cache
 from jaxkv.checkpoints.checkpoint import Checkpoint
 from jaxkv.compare import compare_logits
 from jaxkv.decode import COMPILER_OPTIONS, Arms, Layout, Rollout, Rows, slot_positions, start_rollout
-from jaxkv.experiments.batches import Batch, Item, RunSpec, lay_out, logits_fault, plan_batches
+from jaxkv.experiments.batches import Batch, Item, RunSpec, describe_setting, lay_out, logits_fault, plan_batches
 from jaxkv.generate import force, run_cached, run_forced
-from jaxkv.provenance import hash_tokens
 from jaxkv.schema_parity import CELLS, PAIRS
 from jaxkv.torch_model import describe_torch, true_fp32
 from jaxkv.torch_path import GROWING, Give, TorchArms
@@ -329,24 +328,12 @@ def _make_record(
         )
         equal = {cell: int(values.bit_equal[row, :steps].sum()) for cell, values in cells.items()}
         found["layers"] = {"bit_equal": equal, "distance": found.pop("distance")}
+    padded = dataclasses.replace(spec, uncached_length="padded")  # whatever length PyTorch's uncached arm has
     return {
         "experiment": "parity",
         "problem": item.problem,
         "key": ["parity", item.problem],
-        "prompt_tokens": len(item.prompt),
-        "prompt_sha256": hash_tokens(item.prompt),
-        "shapes": {
-            "batch": layout.batch,
-            "prefill": layout.prefill,
-            "slots": layout.slots,
-            "uncached": "padded",
-            "left_pad": first,
-            "tile": None,
-        },
-        "sampling": arms.sampler.to_json() | {"seed": spec.seed},
-        "headroom": findings[0].headroom,
-        "status": "invalid" if fault else "ok",
-        "invalid": fault,
+        **describe_setting(arms, item, layout, first, findings[0], padded, fault),
         "tokens": reference.tokens[row, layout.prompt : layout.prompt + steps].tolist(),
         **found,
     }

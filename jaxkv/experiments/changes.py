@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -141,6 +141,14 @@ def read_seeds(given: Sequence[Any]) -> list[int]:
 def list_runs(changes: Sequence[Change], seeds: Sequence[int]) -> list[tuple[Change, int]]:
     """Each change with each of its seeds: one record a problem."""
     return [(change, seed) for change in changes for seed in change.seeds(seeds)]
+
+
+def list_missing(
+    runs: Sequence[tuple[Change, int]], problems: Iterable[int], done: frozenset[tuple[int, str, int]]
+) -> list[tuple[Change, int]]:
+    """The runs of which a problem lacks its record; `done` are (problem, change, seed) that have one."""
+    indices = list(problems)
+    return [(change, seed) for change, seed in runs if any((i, change.name, seed) not in done for i in indices)]
 
 
 def change_cache(arms: Arms, intervention: Intervention | None) -> Arms:

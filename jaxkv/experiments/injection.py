@@ -32,7 +32,7 @@ from jaxkv.experiments.batches import (
     plan_batches,
 )
 from jaxkv.experiments.cache_measures import count_saturated, describe_saturated, find_fault, measure_cache
-from jaxkv.experiments.changes import Change, change_cache, list_runs
+from jaxkv.experiments.changes import Change, change_cache, list_missing, list_runs
 from jaxkv.generate import force, run_cached_keeping
 
 
@@ -189,11 +189,7 @@ def run_injection(
     """
     wanted = list_runs(changes, seeds)
     for batch in plan_batches(items, spec):
-        missing = [
-            (change, seed)
-            for change, seed in wanted
-            if any((item.problem, change.name, seed) not in done for item in batch.items)
-        ]
+        missing = list_missing(wanted, (item.problem for item in batch.items), done)
         if not missing:
             continue
         reference = run_reference(arms, state, *lay_out(batch, spec, arms.config))

@@ -24,7 +24,7 @@ from jaxkv.decode import Arms, Layout, Rows, make_layout, make_rows
 from jaxkv.errors import UserError
 from jaxkv.experiments import cache_measures
 from jaxkv.experiments.batches import Item, RunSpec
-from jaxkv.experiments.changes import Change, change_cache, list_runs
+from jaxkv.experiments.changes import Change, change_cache, list_missing, list_runs
 from jaxkv.experiments.traced_runs import Reference, describe_row, find_fault
 from jaxkv.generate import force, run_cached_keeping, run_forced
 from jaxkv.schema_perplexity import FIGURES
@@ -201,13 +201,10 @@ def run_perplexity(
                 f"window {window.index} holds a token that ends a text ({min(stops & set(window.scored))}); take "
                 "spelled-out special tokens out of the text"
             )
+    wanted = list_runs(changes, seeds)
     for begin in range(0, len(windows), spec.batch_size):
         batch = windows[begin : begin + spec.batch_size]
-        missing = [
-            (change, seed)
-            for change, seed in list_runs(changes, seeds)
-            if any((window.index, change.name, seed) not in done for window in batch)
-        ]
+        missing = list_missing(wanted, (window.index for window in batch), done)
         if not missing:
             continue
         clean, clean_seconds = run_windows(arms, state, batch, spec)

@@ -161,9 +161,13 @@ def nbytes(packed: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(packed))
 
 
-def count(over: jax.Array, x: jax.Array) -> jax.Array:
-    """Elements of x [B, S, K, H] for which `over`, which broadcasts to x, holds: int32 [B, S, K]."""
-    return jnp.sum(jnp.broadcast_to(over, x.shape), -1, dtype=jnp.int32)
+def count(over: jax.Array, x: jax.Array, grouped: jax.Array | None = None) -> jax.Array:
+    """Elements of x [B, S, K, H] for which `over` holds: int32 [B, S, K].
+
+    `over` broadcasts to x, or to `grouped`, which has the elements of x in their order with axes split.
+    """
+    shape = x.shape if grouped is None else grouped.shape
+    return jnp.sum(jnp.broadcast_to(over, shape).reshape(x.shape), -1, dtype=jnp.int32)
 
 
 def check_bits(bits: int, known: tuple[int, ...], who: str) -> None:

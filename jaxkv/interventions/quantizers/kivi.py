@@ -68,8 +68,7 @@ class Kivi(base.Quantizer):
 
     def saturated(self, x: jax.Array) -> jax.Array:
         groups, axis = self._groups(x)
-        over = jnp.broadcast_to(affine.clips(groups, self.bits, axis), groups.shape)
-        return base.count(over.reshape(x.shape), x)
+        return base.count(affine.clips(groups, self.bits, axis), x, groups)
 
     def dequantize(self, packed: base.Packed) -> jax.Array:
         codes = packing.unpack(packed["codes"], self.bits)

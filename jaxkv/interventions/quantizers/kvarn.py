@@ -162,7 +162,7 @@ class KVarN(base.Quantizer):
         even, column, axis = self._even(x)
         over = affine.clips(even, self.bits, 2 if axis == -1 else -1, scales=self.auxiliary)
         over |= column > self.auxiliary.most
-        return base.count(jnp.broadcast_to(over, even.shape).reshape(x.shape), x)
+        return base.count(over, x, even)
 
     def _even(self, x: jax.Array) -> tuple[jax.Array, jax.Array, int]:
         """Tiles [B, n, G, K, H] over the scales of their columns as stored, those before, and the axis of a column."""

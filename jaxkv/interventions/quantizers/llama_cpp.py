@@ -83,7 +83,7 @@ class LlamaCpp(base.Quantizer):
         over = jnp.abs(d) > affine.FP16_MAX
         if self.format.endswith("_1"):
             over |= jnp.abs(low) > affine.FP16_MAX
-        return base.count(jnp.broadcast_to(over, blocks.shape).reshape(x.shape), x)
+        return base.count(over, x, blocks)
 
     def _scale(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Blocks [..., n, 32] of x [..., H] in fp32, their least elements and their scales [..., n, 1]."""

@@ -95,8 +95,7 @@ class Requantize(base.Quantizer):
         """As in Quantizer, of the last turn's groups; x and length as `quantize` takes them."""
         if self.axis == "token":
             groups = self._channels(x)
-            over = jnp.broadcast_to(affine.clips(groups, self.bits, -1), groups.shape)
-            return base.count(over.reshape(x.shape), x)
+            return base.count(affine.clips(groups, self.bits, -1), x, groups)
         moved, filled, shift = self._tokens(x, length)
         over = jnp.broadcast_to(affine.clips(moved, self.bits, 2, filled), moved.shape)
         return base.count(self._back(over, shift, x.shape[1]), x)

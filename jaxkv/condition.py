@@ -145,15 +145,15 @@ def load_study(settings: Settings, console: Any) -> Study:
             )
             chosen = settings["problems"] or range(settings["num_problems"])
             items = _items(task, checkpoint.tokenizer, chosen, "problems" if settings["problems"] else "num_problems")
-    divergence = RunSpec(
+    spec = RunSpec(
         new_tokens=settings["max_new_tokens"],
         **{field.name: settings[field.name] for field in dataclasses.fields(RunSpec) if field.name in settings},
     )
     longest = max(items, key=lambda item: len(item.prompt))
-    layout = make_layout([list(longest.prompt)], divergence.new_tokens, divergence.bucket, checkpoint.config)
+    layout = make_layout([list(longest.prompt)], spec.new_tokens, spec.bucket, checkpoint.config)
     _check_lengths(settings, layout)
     tile = settings["tile"] or (8 if jax.default_backend() == "cpu" else 16)
-    return Study(settings, precision, checkpoint, task, items, divergence, sampler, tile, console)
+    return Study(settings, precision, checkpoint, task, items, spec, sampler, tile, console)
 
 
 def _weights_device(settings: Settings) -> contextlib.AbstractContextManager:
@@ -300,15 +300,11 @@ def _torch_config(study: Study) -> dict[str, Any]:
     from jaxkv.torch_path import find_chooser
 
     kind, chooser = describe_torch()["device"], find_chooser(study.sampler)
-    chosen = {} if chooser.platform == "cpu" else {"tokens_chosen_on": chooser.device_kind}
-    return (
-        _describe_torch(study)
-        | chosen
-        | {
-            "precision": study.precision.to_json(),
-            "device": {"platform": "cpu" if kind == "cpu" else "gpu", "kind": kind},
-        }
-    )
+    found = _describe_torch(study) | {
+        "precision": study.precision.to_json(),
+        "device": {"platform": "cpu" if kind == "cpu" else "gpu", "kind": kind},
+    }
+    return found if chooser.platform == "cpu" else found | {"tokens_chosen_on": chooser.device_kind}
 
 
 def _describe_torch(study: Study) -> dict[str, Any]:

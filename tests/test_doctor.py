@@ -16,6 +16,7 @@ from jaxkv.config import make_precision
 from jaxkv.decode import COMPILER_OPTIONS
 from jaxkv.experiments import doctor
 from jaxkv.experiments.doctor import (
+    SPARE_SECONDS,
     Bench,
     DoctorSpec,
     Part,
@@ -294,6 +295,8 @@ def test_compilations_stop_when_time_is_up_and_a_fault_stays_alone():
     assert programs.missing == {"b": "ValueError: no such dtype here"}
     programs = compile_all({"a": lambda: 1}, workers=1, seconds=-1)
     assert (programs.made, programs.missing) == ({}, {"a": "out of time"})
+    programs = compile_all({"a": lambda: 1}, 1, SPARE_SECONDS - 1, spare={"b": lambda: 2})
+    assert (programs.made, programs.missing) == ({"a": 1}, {"b": "out of time"})
 
 
 def test_the_second_process_runs_beside_the_first(monkeypatch):
@@ -304,10 +307,10 @@ def test_the_second_process_runs_beside_the_first(monkeypatch):
         assert compiling.wait(60)
         raise RuntimeError("it was there")
 
-    def compile_nothing(tasks, workers, seconds):
+    def compile_nothing(tasks, workers, seconds, spare):
         assert begun.wait(60)
         compiling.set()
-        return Programs({}, dict.fromkeys(map(str, tasks), "out of time"), {})
+        return Programs({}, dict.fromkeys(map(str, tasks | spare), "out of time"), {})
 
     monkeypatch.setattr(doctor, "compile_all", compile_nothing)
     found = run_doctor(SPEC, start)
@@ -330,7 +333,11 @@ def test_programs_of_a_shape_are_one_whatever_dtypes_there_are():
 
 
 def test_the_ends_of_every_question_come_first():
-    planned = [name for name in doctor.plan(SPEC, Bench(SPEC)) if isinstance(name, Part)]
+    tasks, spare = doctor.plan(SPEC, Bench(SPEC))
+    planned = [name for name in [*tasks, *spare] if isinstance(name, Part)]
+    needed = {SPEC.row_shape(n) for n in (*SPEC.process_rows, SPEC.rows[0])} | {SPEC.row_shape(1, SPEC.batches[-1])}
+    needed |= {SPEC.slot_shape(SPEC.slots[0]), SPEC.slot_shape(SPEC.slots[-1])}
+    assert {name.shape for name in tasks if isinstance(name, Part)} == needed
     assert [(str(p.shape), p.dtype) for p in planned[:4]] == [
         ("rows 1x1, 128 slots", "fp16"), ("rows 1x1, 128 slots", "fp32"),
         ("rows 1x4, 128 slots", "fp16"), ("rows 1x4, 128 slots", "fp32"),

@@ -11,6 +11,7 @@ from small_models import SAMPLERS, make_prompts, same_bits
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.generate import run_cached_keeping
+from jaxkv.interventions import perturbed_cache
 from jaxkv.interventions.cache_errors import CacheError
 from jaxkv.interventions.perturbed_cache import Perturbation
 
@@ -62,6 +63,16 @@ def test_an_error_of_nothing_changes_no_bit_in_other_precisions(family, precisio
     arms = Arms(wide_config(family), make_precision(precision), SAMPLERS["greedy"], intervention=error)
     changed, _ = run_arms(arms, family=family, precision=precision)[0]
     assert same_bits(run_clean(family, precision)[0], changed)
+
+
+@pytest.mark.parametrize("scope", [{}, {"side": "k", "layers": ((1, 1),)}], ids=["all", "one"])
+@pytest.mark.parametrize("draw", ["write", "read"])
+def test_what_is_drawn_ahead_is_what_each_layer_would_draw(draw, scope, monkeypatch):
+    error = CacheError("normal", (0.0, 0.3), draw=draw, **scope)
+    ahead = run_error(error)[0]
+    monkeypatch.setattr(perturbed_cache, "MOST_DRAWN", 0)
+    arms = Arms(wide_config(), make_precision("fp16"), SAMPLERS["greedy"], intervention=Perturbation(error))
+    assert same_bits(ahead, run_arms(arms)[0])
 
 
 def test_frozen_errors_lie_in_the_cache_and_redrawn_ones_do_not():

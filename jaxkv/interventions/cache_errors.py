@@ -58,6 +58,26 @@ def _inside(ranges: Ranges | None, value: Any) -> Any:
     return functools.reduce(lambda a, b: a | b, hits)
 
 
+def site_number(layer: int, side: str) -> int:
+    """What keys the noise of a layer's side. Raises ValueError: an unknown side."""
+    if side not in SIDES:
+        raise ValueError(f"side '{side}' is none of {', '.join(SIDES)}")
+    return 2 * layer + SIDES.index(side)
+
+
+def make_keys(
+    site: jax.Array, positions: jax.Array, problems: jax.Array, seed: jax.Array | int, read_step: Any = None
+) -> jax.Array:
+    """Keys [B, T] of the noise at a site (`site_number`); the other arguments as in `CacheError.perturb`."""
+    base = jax.random.key(seed, impl="threefry2x32")
+
+    def make(problem, position):
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(base, problem), site), position)
+        return key if read_step is None else jax.random.fold_in(key, read_step)
+
+    return jax.vmap(jax.vmap(make, in_axes=(None, 0)))(problems, positions)
+
+
 def _write_number(value: Any) -> str:
     short = f"{value:g}"
     return short if float(short) == value else repr(value)
@@ -224,16 +244,22 @@ class CacheError:
         Raises:
           ValueError: a read step for a frozen error or none for a redrawn one, or an unknown side.
         """
-        if side not in SIDES:
-            raise ValueError(f"side '{side}' is none of {', '.join(SIDES)}")
+        site = site_number(layer, side)
         if self.redrawn == (read_step is None):
             raise ValueError(f"draw={self.draw} and read_step {read_step} do not go together")
         if not self.touches(layer, side):
             return rows
+        if not self.random:
+            return self.change(rows, positions, None)
+        keys = make_keys(jnp.asarray(site), positions, problems, seed, read_step)
+        return self.change(rows, positions, self.sample(keys, rows.shape[2:]))
+
+    def change(self, rows: jax.Array, positions: jax.Array, drawn: jax.Array | None) -> jax.Array:
+        """As `perturb`, of a site that is touched, from what `sample` gave for it, None for laws that draw nothing."""
         wide = jnp.promote_types(rows.dtype, jnp.float32)
         x = rows.astype(wide)
-        if self.random:
-            e = self._draw(x.shape[2:], layer, side, positions, problems, seed, read_step).astype(wide)
+        if drawn is not None:
+            e = drawn.astype(wide)
             changed = x * e if self.kind == "mul" else x + _round_now(_row_rms(x) * e)
             untouched = e == (1 if self.kind == "mul" else 0)
         else:
@@ -242,6 +268,19 @@ class CacheError:
         heads = jnp.asarray(_inside(self.heads, jnp.arange(rows.shape[2])))
         here = here[:, :, None, None] & heads[None, None, :, None] & ~untouched
         return jnp.where(here, changed.astype(rows.dtype), rows)
+
+    def sample(self, keys: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """1 + e for 'mul', e for 'add', of keys [B, T] and heads of shape (K, H): [B, T, K, H] in fp32.
+
+        Channels that share it have it once, [B, T, K, 1].
+        """
+        heads, channels = shape
+        shared = (heads, 1 if self.correlate == "token" else channels)
+        return jax.vmap(jax.vmap(lambda key: self._sample_one(key, shared)))(keys)
+
+    def list_sites(self, num_layers: int) -> list[tuple[int, str]]:
+        """Layers and sides of which rows are changed."""
+        return [(layer, side) for layer in range(num_layers) for side in SIDES if self.touches(layer, side)]
 
     def _cut(self, x: jax.Array) -> jax.Array:
         info = jnp.finfo(x.dtype)
@@ -253,21 +292,7 @@ class CacheError:
         kept = jax.lax.bitcast_convert_type(x, word) >> (info.nmant - self.bits) << (info.nmant - self.bits)
         return jnp.where(jnp.isfinite(x), jax.lax.bitcast_convert_type(kept, x.dtype), x)
 
-    def _draw(self, shape, layer, side, positions, problems, seed, read_step) -> jax.Array:
-        """1 + e for 'mul', e for 'add': [B, T, K, H], or [B, T, K, 1] if channels share it; fp32."""
-        shape = (shape[0], 1) if self.correlate == "token" else shape
-        base = jax.random.key(seed, impl="threefry2x32")
-
-        def draw(problem, position):
-            key = jax.random.fold_in(jax.random.fold_in(base, problem), 2 * layer + SIDES.index(side))
-            key = jax.random.fold_in(key, position)
-            if read_step is not None:
-                key = jax.random.fold_in(key, read_step)
-            return self._sample(key, shape)
-
-        return jax.vmap(jax.vmap(draw, in_axes=(None, 0)))(problems, positions)
-
-    def _sample(self, key: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    def _sample_one(self, key: jax.Array, shape: tuple[int, int]) -> jax.Array:
         single = functools.partial(jnp.asarray, dtype=jnp.float32)
         # The barrier keeps a compiler from folding what is made of them, which rounds otherwise than running it does.
         a, b, mean, std = jax.lax.optimization_barrier(tuple(map(single, (*self.numbers, *self.moments()))))

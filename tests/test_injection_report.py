@@ -369,6 +369,21 @@ def test_nothing_run_decides_nothing():
         assert not draw_injection(summary)
         to_html(summary)
         assert "statement" not in shown(summary)
+        assert "Not run here: E1a, " in (text := to_markdown(summary))
+        assert "| statement" not in text
+        assert "The seed study's table" not in text
+
+
+def test_statements_without_their_changes_are_folded():
+    summary = summary_of(make_control(CONTROL) + make_change("uniform:-1.5,1.5", ERROR, CONTROL))
+    text = to_markdown(summary)
+    tried = [claim["id"] for claim in summary["claims"] if claim["verdict"] != "not run"]
+    assert tried == ["E3"]
+    assert "| E3: " in text
+    assert "| E1a: " not in text
+    assert "Not run here: E1a, " in text
+    assert "The seed study's table beside ours" in text
+    assert "| U(-1, 1) |" in text
 
 
 def test_invalid_samples_enter_no_figure_and_decide_nothing():

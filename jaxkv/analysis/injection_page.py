@@ -87,16 +87,24 @@ def _say_what_there_is(summary: Summary) -> list[str]:
 
 
 def write_claims(summary: Summary) -> list[Block]:
-    """The statements with their verdicts."""
-    rows = [[f"{c['id']}: {c['claim']}", c["verdict"], tuple(c["figure"])] for c in summary["claims"]]
+    """The statements with their verdicts; of those that no change of the run speaks to, the names alone."""
+    tried = [claim for claim in summary["claims"] if claim["verdict"] != NOT_RUN]
+    rows = [[f"{c['id']}: {c['claim']}", c["verdict"], tuple(c["figure"])] for c in tried]
     score = f"{summary['primary']} of {summary['task']}" if summary["primary"] else "none yet"
     text = f"Statements of the seed study (Shebel 2025), and one of KVarN's, on this run; score: {score}."
-    return [Paragraph(text, "note"), Table(["statement", "verdict", "figure"], rows, kind="claims")]
+    blocks: list[Block] = [Paragraph(text, "note")]
+    if rows:
+        blocks.append(Table(["statement", "verdict", "figure"], rows, kind="claims"))
+    if left := [claim["id"] for claim in summary["claims"] if claim["verdict"] == NOT_RUN]:
+        blocks.append(Paragraph(f"Not run here: {', '.join(left)}.", "note"))
+    return blocks
 
 
 def write_seed_table(summary: Summary) -> list[Block]:
-    """The seed's table beside ours."""
+    """The seed's table beside ours; nothing if the run has none of its changes."""
     named = {entry["change"]: entry for entry in summary["changes"]}
+    if not (set(SEED_TABLE) - {CLEAN}) & set(named):
+        return []
     primary, (_, ifeval, strings) = summary["primary"], SEED_TABLE[CLEAN]
     rows = []
     for change, (label, score, guessed) in SEED_TABLE.items():

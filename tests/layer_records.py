@@ -79,7 +79,7 @@ def make_patching(now=0.0, residual=0.2, state=0.9, back=(), back_state=(), coun
                         "experiment": "patching", "key": ["patching", problem, direction, patch],
                         "direction": direction, "patch": patch, "num_layers": layers, "heads": {"query": 4, "kv": 2},
                         "instrumented_bit_equal": {"cached": STEPS, "uncached": STEPS},
-                        "gap": {"kl": gap, "flips": 0, "bit_equal": 0}, "all": figures,
+                        "gap": {"kl": gap, "flips": 1, "bit_equal": 0}, "all": figures,
                         "unchanged": STEPS if patch == ITSELF else 0,
                         "by_layer": {"layer": list(range(layers)), **column},
                         "grid": {"layer": [0, 2], "bins": [[0, 4], [4, 9]], "kl": [[gap, gap / 2]] * 2},

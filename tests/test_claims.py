@@ -155,7 +155,13 @@ def test_c3b_a_zero_is_worth_its_bound():
     assert few["verdict"] == CANNOT_TELL
     assert "0 of 240 (95 % upper bound 1.2 %)" in text_of(few)
     many = make_samples("fp32", count=40, tokens=160)
-    assert judge(make_run(many, precision="fp32"), name="C3b")["verdict"] == REPRODUCED
+    wide = make_run(many, "wide", precision="fp32")
+    assert judge(wide, name="C3b")["verdict"] == CANNOT_TELL
+    calm = make_run(make_samples("fp16", count=40, tokens=160), "narrow", precision="fp16")
+    assert judge(wide, calm, name="C3b")["verdict"] == CANNOT_TELL
+    assert "this tests nothing" in text_of(judge(wide, calm, name="C3b"))
+    flipping = make_samples("fp16", count=40, tokens=160, flips=lambda problem: [4])
+    assert judge(wide, make_run(flipping, "narrow", precision="fp16"), name="C3b")["verdict"] == REPRODUCED
     many[3]["teacher_forced"]["flip"][7] = True
     assert judge(make_run(many, precision="fp32"), name="C3b")["verdict"] == NOT_REPRODUCED
 
@@ -197,6 +203,31 @@ def test_cells_of_two_frameworks_are_of_one_batch_size():
     assert found == [(8, 6, {"b8-fp16", "b8-torch"}), (1, 3, {"b1-fp16", "b1-torch"})]
     names = [figures.name_group(group, study["parity"]) for group in study["parity"]]
     assert names == ["tiny fp16, greedy, batch 8", "tiny fp16, greedy, batch 1"]
+
+
+def drawn(run, **sampling):
+    """The run with other parameters of its sampler."""
+    for record in run.records:
+        usual = {"sampler": "temperature", "seed": 0, "temperature": 0.7, "top_k": None, "top_p": None}
+        record["sampling"] = usual | sampling
+    return run
+
+
+def test_runs_that_draw_otherwise_are_neither_paired_nor_dropped():
+    narrow, wide = drawn(batched(8, "fp16")), drawn(batched(8, "fp32"), temperature=1.3)
+    assert summarize_study([narrow, wide])["precisions"] == []
+    assert len(summarize_study([narrow, drawn(batched(8, "fp32"))])["precisions"]) == 1
+    torch = drawn(batched(8, "fp16", 6, as_torch, "torch"), top_p=0.9)
+    assert summarize_study([narrow, torch])["parity"] == []
+    assert len(summarize_study([narrow, drawn(torch)])["parity"]) == 1
+    assert summarize_study([wide, drawn(batched(8, "fp32", name="cool"))])["flips"]["fp32"]["conditions"] == 2
+
+
+def test_an_unfinished_copy_does_not_replace_a_run():
+    whole, part = batched(8, "fp32"), batched(8, "fp32", 3, name="part")
+    part.run["fingerprint"] = whole.run["fingerprint"]
+    for runs in ([whole, part], [part, whole]):
+        assert summarize_study(runs)["flips"]["fp32"]["problems"] == 12
 
 
 def test_other_problems_in_other_batches_count_too():

@@ -417,9 +417,9 @@ def test_a_changed_record_changes_the_summary():
 @pytest.mark.parametrize(
     ("left", "verdict", "why"),
     [
-        ({"K_and_V": 0.0}, "reproduced", "K and V close more of the gap"),
+        ({"K_and_V": 0.0}, "reproduced", "K and V 8 of 8"),
         ({"residual_now": 0.0, "residual": 0.0}, "not reproduced", "brings back 8 of 8"),
-        ({"residual": 0.1, "K_and_V": 0.4}, "not reproduced", "closes more of the gap than K and V"),
+        ({"residual": 0.1, "K_and_V": 0.4}, "cannot tell", "more of the gap than K and V"),
         ({}, "cannot tell", "0 of 8"),
     ],
 )
@@ -444,7 +444,16 @@ def test_only_trajectories_that_the_control_brings_back_are_judged():
     assert {patch: (share["count"], share["total"]) for patch, share in found.items()} == {
         EVERYTHING: (5, 8), KEYS_VALUES: (5, 5), RESIDUAL: (0, 5),
     }  # fmt: skip
-    assert "that every value of the donor does (5 of 8 that part)" in summary["claim"]["why"]
+    assert "that every value of the donor does (5 of 8 that part; left out where" in summary["claim"]["why"]
+
+
+def test_trajectories_that_need_no_patch_are_not_judged():
+    calm = lambda r: {"gap": r["gap"] | {"flips": 0}, "all": r["all"] | {"recovered": 0}}  # noqa: E731
+    records = [r | calm(r) if r["problem"] < 3 else r for r in samples(residual_now=0.0)]
+    found = summarize_patching(records, RUN)["directions"][INTO_CACHED]
+    recovered = {patch: found[patch]["trajectory"]["recovered"] for patch in (EVERYTHING, RESIDUAL_NOW)}
+    assert (recovered[EVERYTHING]["count"], recovered[EVERYTHING]["total"]) == (8, 8)
+    assert (recovered[RESIDUAL_NOW]["count"], recovered[RESIDUAL_NOW]["total"]) == (5, 5)
 
 
 def test_no_verdict_without_a_gap_controls_or_enough_problems():
@@ -459,7 +468,7 @@ def test_no_verdict_without_a_gap_controls_or_enough_problems():
         r | {"trajectory": r["trajectory"] | {"until": 2, "agreeing": 0}} if r["patch"] == EVERYTHING else r
         for r in samples(K_and_V=0.0)
     ]
-    assert claim(lost)["why"].startswith("Of 8 free runs that parted not even every value of the donor brings one back")
+    assert claim(lost)["why"].startswith("None of 8 free runs that parted can show it")
     failed = summarize_patching(samples(control=False, K_and_V=0.0), RUN)
     assert failed["claim"]["verdict"] == "cannot tell"
     assert "Control failed: with every value of the donor" in failed["claim"]["why"]

@@ -173,7 +173,10 @@ def _count_near_ties(study: Study) -> tuple[int, int]:
 
 
 def judge_c3b(study: Study) -> Claim:
-    """No flips in FP32: a zero is worth its bound, and "0.0 %" needs a bound that rounds to it."""
+    """No flips in FP32: one refutes "exactly"; a zero is worth its bound, which has to round to 0.0 %.
+
+    And only where FP16 flips more on the same problems: where it flips none either, the run could not have told.
+    """
     found, narrow = study["flips"].get("fp32"), study["flips"].get("fp16")
     control = [f"FP16, the same problems: {format_counted_share(narrow['flips'])} tokens"] if narrow else []
     control += [
@@ -195,12 +198,17 @@ def judge_c3b(study: Study) -> Claim:
     if flips["count"]:
         verdict = NOT_REPRODUCED
         lines.append(f"of the flips of all FP32 runs {near[0]} of {near[1]} are at a margin within the perturbation")
-    elif flips["upper_bound"] < ZERO_PERCENT:
-        verdict = REPRODUCED
-        lines.append("none was seen, and the bound, which takes tokens as independent, rounds to 0.0 %")
-    else:
+    elif flips["upper_bound"] >= ZERO_PERCENT:
         verdict = CANNOT_TELL
         lines.append("none was seen, but the bound does not round to 0.0 %")
+    elif not narrow or not narrow["flips"]["count"] or narrow["flips"]["interval"][0] <= flips["upper_bound"]:
+        verdict = CANNOT_TELL
+        lines.append(
+            "none was seen, but FP16 is not seen to flip more on the same problems, so that this tests nothing"
+        )
+    else:
+        verdict = REPRODUCED
+        lines.append("none was seen, and the bound, which takes tokens as independent, rounds to 0.0 %")
     return make_claim("C3b", verdict, lines, control, flips=flips)
 
 
@@ -219,11 +227,13 @@ def judge_c6(study: Study) -> Claim:
         if pair["signs"][0] != pair["signs"][1]:
             control.append(f"and the more accurate arm is another one ({' and '.join(pair['runs'])})")
     if not control:
-        control = ["no other process and no second run of a configuration, so only one process is judged"]
+        control = ["no other process, so only one is judged"]
+    if not study["replicates"]:
+        control.append("no configuration was run twice, so that no direction was seen to return")
     differing = any(found["count"] for found in again.values())
     turned = any(pair["signs"][0] != pair["signs"][1] for pair in study["replicates"])
     said = [text for found in study["processes"] for dtype, text in found["process"].items() if dtype == "fp16"]
-    elsewhere = bool(said or study["replicates"])
+    elsewhere = bool(study["replicates"])  # another process's operations have no direction to compare
     same = all(text == "equal" for text in said) and not any(p["other_tokens"]["count"] for p in study["replicates"])
     if turned:
         verdict = NOT_REPRODUCED

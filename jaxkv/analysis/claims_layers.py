@@ -12,6 +12,7 @@ from jaxkv.analysis.claims_common import (
     by_model,
     describe_aligned,
     make_claim,
+    say_count,
     select,
 )
 from jaxkv.analysis.contrasts import base_precision
@@ -88,12 +89,15 @@ def judge_c5a(study: Study) -> Claim:
     return make_claim("C5a", verdict, lines, control, verdicts=sorted(verdicts))
 
 
+ALIKE = ("model", "precision", "device", "framework", "batch_size")  # of which programs have one shape
+
+
 def _count_aligned(study: Study, like: Mapping[str, Any]) -> tuple[int, int]:
-    """Aligned steps with other bits, and all of them, of a condition's model, precision and device, cache on."""
+    """Aligned steps with other bits, and all of them, cache on, of a condition's programs (`ALIKE`)."""
     differing = total = 0
     for condition in study["conditions"]:
         found = condition.get("divergence")
-        if not found or any(condition[name] != like[name] for name in ("model", "precision", "device", "framework")):
+        if not found or any(condition[name] != like[name] for name in ALIKE):
             continue
         gate = found["gate"]
         if gate and gate.get("passed"):
@@ -159,14 +163,18 @@ def judge_c5b(study: Study) -> Claim:
 
 
 def _describe_lengths(study: Study) -> list[str]:
-    """The uncached arm against itself at another length: no cache at all."""
-    lines = []
+    """The uncached arm against itself at another length: no cache at all.
+
+    Counted by runs: programs differ at nearly every step or at none, so a share of steps would tell of what was chosen.
+    """
+    runs: dict[tuple[str, str], list[bool]] = {}
     for precision in NARROW:
-        members = [c["divergence"]["controls"]["uncached_other_length"] for c in select(study, precision)]
-        steps = sum(c["tokens"] for c in members if c)
-        if steps:
-            differing = share(steps - sum(c["bit_equal"]["count"] for c in members if c), steps)
-            lines.append(
-                f"{LABELS['uncached_other_length']}, {precision}: {format_counted_share(differing)} steps differ"
-            )
-    return lines
+        for condition in select(study, precision):
+            if found := condition["divergence"]["controls"]["uncached_other_length"]:
+                differs = found["bit_equal"]["count"] < found["tokens"]
+                runs.setdefault((precision, condition["model"]), []).append(differs)
+    return [
+        f"{LABELS['uncached_other_length']}, {precision}, {model}: other bits in {sum(found)} of "
+        f"{say_count(len(found), 'run')}"
+        for (precision, model), found in runs.items()
+    ]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv.analysis import statistics
-from jaxkv.analysis.gather import Run, describe_condition
+from jaxkv.analysis.gather import SAMPLING, Run, describe_condition
 from jaxkv.analysis.summary import clustered_share, share
 from jaxkv.schemas import find_headline
 
@@ -128,7 +128,7 @@ def compare_precisions(narrow: Samples, wide: Samples) -> dict[str, Any] | None:
     return {"problems": len(shared), "metrics": metrics}
 
 
-MATCHED = ("model", "sampler", "seed", "framework", "attention", "regime", "device", "batch_size", "padding")
+MATCHED = ("model", *SAMPLING, "framework", "attention", "regime", "device", "batch_size", "padding")
 
 
 def pair_precisions(runs: Sequence[tuple[Mapping[str, Any], Samples]]) -> list[dict[str, Any]]:

@@ -16,6 +16,10 @@ PATHS = ("--checkpoint=", "--data=", "--fewshot_data=")
 Record = Mapping[str, Any]
 
 
+# What tokens are drawn by: runs that differ in any of these answer another question.
+SAMPLING = ("sampler", "temperature", "top_k", "top_p", "seed", "new_tokens")
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """A run directory as it was read.
@@ -152,6 +156,7 @@ def describe_condition(run: Run) -> dict[str, Any]:
         "products": parts.get("accumulation"),
         "sampler": sampling.get("sampler"),
         "seed": sampling.get("seed"),
+        **{name: sampling.get(name) for name in ("temperature", "top_k", "top_p")},
         "framework": first.get("framework") or config.get("framework") or DEFAULT_FRAMEWORK,
         "attention": first.get("attention") or config.get("attention"),
         "regime": "plain" if tile is None else "aligned",

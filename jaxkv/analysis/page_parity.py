@@ -101,10 +101,14 @@ def write_forced_parity(title: str, found: Mapping[str, Any]) -> list[Block]:
         for pair, values in found["pairs"].items()
     ]
     gap, cosine, choice = found["gap"], found["cosine"], found["same_choice"]
-    lines = [f"KL a token: {_describe_gap(gap, 'nats')}."]
+    lines = [f"KL a token, mean over problems: {_describe_gap(gap, 'nats')}."]
     if gap["ratio"] is not None:
         span = _span(gap["ratio_interval"])
         lines.append(f"The framework gap is {format_number(gap['ratio'])}{span} times the cache gap.")
+    lines.append(
+        f"PyTorch's uncached arm: {', '.join(found['torch_uncached'])} rows. Where JAX's has others, the framework gap "
+        "holds what other shapes alone do; a divergence run's control at another length gives the size of that."
+    )
     if cosine is None:
         lines.append("Direction: at no step does the cache move the logits of both frameworks.")
     else:
@@ -113,7 +117,9 @@ def write_forced_parity(title: str, found: Mapping[str, Any]) -> list[Block]:
             f"{format_number(cosine['mean'])}{_span(cosine['interval'])} over {cosine['steps']} steps; 0 is no common "
             "direction."
         )
-    lines.append(_describe_same(found["same_flips"], "Steps flipped by the cache", ("JAX", "PyTorch")))
+    lines.append(
+        _describe_same(found["same_flips"], "Steps, taken as independent, flipped by the cache", ("JAX", "PyTorch"))
+    )
     if choice["total"]:
         lines.append(f"Of steps that flip in both, {format_count(choice)} flip between the same two tokens.")
     equal = ", ".join(f"{cell} {found['layers']['bit_equal'][cell]}" for cell in CELLS)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv.analysis import statistics
-from jaxkv.analysis.gather import Run, describe_condition
+from jaxkv.analysis.gather import SAMPLING, Run, describe_condition
 from jaxkv.analysis.metrics import free_running
 from jaxkv.analysis.samples import collect
 from jaxkv.analysis.summary import clustered_share, group_invalid, share, summarize_comparisons
@@ -51,7 +51,8 @@ def judge_gap(framework: Sequence[float], cache: Sequence[float]) -> dict[str, A
 # Free-running, from the records of each framework.
 
 
-TOGETHER = ("model", "precision", "sampler", "seed", "batch_size", "padding")  # what the cells of a group share
+# What the cells of a group share.
+TOGETHER = ("model", "precision", *SAMPLING, "batch_size", "padding", "device")
 
 
 def find_cells(runs: Sequence[Run]) -> list[dict[str, Any]]:

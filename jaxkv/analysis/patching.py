@@ -112,12 +112,15 @@ def _closed(left: Sequence[float], before: Sequence[float]) -> dict[str, Any] | 
 
 
 def _come_back(controls: Sequence[Record]) -> frozenset[int]:
-    """Problems whose free run keeps to the donor's tokens with every value of the donor.
+    """Problems whose free run keeps to the donor's tokens with every value of the donor, and might not without.
 
     A program that can be patched may have other bits than the arm, and part from it by itself at a close call. What no
-    patch could bring back says nothing about the patch.
+    patch could bring back says nothing about the patch. Nor does what needs none: where no token flips between the two
+    programs unpatched, the recipient takes the donor's token at the fork by itself.
     """
-    return frozenset(s["problem"] for s in controls if s["trajectory"] and s["trajectory"]["until"] is None)
+    return frozenset(
+        s["problem"] for s in controls if s["trajectory"] and s["trajectory"]["until"] is None and s["gap"]["flips"]
+    )
 
 
 def _summarize_patch(samples: Sequence[Record], judged: frozenset[int] | None) -> dict[str, Any] | None:
@@ -219,11 +222,11 @@ def judge_claim(summary: Summary) -> dict[str, str]:
     """C5: patching the whole residual stream does not bring back the cache-free trajectory, so the cached state is the
     cause.
 
-    Trajectories are those that every value of the donor brings back. Reproduced if the residual stream patched at each
-    current position brings back fewer than half of them, K and V more than half, and K and V close more of the gap than
-    the stream at all positions; not reproduced if the stream at the current position brings back more than half, or the
-    stream at all positions closes more of the gap than K and V, so that the cause does not follow. Each by its 95 %
-    interval, and only where free runs part.
+    Trajectories are those that every value of the donor brings back, where the unpatched programs flip a token.
+    Reproduced if the residual stream patched at each current position brings back fewer than half of them, and K and V
+    more than half; not reproduced if the stream brings back more than half. Each by its 95 % interval, and only where
+    free runs part. What the stream at all positions closes of the gap decides nothing: it sets what K and V are
+    computed from.
 
     Returns:
       verdict: 'reproduced', 'not reproduced' or 'cannot tell'.
@@ -247,18 +250,18 @@ def judge_claim(summary: Summary) -> dict[str, str]:
     if not control:
         return say(CANNOT_TELL, "No free run parted, so that there is no trajectory to bring back.")
     if back is None or back_state is None:
-        return say(CANNOT_TELL, f"Of {control['recovered']['total']} free runs that parted not even every value of the "
-                                "donor brings one back.")  # fmt: skip
+        return say(CANNOT_TELL, f"None of {control['recovered']['total']} free runs that parted can show it: every "
+                                "value of the donor does not bring them back, or no token needs it.")  # fmt: skip
     brings = f"The residual stream patched at each current position brings back {format_counted_share(back)}, K and V "
     brings += f"{format_counted_share(back_state)} of the trajectories that every value of the donor does "
-    brings += f"({_count(control['recovered'])} that part)"
+    brings += f"({_count(control['recovered'])} that part; left out where the unpatched programs flip no token)"
+    if gap["interval"] is not None:
+        brings += f"; at all positions the stream closes {_portion(gap)} more of the gap than K and V, in the mean of "
+        brings += f"{gap['problems']} problems"
     if back["interval"][0] > 0.5:
         return say(NOT_REPRODUCED, f"{brings}.")
-    if gap["interval"] is not None and gap["interval"][0] > 0:
-        return say(NOT_REPRODUCED, f"{brings}; at all positions the stream closes more of the gap than K and V, by "
-                                   f"{_portion(gap)} of it in the mean of {gap['problems']} problems.")  # fmt: skip
-    if back["interval"][1] < 0.5 < back_state["interval"][0] and gap["interval"] is not None and gap["interval"][1] < 0:
-        return say(REPRODUCED, f"{brings}; K and V close more of the gap than the stream at all positions.")
+    if back["interval"][1] < 0.5 < back_state["interval"][0]:
+        return say(REPRODUCED, f"{brings}.")
     return say(CANNOT_TELL, f"{brings}: the intervals leave the claim open.")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from jaxkv.analysis import claims, claims_layers, contrasts, curves, parity
 from jaxkv.analysis.doctor_findings import compare_processes, conclude, operand_kind
 from jaxkv.analysis.experiments import EXPERIMENTS
-from jaxkv.analysis.gather import Run, describe_condition, describe_origin
+from jaxkv.analysis.gather import SAMPLING, Run, describe_condition, describe_origin
 from jaxkv.analysis.samples import check
 from jaxkv.errors import UserError
 from jaxkv.schema_doctor import validate_doctor
@@ -60,10 +60,14 @@ def choose_conditions(found: Sequence[tuple[Summary, Any]]) -> list[tuple[Summar
     Variants ('fp16+residual=fp32') stand in where a model has no valid run of the precision itself. Runs that ask the
     same problems again, in batches of another size, add none: the one with most problems counts.
     """
-    once = {condition["fingerprint"] or condition["name"]: (condition, samples) for condition, samples in found}
+    once: dict[str, tuple[Summary, Any]] = {}
+    for condition, samples in found:
+        name = condition["fingerprint"] or condition["name"]
+        if name not in once or len(samples) > len(once[name][1]):
+            once[name] = condition, samples
     groups: dict[tuple, list[tuple[Summary, Any]]] = {}
     for condition, samples in once.values():
-        key = tuple(condition[name] for name in ("model", "sampler", "seed", "device"))
+        key = tuple(condition[name] for name in ("model", *SAMPLING, "device"))
         groups.setdefault(key, []).append((condition, samples))
     chosen = []
     for members in groups.values():

@@ -3,7 +3,9 @@
 import copy
 import io
 import json
+import re
 
+import numpy as np
 import pytest
 from injection_records import (
     ERROR,
@@ -25,9 +27,11 @@ from jaxkv.analysis.experiments import EXPERIMENTS
 from jaxkv.analysis.injection import summarize_injection
 from jaxkv.analysis.injection_claims import compare_specs, decide
 from jaxkv.analysis.injection_figures import draw_injection
-from jaxkv.analysis.injection_page import SEED_TABLE, render_injection, to_html, to_markdown
+from jaxkv.analysis.injection_page import OWN, SEED_TABLE, render_injection, to_html, to_markdown
 from jaxkv.analysis.page import write_blocks
+from jaxkv.analysis.statistics import wilson
 from jaxkv.analysis.study import summarize_study
+from jaxkv.interventions.quantizers.spec import METHODS
 from jaxkv.schema_injection import validate_injection
 
 N = 40
@@ -117,6 +121,47 @@ def test_intervals_hold_what_few_problems_cannot_rule_out():
     assert none["of_control_interval"] == pytest.approx([0, bound])
     assert every["interval"] == pytest.approx([1 - bound, 1])
     assert every["of_control_interval"] == pytest.approx([1 - bound, 1 + bound])
+
+
+def test_a_lost_problem_leaves_no_narrower_share_of_control_than_none():
+    control = [True] * 36 + [False] * 4
+    records = make_control(control) + make_change("same", ERROR, control)
+    records += make_change("lost", ERROR, [False, *control[1:]])
+    records += make_change("gained", ERROR, [*control[:-1], True])
+    lows, highs = {}, {}
+    for name in ("same", "lost", "gained"):
+        score = of(summary_of(records), name)["score"]["numeric"]
+        lows[name], highs[name] = np.subtract(score["of_control_interval"], score["of_control"])
+    bound = (1 - 0.05 ** (1 / 40)) / 0.9
+    assert (lows["same"], highs["same"]) == pytest.approx((-bound, bound))
+    assert highs["lost"] == pytest.approx(bound)  # no problem gained
+    assert lows["gained"] == pytest.approx(-bound)
+    assert lows["lost"] < -0.05 < 0.05 < highs["gained"]
+
+
+@pytest.mark.parametrize(("flips", "parted", "rate"), [(TOKENS, "lower_bound", 1), (0, "upper_bound", 0)])
+def test_seeds_are_no_independent_trials(flips, parted, rate):
+    """48 of 48 runs of 16 problems bound as 16 of 16 do, and a token of three seeds as one token."""
+    control = [True] * 16
+    records = make_control(control) + make_change("x", ERROR, control, seeds=(0, 1, 2), flips=flips)
+    entry = of(summary_of(records), "x")
+    diverged, agreement = entry["diverged"], entry["agreement"]
+    assert (diverged["count"], diverged["total"]) == (48 * rate, 48)
+    assert (agreement["count"], agreement["total"]) == (48 * TOKENS * (1 - rate), 48 * TOKENS)
+    upper = {"lower_bound": "upper_bound", "upper_bound": "lower_bound"}[parted]
+    for found, name, total in ((diverged, parted, 16), (agreement, upper, 16 * TOKENS)):
+        bound = 1 - 0.05 ** (1 / total)
+        assert found[name] == pytest.approx(bound if name == "upper_bound" else 1 - bound)
+        assert found["interval"] == pytest.approx(wilson(0 if name == "upper_bound" else total, total))
+
+
+def test_one_run_that_does_not_part_leaves_no_narrower_interval_than_none():
+    control = [True] * 16
+    records = make_control(control) + make_change("x", ERROR, control, seeds=(0, 1, 2), flips=1)
+    records[-1] = make_record(15, "x", ERROR, 2)
+    found = of(summary_of(records), "x")["diverged"]
+    assert found["count"] == 47
+    assert found["interval"][0] < wilson(16, 16)[0]
 
 
 CHANGES = {
@@ -327,6 +372,32 @@ def test_unlike_caches_are_no_rivals(other):
     assert verdict_of(summary, "E6b") == "not run"
 
 
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_a_cache_that_reads_rows_being_written_otherwise_is_no_rival(side):
+    """int2 packs a prompt's rows before they are read, KVarN after."""
+    ours, other = quant("KVarN", 2.9, first=16, block=32), quant("Integer", 2.25, first=16)
+    ours[side]["own"] = "prompt"
+    for own, pairs in (("none", 0), ("step", 0), ("prompt", 1)):
+        other[side]["own"] = own
+        records = make_control(CONTROL) + make_change(OURS, ours, CONTROL) + make_change("int2", other, CONTROL, 1.0)
+        for record in records:
+            record["cache"] |= {"packed": 1.0, "bits": 2.9}
+        assert len(summary_of(records)["pairs"]) == pairs
+
+
+def test_the_page_names_how_every_method_reads_rows_being_written():
+    named = {"KVarN": "kvarn", "QuaRot": "quarot", "TurboQuant": "turboquant", "KIVI": "kivi", "hf": "hf"}
+    named |= {"llama.cpp's blocks": "llama", "int": "int2", "fp8": "fp8", "mask": "mask"}
+    exact, later, packed = re.fullmatch(
+        r".*: (.*) read them exactly, (.*) those of every later step as well; (.*) read them packed\.", OWN
+    ).groups()
+    found = [{named[name] for name in re.split(", | and ", part)} for part in (exact, later, packed)]
+    known = {name: method.make.own for name, method in METHODS.items() if name not in ("int4", "int8")}
+    assert found[0] == {name for name, own in known.items() if own != "none"}
+    assert found[1] == {name for name, own in known.items() if own == "step"}
+    assert found[2] == {name for name, own in known.items() if own == "none"}
+
+
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_few_problems_decide_nothing(count):
     records = flips_and_none(0, count, count)
@@ -414,7 +485,8 @@ def test_methods_are_compared_at_equal_windows():
     summary = summary_of(records)
     window = {"first": 32, "recent": 0}
     assert summary["windows"] == [{"k": window, "v": window, "changes": ["int4,first=32", "llama:q4_0,first=32"]}]
-    assert "**first + recent tokens kept, K: 32 + 0, V: 32 + 0**" in to_markdown(summary)
+    assert "**first + recent tokens kept, K: 32 + 0, V: 32 + 0**" in (text := to_markdown(summary))
+    assert text.count(OWN) == 2
 
 
 def test_ifeval_has_prompts_and_instructions():

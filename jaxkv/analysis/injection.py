@@ -134,11 +134,11 @@ def _summarize_score(valid: Clusters, control: Clusters, scorer: str) -> dict[st
     if clean[0].sum():
         base = float(clean[0].sum() / clean[1].sum())
         entry["of_control"] = entry["mean"] / base
-        ratio = statistics.ratio_bootstrap((points, possible), clean)
-        bound = statistics.zero_upper_bound(len(problems))
-        if np.array_equal(points, clean[0]):  # no problem differs: what the share that would is at most
+        ratio = statistics.ratio_interval((points, possible), clean)
+        if ratio is None and np.array_equal(points, clean[0]):  # no problem differs: at most the bound's share would
+            bound = statistics.zero_upper_bound(len(problems))
             ratio = (1 - bound / base, 1 + bound / base)
-        elif points.sum() in (0, possible.sum()):
+        elif ratio is None and points.sum() in (0, possible.sum()):
             ratio = (entry["interval"][0] / base, entry["interval"][1] / base)
         entry["of_control_interval"] = None if ratio is None else [max(0.0, ratio[0]), ratio[1]]
     return entry
@@ -146,6 +146,23 @@ def _summarize_score(valid: Clusters, control: Clusters, scorer: str) -> dict[st
 
 def _count(clusters: Sequence[Sequence[Record]], count: Any, size: Any) -> tuple[list[float], list[float]]:
     return [sum(map(count, c)) for c in clusters], [sum(map(size, c)) for c in clusters]
+
+
+def _share_over_seeds(clusters: Sequence[Sequence[Record]], count: Any, size: Any) -> dict[str, Any] | None:
+    """`clustered_share` of all seeds' trials whose widening and exact bounds are of the trials of one seed.
+
+    Seeds of one problem are no independent trials: 48 of 48 runs of 16 problems say what 16 of 16 do.
+    """
+    counts, sizes = _count(clusters, count, size)
+    entry = clustered_share([int(n) for n in counts], [int(n) for n in sizes])
+    once = int(sum(max(map(size, cluster)) for cluster in clusters))
+    if entry is None or once == entry["total"]:
+        return entry
+    low, high = statistics.wilson(entry["count"] * once / entry["total"], once)
+    entry["interval"] = [min(low, entry["interval"][0]), max(high, entry["interval"][1])]
+    bound = statistics.zero_upper_bound(once)
+    exact = {"upper_bound": bound, "lower_bound": 1 - bound}
+    return entry | {name: value for name, value in exact.items() if name in entry}
 
 
 def _tokens_shared(sample: Record) -> int:
@@ -181,10 +198,8 @@ def _summarize_change(
     spoken = [c for c in kept if sum(map(steps, c))]
     if spoken:
         entry["kl"] = mean_over_problems(*_count(spoken, lambda s: sum(s["teacher_forced"]["kl"]), steps))
-        agreed, sizes = _count(spoken, lambda s: s["teacher_forced"]["flip"].count(False), steps)
-        entry["agreement"] = clustered_share([int(n) for n in agreed], [int(n) for n in sizes])
-    parted, sizes = _count(kept, lambda s: int(s["free_running"]["diverged"]), lambda s: 1)
-    entry["diverged"] = clustered_share([int(n) for n in parted], [int(n) for n in sizes])
+        entry["agreement"] = _share_over_seeds(spoken, lambda s: s["teacher_forced"]["flip"].count(False), steps)
+    entry["diverged"] = _share_over_seeds(kept, lambda s: int(s["free_running"]["diverged"]), lambda s: 1)
     entry["tokens_shared"] = mean_over_problems(*_count(kept, _tokens_shared, lambda s: 1))
     return entry
 

@@ -36,16 +36,24 @@ SEED_NOTE = (
     "shares of control are computed from them. Its table 4 prints others: 27.4 of 51.3 is 53 %, 31.4 of 51.3 is 61 %. "
     "Its next-string score is called perplexity there. It gives no intervals."
 )
+OWN = (
+    "What a prompt's own rows see of themselves during the prefill is the method's too: KVarN, QuaRot, TurboQuant, "
+    "KIVI and hf read them exactly, KIVI and hf those of every later step as well; llama.cpp's blocks, int, fp8 and "
+    "mask read them packed."
+)
 NOTES = (
     "KL is KL(clean to changed) in nats, agreement the share of steps with the same top token, both along the clean "
-    "arm's tokens; free runs part where they take another token.",
+    "arm's tokens; free runs part where they take another token. KL and agreement of a change weight tokens alike, KL "
+    "of pairs and statements weights problems alike.",
     "Intervals are 95 %, over problems with all their seeds, those of a score widened to Student's t; the noise of a "
     "seed is independent from problem to problem. Of a score of 0 or of all, and of two that differ in no problem, the "
-    "exact one-sided bound stands.",
+    "exact one-sided bound stands; a share of control reaches as far on a side to which no problem moved. Runs and "
+    "tokens are counted over seeds, their bounds are of those of one seed.",
     "Every pair and statement is judged alone: of twenty such intervals one may miss by chance. 'holds' needs every "
     "pair's interval on the statement's side, 'does not hold' one wholly on the other.",
     "bits: per element of the whole cache at the clean run's length, first, recent and pending tokens counted at full "
     "width; packed: share of elements that are packed.",
+    OWN,
 )
 
 
@@ -198,7 +206,7 @@ def _write_windows(summary: Summary) -> list[Block]:
         return []
     text = (
         "Methods at equal windows: the same first and recent tokens are kept whole. A method's block adds up to block "
-        "- 1 pending tokens, so compare where the packed shares are near too."
+        f"- 1 pending tokens, so compare where the packed shares are near too. {OWN}"
     )
     return [Heading("At equal windows", 3), Paragraph(text), *blocks]
 

@@ -15,7 +15,7 @@ RESAMPLES = 4000
 Array = npt.ArrayLike
 
 
-def wilson(count: int, total: int, confidence: float = 0.95) -> tuple[float, float]:
+def wilson(count: float, total: int, confidence: float = 0.95) -> tuple[float, float]:
     """Wilson score interval of a share (Wilson 1927, eq. as in Brown, Cai & DasGupta 2001, sec. 3.1.1)."""
     _check(count, total)
     z = float(stats.norm.ppf((1 + confidence) / 2))
@@ -144,6 +144,36 @@ def ratio_bootstrap(
     return float(low), float(high)
 
 
+def ratio_interval(
+    first: tuple[Array, Array], second: tuple[Array, Array], confidence: float = 0.95
+) -> tuple[float, float] | None:
+    """`ratio_bootstrap` of two mean scores widened to Student's t and to the exact bound; None where it is None.
+
+    With x and c the scores of a problem, R their ratio: the standard error is that of x - R c over the mean of c (the
+    delta method; Cochran 1977, ch. 6), its sd over n^0.5. A percentile bootstrap of few problems is too narrow, and
+    where no problem gained (or none lost) it ends at or near R. There a share b of problems, the exact bound, could
+    still gain, each at most its whole score, which moves the ratio by at most b over the mean share of c.
+
+    Args:
+      first: per problem the points, and how many there are to have, both [problems].
+      second: the same of the denominator.
+
+    Returns:
+      Low and high end; the low one may be below 0.
+    """
+    found = ratio_bootstrap(first, second, confidence=confidence)
+    if found is None:
+        return None
+    (a, n), (b, m) = (tuple(np.asarray(x, np.float64) for x in pair) for pair in (first, second))
+    base, problems = float(b.sum() / m.sum()), len(a)
+    ratio = float(a.sum() / n.sum()) / base
+    spread = (a - ratio * base * n) / n.mean() - ratio * (b - base * m) / m.mean()  # x - R c where all have one point
+    half = float(stats.t.ppf((1 + confidence) / 2, problems - 1)) * float(spread.std(ddof=1)) / problems**0.5 / base
+    most = zero_upper_bound(problems, confidence) / base
+    down, up = max(half, most if np.all(a >= b) else 0.0), max(half, most if np.all(a <= b) else 0.0)
+    return min(found[0], ratio - down), max(found[1], ratio + up)
+
+
 def paired_bootstrap(
     first: Array, second: Array, *, confidence: float = 0.95, resamples: int = RESAMPLES, seed: int = 0
 ) -> tuple[float, float]:
@@ -181,6 +211,6 @@ def expected_divergence(rate: float, lengths: Sequence[int]) -> float:
     return float(np.mean(-np.expm1(np.asarray(lengths, np.float64) * np.log1p(-rate))))
 
 
-def _check(count: int, total: int) -> None:
+def _check(count: float, total: int) -> None:
     if total < 1 or not 0 <= count <= total:
         raise ValueError(f"{count} of {total} is not a share")

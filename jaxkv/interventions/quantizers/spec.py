@@ -128,7 +128,7 @@ WINDOWS = {"first": Option("first"), "recent": Option("recent")}
 GRAMMAR = (
     "write METHOD[,option=value]... for keys and values alike, or k=METHOD...;v=METHOD...; methods: kvarn:k2v2 "
     "kivi:k2v2 quarot:4 turboquant:4 hf:4 (bits for both, or k4v2) llama:q8_0 fp8:e4m3 int8 int4 int2 mask:8 none; "
-    "options of all: first=N recent=N, of kvarn: "
+    "options of all: first=N recent=N (recent not of hf), of kvarn: "
     + " ".join(METHODS["kvarn"].options)
     + " (aux=fp16 unless said from 8 bits on, e5m3 below), of kivi: group window, of turboquant: unit "
     "edges, of hf: group every axis anchor, of fp8: scale=token|NUMBER, of int8: bound=whole|half, of mask: of"
@@ -143,11 +143,21 @@ class SideQuant:
       quantizer: None leaves it in the cache's own dtype.
       first: tokens kept at the beginning; None for the method's own.
       recent: newest tokens kept at least; None for the method's own.
+
+    Raises:
+      UserError: recent tokens are to be kept by a method that packs its whole history, the newest included.
     """
 
     quantizer: Quantizer | None
     first: int | None = None
     recent: int | None = None
+
+    def __post_init__(self):
+        if self.quantizer and self.quantizer.whole_history and self.recent:
+            raise UserError(
+                f"{self.quantizer.name} packs the whole prompt at once, its newest tokens too, so recent={self.recent} "
+                "would keep none of them; drop recent"
+            )
 
     @property
     def window(self) -> Window:

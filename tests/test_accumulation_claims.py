@@ -1,10 +1,17 @@
 """What a run's quantizers say of the KVarN study: no verdict is stronger than its interval."""
 
+import math
+
 import pytest
-from accumulation_records import KIVI, KVARN, both, make_quantizer, summary_of, verdicts
+from accumulation_records import KIVI, KVARN, N, both, make_quantizer, make_record, of, summary_of, verdicts
 
 from jaxkv.analysis.accumulation_claims import read_codes
 from jaxkv.analysis.accumulation_page import to_markdown
+from jaxkv.analysis.format import format_number, format_percent
+
+
+def claim_of(summary, name):
+    return next(claim for claim in summary["claims"] if claim["id"] == name)
 
 
 def test_do_errors_accumulate():
@@ -60,6 +67,49 @@ def test_does_kvarn_accumulate_least():
     assert verdicts(summary_of(records + make_quantizer("quarot:2", extra=0.02, bits=4.0)))["K2"] == "cannot tell"
 
 
+def test_a_larger_static_error_hides_what_kivi_accumulates():
+    """Errors add in quadrature: KIVI's difference is the smaller one, though more is fed back."""
+
+    def judged(static, extra):
+        kvarn = make_quantizer(KVARN, error=0.21, extra=0.053, wobble=0.005)
+        return summary_of(kvarn + make_quantizer(KIVI, error=static, extra=extra))
+
+    summary = judged(0.357, 0.043)
+    assert of(summary, KIVI)["regimes"]["decode"]["extra"]["decoded"]["interval"][1] < 0.053
+    claim = claim_of(summary, "K2")
+    assert claim["verdict"] == "cannot tell"
+    assert claim["figure"][0].endswith(
+        "cannot tell, since the static errors differ so that the two measures disagree (difference: does not hold; "
+        "quadrature: holds)"
+    )
+    for name, error, extra, wobble in ((KIVI, 0.357, 0.043, 0.01), (KVARN, 0.21, 0.053, 0.005)):
+        fed = [extra + wobble * (problem % 3 - 1) for problem in range(N)]
+        mean = sum(1.05 * math.sqrt((error + own) ** 2 - error**2) for own in fed) / N  # 1.05: mean over the layers
+        assert f"`{name}` {format_number(mean)} [" in claim["figure"][0]
+    # Where both measures are on one side, they decide.
+    assert verdicts(judged(0.357, 0.1))["K2"] == "holds"
+    assert verdicts(judged(0.357, 0.02))["K2"] == "does not hold"
+    assert "in quadrature: sqrt(decode^2 - static^2)" in to_markdown(summary).lower()
+
+
+def test_growth_beside_a_static_error_that_grows():
+    """The difference shrinks along the text, while what is fed back does not."""
+
+    def judged(static_growth, growth):
+        records = []
+        for problem in range(N):
+            own = growth + 0.002 * (problem % 3)
+            records.append(make_record(problem, regime="static", error=0.2, growth=static_growth))
+            records.append(make_record(problem, error=0.3, growth=own))
+        return claim_of(summary_of(records), "K1b")
+
+    claim = judged(0.3, 0.28)
+    assert claim["verdict"] == "cannot tell"
+    assert "disagree (difference: does not hold; quadrature: holds)" in claim["figure"][0]
+    assert judged(0.3, 0.4)["verdict"] == "holds"
+    assert judged(0.3, 0.22)["verdict"] == "does not hold"
+
+
 @pytest.mark.parametrize(
     ("text", "codes"),
     [
@@ -83,12 +133,20 @@ def test_codes_are_read_from_the_spec(text, codes):
         ((1.0, 0.5, 0.9, 0.3), "holds", "holds"),
         ((1.0, 0.9, 0.5, 0.3), "does not hold", "holds"),
         ((1.0, 0.9, 0.95, 0.8), "holds", "does not hold"),
-        ((1.0, 1.1, 1.2, 0.49), "does not hold", "cannot tell"),  # repairing the worst makes it worse
+        ((1.0, 1.1, 1.2, 0.69), "does not hold", "cannot tell"),  # repairing the worst makes it worse
+        ((1.0, 0.9, 0.95, 0.6), "holds", "holds"),  # 40 % of the norm, 64 % of the squared error
     ],
 )
 def test_are_token_scales_the_reason(left, worst, reason):
     found = verdicts(summary_of(make_quantizer(left=left)))
     assert (found["K3a"], found["K3b"]) == (worst, reason)
+
+
+def test_the_reason_is_a_share_of_the_squared_error():
+    claim = claim_of(summary_of(make_quantizer(left=(1.0, 0.9, 0.95, 0.6))), "K3b")
+    shares = [1 - (0.6 + 0.01 * ((problem + 1) * 3 % 4)) ** 2 for problem in range(N)]
+    assert "of the squared static error" in claim["claim"]
+    assert f"of the squared static error: {format_percent(sum(shares) / N)} % [" in claim["figure"][0]
 
 
 @pytest.mark.parametrize("problems", [1, 2])

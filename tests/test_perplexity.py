@@ -402,6 +402,26 @@ def test_a_run_that_is_not_finished_says_so():
     assert "UNFINISHED" not in to_markdown(summarize_perplexity(small_run()))
 
 
+def test_windows_that_a_change_breaks_are_valid_ones_of_the_text():
+    fault = {"arm": "cached", "layer": 0, "op": "k", "position": 1, "step": 0, "value": "nan"}
+    invalid = {"status": "invalid", "invalid": fault, "nats": None, "logits": None}
+    worse, count = make_change("normal:0,0.25", 1.1), len(small_run())
+    for left in (0, 1, count):
+        changed = [*worse[:left], *(record | invalid for record in worse[left:])]
+        summary = summarize_perplexity([*small_run(), *changed])
+        assert summary["problems"] == {"asked": count, "total": count, "ok": count}
+        for text in (to_markdown(summary), shown(summary, 200)):
+            assert f"{count} of {count} problems valid" in text
+            note = f"`normal:0,0.25` has {left} valid windows, others than the clean cache's {count}"
+            note += ": its uncached" if left else "."
+            assert (note in text) == (left < count)
+            assert "`none` has" not in text
+        # Without the clean cache there is none to go by.
+        alone = summarize_perplexity(changed)
+        assert alone["problems"]["ok"] == left
+        assert "others than" not in to_markdown(alone)
+
+
 def test_summary_leaves_out_invalid_windows():
     fault = {"arm": "cached", "layer": 0, "op": "k", "position": 1, "step": 0, "value": "nan"}
     broken = [r | {"status": "invalid", "invalid": fault, "nats": None, "logits": None} for r in small_run()]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.analysis.accumulation_claims import average, judge, subtract
+from jaxkv.analysis.accumulation_claims import average, judge, quadrature, subtract
 from jaxkv.analysis.samples import add_saturated, collect, count_problems
 from jaxkv.analysis.summary import clustered_share, group_invalid
 from jaxkv.schema_accumulation import REPAIRS, SIDES, validate_accumulation
@@ -19,6 +19,7 @@ from jaxkv.schema_accumulation import REPAIRS, SIDES, validate_accumulation
 Record = Mapping[str, Any]
 Summary = Mapping[str, Any]
 ByProblem = dict[int, Record]
+Gap = Callable[[Mapping[int, float], Mapping[int, float]], dict[int, float]]
 Place = tuple[int, int]  # positions [begin, end), counted from the first one after the prompt
 STATIC, DECODE = "static", "decode"
 SEGMENTS = ("prompt", "decoded")
@@ -131,8 +132,11 @@ def _errors(members: ByProblem, segment: str, place: Place | None = None, choice
     return _find(members, figure)
 
 
-def _growth(members: ByProblem, static: ByProblem) -> dict[int, float]:
-    """By problem: what accumulates in the later half of the decoded positions minus that in the earlier one."""
+def _growth(members: ByProblem, static: ByProblem, gap: Gap = subtract) -> dict[int, float]:
+    """By problem: what accumulates in the later half of the decoded positions minus that in the earlier one.
+
+    What accumulates in a half is the `gap` between its errors and those of `static`.
+    """
 
     def halves(sample: Record, late: bool) -> float | None:
         prompt, columns = sample["prompt_tokens"], _columns(sample, "decoded")
@@ -141,7 +145,7 @@ def _growth(members: ByProblem, static: ByProblem) -> dict[int, float]:
         return _mean_error(sample, sample["attention_error"]["error"], chosen)
 
     def extra(late: bool) -> dict[int, float]:
-        return subtract(*(_find(found, lambda s: halves(s, late)) for found in (members, static)))
+        return gap(*(_find(found, lambda s: halves(s, late)) for found in (members, static)))
 
     return subtract(extra(True), extra(False))
 
@@ -272,6 +276,7 @@ def _summarize_quantizer(
     static = by_regime.get(STATIC, {})
     base = _errors(static, "decoded")
     values: dict[str, Any] = {"static": base, "decode": {}, "extra": {}, "growth": {}}
+    values |= {"quadrature": {}, "growth_quadrature": {}}
     regimes: dict[str, Any] = {}
     for regime, found in by_regime.items():
         if not found:
@@ -302,6 +307,8 @@ def _summarize_quantizer(
             entry["growth"] = average(growth)
             if regime == DECODE:
                 values |= {"decode": errors["decoded"], "extra": extra, "growth": growth}
+                values["quadrature"] = quadrature(errors["decoded"], base)
+                values["growth_quadrature"] = _growth(found, static, quadrature)
         regimes[regime] = entry
     repair, values["taken"] = _summarize_repair(static)
     flat = [sample for found in by_regime.values() for sample in found.values()]

@@ -20,7 +20,7 @@ Summary = Mapping[str, Any]
 Values = Mapping[str, Mapping[str, Any]]  # quantizer -> figure -> problem -> value
 Interval = Sequence[float] | None
 WINDOWS_CLOSE = 0.05  # windows are comparable where the packed shares of both sides are this near
-REASON = 0.5  # of the error that a reason accounts for at least
+REASON = 0.5  # of the squared error that a reason accounts for at least
 PERCENT = (format_percent, " %")
 
 
@@ -53,6 +53,18 @@ def subtract(first: Mapping[int, float], second: Mapping[int, float]) -> dict[in
     return {problem: first[problem] - second[problem] for problem in sorted(first.keys() & second.keys())}
 
 
+def quadrature(first: Mapping[int, float], second: Mapping[int, float]) -> dict[int, float]:
+    """sqrt(first^2 - second^2) of the problems that have both, 0 where second is larger.
+
+    The error that an independent one of size `second` must be joined by to give `first`. first - second of the same
+    added error is smaller the larger `second` is.
+    """
+    return {
+        problem: math.sqrt(max(0.0, first[problem] ** 2 - second[problem] ** 2))
+        for problem in sorted(first.keys() & second.keys())
+    }
+
+
 def show_average(entry: Summary | None, show: Callable[[float], str] = format_number, unit: str = "") -> str:
     """A mean with its interval, ``-`` for None; of zeros alone, the bound."""
     if entry is None:
@@ -70,6 +82,24 @@ def _decisive(values: Mapping[int, float], entry: Summary) -> Interval:
     return None if spread <= 1e-9 * abs(entry["mean"]) else entry["interval"]
 
 
+def _hull(first: Interval, second: Interval) -> Interval:
+    """An interval that lies on a side of 0 exactly where both do; None where one is missing."""
+    if first is None or second is None:
+        return None
+    return min(first[0], second[0]), max(first[1], second[1])
+
+
+def _judge_both(difference: Interval, quadrature: Interval) -> str:
+    """A verdict where both measures have the same one, else why there is none."""
+    found = decide([difference]), decide([quadrature])
+    if found[0] == found[1]:
+        return found[0]
+    return (
+        f"{CANNOT_TELL}, since the static errors differ so that the two measures disagree (difference: {found[0]}; "
+        f"quadrature: {found[1]})"
+    )
+
+
 def _say_problems(count: int) -> str:
     return f"{count} problem{'' if count == 1 else 's'}" + (", no interval" if count == 1 else "")
 
@@ -83,12 +113,14 @@ class Figure:
       choose: a quantizer's values -> the figure by problem.
       least: the threshold.
       percent: whether it is shown so.
+      quadrature: a quantizer's values -> the same in quadrature, which must lie on the same side.
     """
 
     name: str
     choose: Callable[[Mapping[str, Any]], Mapping[int, float]]
     least: float = 0.0
     percent: bool = False
+    quadrature: Callable[[Mapping[str, Any]], Mapping[int, float]] | None = None
 
 
 def _judge_each(entries: Sequence[Summary], values: Values, figures: Sequence[Figure]) -> tuple[str, list[str]]:
@@ -104,13 +136,20 @@ def _judge_each(entries: Sequence[Summary], values: Values, figures: Sequence[Fi
             lines.append(f"`{name}` errs at no decoded position and says nothing")
             continue
         own: list[Interval] = []
-        parts = []
+        parts, reason = [], ""
         for figure, by_problem in found:
             mean = average(by_problem)
             parts.append(f"{figure.name} {show_average(mean, *PERCENT if figure.percent else ())}")
             interval = None if entry["invalid"] else _decisive(by_problem, mean)
-            own.append(None if interval is None else [end - figure.least for end in interval])
-        verdict = "invalid samples, so it decides nothing" if entry["invalid"] else decide(own)
+            interval = None if interval is None else [end - figure.least for end in interval]
+            if figure.quadrature is not None:
+                again = figure.quadrature(values[name])
+                mean = average(again)
+                parts.append(f"in quadrature {show_average(mean)}")
+                other = None if entry["invalid"] else _decisive(again, mean)
+                reason, interval = _judge_both(interval, other), _hull(interval, other)
+            own.append(interval)
+        verdict = "invalid samples, so it decides nothing" if entry["invalid"] else reason or decide(own)
         lines.append(f"`{name}`: {'; '.join(parts)} ({_say_problems(len(found[0][1]))}): {verdict}")
         intervals += own
     return decide(intervals), lines or ["no quantizer has the records for it"]
@@ -135,7 +174,8 @@ def _judge_kvarn(entries: Sequence[Summary], values: Values) -> tuple[str, list[
     """KVarN beside each other 2-bit method at comparable windows.
 
     One that has fewer bits and accumulates more says nothing for the statement, and one that has more bits and
-    accumulates less leaves it open.
+    accumulates less leaves it open. Both the difference decode - static and the quadrature must say so: independent
+    errors add in quadrature, so the same error fed back makes a smaller difference beside a larger static error.
     """
     codes = {entry["quantizer"]: read_codes(entry["quantizer"]) for entry in entries}
     usable = [
@@ -152,20 +192,23 @@ def _judge_kvarn(entries: Sequence[Summary], values: Values) -> tuple[str, list[
     for kvarn in ours:
         for rival in rivals:
             names = rival["quantizer"], kvarn["quantizer"]
-            gap = subtract(*(values[name]["extra"] for name in names))
+            gap, other = (subtract(*(values[name][part] for name in names)) for part in ("extra", "quadrature"))
             caches = f"({_describe_cache(rival)}; {_describe_cache(kvarn)})"
             label = f"`{names[0]}` - `{names[1]}` {caches}"
             if not gap:
                 lines.append(f"{label}: no problem has both")
                 continue
-            found = average(gap)
-            interval = _decisive(gap, found)
-            line = f"{label}: {show_average(found)} ({_say_problems(len(gap))})"
-            verdict, counts = _weigh(rival, kvarn, found["mean"], interval)
+            found, again = average(gap), average(other)
+            both = _decisive(gap, found), _decisive(other, again)
+            interval = _hull(*both)
+            each = ", ".join(f"`{name}` {show_average(average(values[name]['quadrature'], 0.0))}" for name in names)
+            line = f"{label}: {show_average(found)}; in quadrature {show_average(again)} (of {each})"
+            line += f" ({_say_problems(len(gap))})"
+            verdict, counts = _weigh(rival, kvarn, min(found["mean"], again["mean"]), interval)
             if counts:
                 broken = rival["invalid"] or kvarn["invalid"]
                 intervals.append(None if broken or verdict else interval)
-                verdict = "invalid samples, so it decides nothing" if broken else verdict or decide([interval])
+                verdict = "invalid samples, so it decides nothing" if broken else verdict or _judge_both(*both)
             lines.append(f"{line}: {verdict}")
     return decide(intervals), lines
 
@@ -182,14 +225,18 @@ def judge(entries: Sequence[Summary], values: Values) -> list[dict[str, Any]]:
 
     Args:
       entries: summaries of quantizers.
-      values: of each, by problem over decoded positions: `static` and `decode` errors, `extra` (what accumulates),
-        `growth` of it, and `taken` (repair -> share of the error taken away).
+      values: of each, by problem over decoded positions: `static` and `decode` errors, `extra` (what accumulates)
+        and `growth` of it, `quadrature` and `growth_quadrature` (the same by `quadrature` in place of `subtract`), and
+        `taken` (repair -> share of the error, a norm, taken away).
     """
 
     def taken(values: Mapping[str, Any], first: str, second: str = "") -> dict[int, float]:
         found = values["taken"].get(first, {})
         less = values["taken"].get(second, {}) if second else dict.fromkeys(found, 0.0)
         return {problem: value - less[problem] for problem, value in found.items()}
+
+    def taken_squared(values: Mapping[str, Any]) -> dict[int, float]:
+        return {problem: 1 - (1 - share) ** 2 for problem, share in taken(values, "everything").items()}
 
     def judge_each(*figures: Figure) -> tuple[str, list[str]]:
         return _judge_each(entries, values, figures)
@@ -199,20 +246,22 @@ def judge(entries: Sequence[Summary], values: Values) -> list[dict[str, Any]]:
         "K1a": "errors accumulate under decoding: the attention output errs more where they feed back, through earlier "
         "steps and through a step's earlier layers, than where they do not",
         "K1b": "what accumulates grows with the tokens decoded",
-        "K2": "KVarN accumulates least at 2 bits (at comparable windows and bits)",
+        "K2": "KVarN accumulates least at 2 bits (at comparable windows and bits; by the difference and in quadrature)",
         "K3a": "repairing the scales of the worst 5 % of tokens takes away error, and more than of the other 95 %",
-        "K3b": f"wrong token scales make up at least {half} % of the static error: as much is gone with all repaired "
-        "(what part of the accumulated error they cause, this does not say)",
+        "K3b": f"wrong token scales make up at least {half} % of the squared static error: as much is gone with all "
+        "repaired (what part of the accumulated error they cause, this does not say)",
     }
     found = {
         "K1a": judge_each(Figure("decode - static:", lambda v: v["extra"])),
-        "K1b": judge_each(Figure("later - earlier half:", lambda v: v["growth"])),
+        "K1b": judge_each(
+            Figure("later - earlier half:", lambda v: v["growth"], quadrature=lambda v: v["growth_quadrature"])
+        ),
         "K2": _judge_kvarn(entries, values),
         "K3a": judge_each(
             Figure("worst 5 % of tokens:", lambda v: taken(v, "worst"), percent=True),
             Figure("that less the other 95 %:", lambda v: taken(v, "worst", "others"), percent=True),
         ),
-        "K3b": judge_each(Figure("all tokens:", lambda v: taken(v, "everything"), REASON, percent=True)),
+        "K3b": judge_each(Figure("all tokens, of the squared static error:", taken_squared, REASON, percent=True)),
     }
     return [
         {"id": name, "claim": text[name], "verdict": verdict, "figure": lines}

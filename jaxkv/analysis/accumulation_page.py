@@ -24,10 +24,14 @@ NOTES = (
     "positions. What accumulates is the error minus that of `static`, problem by problem; it holds what earlier layers "
     "pass on within a step as well as what earlier steps do, and only the former at the prompt. Later - earlier: its "
     "mean over the later half of the decoded positions minus that over the earlier half.",
+    "In quadrature: sqrt(decode^2 - static^2) of a problem's errors, 0 where decode errs less. Independent errors add "
+    "in squares, so the same error fed back makes a smaller difference where the static error is larger. K1b and K2 "
+    "compare places or methods whose static errors differ, and are decided only where both measures say the same.",
     "E_M: share of the squared error of packed keys or values that is of norms, not of directions, mean over layers. "
     "In `static` it is the quantizer's own; in `decode` it holds what accumulated too.",
     "Repair: an oracle gives packed tokens the norm back with which they entered, in `static` alone: it says what an "
-    "error is made of, not what of it feeds back.",
+    "error is made of, not what of it feeds back. % gone: 1 - e'/e, of the error as a norm. K3b is of the squared "
+    "error, 1 - (e'/e)^2, as E_M is: half of the squared error is 29 % of the norm.",
     "Problems count alike. Intervals are 95 %, over problems, widened to Student's t; the share of agreeing steps has "
     "one that is never narrower than if steps were independent. A figure that is 0 in every problem stands with the "
     "exact 95 % bound of the share of problems in which it is not.",

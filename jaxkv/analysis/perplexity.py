@@ -21,6 +21,7 @@ from jaxkv.analysis.samples import (
     say_unpacked,
 )
 from jaxkv.analysis.summary import clustered_share
+from jaxkv.schema_injection import CLEAN
 from jaxkv.schema_perplexity import ARMS, validate_perplexity
 from jaxkv.tasks.perplexity import aggregate
 
@@ -46,7 +47,9 @@ def summarize_perplexity(records: Sequence[Record], run: Mapping[str, Any] | Non
       run: content of run.json.
 
     Returns:
-      Plain values. An invalid window enters no figure but the count of invalid ones.
+      Plain values. An invalid window enters no figure but the count of invalid ones. Where the clean cache was run,
+      `problems.ok` counts the windows that are valid with it, and `clean_windows` of a change says whether its valid
+      windows are those.
 
     Raises:
       ValueError: a record breaks its schema; starts with its key and the field.
@@ -54,12 +57,19 @@ def summarize_perplexity(records: Sequence[Record], run: Mapping[str, Any] | Non
     samples = collect(records, "perplexity", validate_perplexity)
     names = list(dict.fromkeys(r["change"] for r in records if r.get("experiment") == "perplexity"))
     valid = [s for s in samples if s["status"] == "ok"]
+    problems = count_problems(samples, run or {})
+    changes = [_summarize_change(name, [s for s in valid if s["change"] == name]) for name in names]
+    if CLEAN in names:  # a window that a change breaks is still one of the text
+        clean = {s["problem"] for s in valid if s["change"] == CLEAN}
+        problems |= {"ok": len(clean)}
+        for entry in changes:
+            entry["clean_windows"] = {s["problem"] for s in valid if s["change"] == entry["change"]} == clean
     return {
         "experiment": "perplexity",
         "fingerprint": (run or {}).get("fingerprint"),
-        "problems": count_problems(samples, run or {}),
+        "problems": problems,
         "invalid": list_invalid(samples),
-        "changes": [_summarize_change(name, [s for s in valid if s["change"] == name]) for name in names],
+        "changes": changes,
     }
 
 
@@ -119,6 +129,10 @@ def _notes(summary: Summary) -> list[str]:
     broken = [f"window {bad['key'][1]} is invalid: {bad['op']} of the {bad['arm']} arm" for bad in summary["invalid"]]
     lines = [NOTE, *say_few(summary["problems"]["ok"]), *broken]
     for found in summary["changes"]:
+        if not found.get("clean_windows", True):
+            text = f"`{found['change']}` has {found['windows']} valid windows, others than the clean cache's "
+            text += str(summary["problems"]["ok"])
+            lines.append(text + (": its uncached figure is of its own windows." if found["windows"] else "."))
         if found["windows"]:
             lines += [*say_unpacked(found), *say_saturated(f"`{found['change']}`", found["saturated"])]
     return lines

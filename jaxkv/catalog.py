@@ -19,10 +19,12 @@ class Experiment:
     Attributes:
       run: yields the records not yet done, batch by batch.
       count: how many records a problem has, by what the condition asks for.
+      asked: of which changes and seeds these are, if more may be asked of a run later; kept with the session.
     """
 
     run: Callable[[Study, Done], Batches]
     count: Callable[[Study], int]
+    asked: Callable[[Study], list[tuple[str, int]]] | None = None
 
 
 def _run_divergence(study: Study, done: Done) -> Batches:
@@ -125,10 +127,10 @@ def _run_injection(study: Study, done: Done) -> Batches:
     return run_injection(study.arms, study.state, study.items, study.spec, changes, seeds, tokenizer, study.task, done)
 
 
-def _count_injections(study: Study) -> int:
+def _ask_injections(study: Study) -> list[tuple[str, int]]:
     from jaxkv.experiments.changes import list_runs
 
-    return len(list_runs(*_list_injections(study)))
+    return [(change.name, seed) for change, seed in list_runs(*_list_injections(study))]
 
 
 def _run_perplexity(study: Study, done: Done) -> Batches:
@@ -137,10 +139,10 @@ def _run_perplexity(study: Study, done: Done) -> Batches:
     return run_perplexity(study.arms, study.state, study.task.windows, study.spec, *_list_changes(study), done)
 
 
-def _count_perplexities(study: Study) -> int:
+def _ask_perplexities(study: Study) -> list[tuple[str, int]]:
     from jaxkv.experiments.changes import list_runs
 
-    return len(list_runs(*_list_changes(study)))
+    return [(change.name, seed) for change, seed in list_runs(*_list_changes(study))]
 
 
 def _list_quantizers(study: Study) -> list[Any]:
@@ -170,7 +172,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     "parity": Experiment(_run_parity, lambda study: 1),
     "attribution": Experiment(_run_attribution, _count_attribution),
     OWN_PRECISIONS: Experiment(_run_mitigations, _count_mitigations),
-    "injection": Experiment(_run_injection, _count_injections),
-    TEXT_EXPERIMENT: Experiment(_run_perplexity, _count_perplexities),
+    "injection": Experiment(_run_injection, lambda study: len(_ask_injections(study)), _ask_injections),
+    TEXT_EXPERIMENT: Experiment(_run_perplexity, lambda study: len(_ask_perplexities(study)), _ask_perplexities),
     "accumulation": Experiment(_run_accumulation, _count_accumulations),
 }

@@ -87,6 +87,9 @@ def _run_experiments(settings: Settings, path: pathlib.Path, console: Any) -> No
     begin = time.monotonic()
     study = load_study(settings, console)
     with RunDirectory.open(path, make_run_config(study), _flagfile(settings, path), make_provenance(study)) as run:
+        asked = {name: ask(study) for name in settings["experiments"] if (ask := EXPERIMENTS[name].asked)}
+        if asked:
+            run.record_provenance({"asked": asked})
         for name in settings["experiments"]:
             experiment = EXPERIMENTS[name]
             total = len(study.items) * experiment.count(study)

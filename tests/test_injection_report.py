@@ -417,6 +417,17 @@ def test_samples_that_are_missing_are_said():
         assert f"UNFINISHED: `normal:0,0.5` has {3 * N - 1} of {3 * N} samples." in text
 
 
+def test_changes_that_were_asked_for_and_not_begun_are_said():
+    records = study_records()
+    changes = [[name, seed] for name in ("none", "normal:0,0.5") for seed in ((0,) if name == "none" else (0, 1, 2, 3))]
+    sessions = [{"asked": {"injection": changes}}, {"asked": {"injection": [["int4", 0]]}}, {}]
+    summary = summarize_injection(records, {"config": {"task": "gsm8k"}, "sessions": sessions})
+    text = to_markdown(summary)
+    assert f"UNFINISHED: `normal:0,0.5` has {3 * N} of {4 * N} samples." in text
+    assert f"UNFINISHED: `int4` has 0 of {N} samples." in text
+    assert text.count("UNFINISHED") == 2
+
+
 def test_a_quantizer_that_packed_nothing_is_named():
     records = make_control(CONTROL) + make_change("normal:0,0.5", ERROR, CONTROL)
     for name in ("int4,first=64", "int4"):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv.analysis import injection_claims, statistics
-from jaxkv.analysis.samples import add_saturated, average_caches, collect, mean_over_problems
+from jaxkv.analysis.samples import add_saturated, average_caches, collect, list_unfinished, mean_over_problems
 from jaxkv.analysis.summary import clustered_share, group_invalid
 from jaxkv.schema_injection import CLEAN, validate_injection
 from jaxkv.schemas import find_headline
@@ -66,6 +66,7 @@ def summarize_injection(records: Sequence[Record], run: Mapping[str, Any]) -> di
         "primary": primary,
         "problems": {"asked": config.get("num_problems", len(problems)), "total": len(problems), "ok": len(clean)},
         "changes": changes,
+        "unfinished": list_unfinished(samples, run),
         "windows": _group_windows(changes),
     }
     return summary | injection_claims.judge(changes, values, primary)

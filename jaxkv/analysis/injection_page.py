@@ -16,7 +16,7 @@ from jaxkv.analysis.format import (
 )
 from jaxkv.analysis.injection_claims import NOT_RUN, PAIRS
 from jaxkv.analysis.injection_figures import draw_injection, name_method
-from jaxkv.analysis.samples import describe_problems, say_few, say_invalid, say_saturated, say_unpacked
+from jaxkv.analysis.samples import describe_problems, say_few, say_invalid, say_saturated, say_unfinished, say_unpacked
 from jaxkv.schema_injection import CLEAN
 
 Summary = Mapping[str, Any]
@@ -86,10 +86,8 @@ def show_kl(entry: Summary) -> str:
 def _say_what_there_is(summary: Summary) -> list[str]:
     """How many problems, which changes lack samples of them, and which quantizers packed nothing."""
     lines = [describe_problems(summary), *say_few(summary["problems"]["ok"])]
+    lines += say_unfinished(summary["unfinished"])
     for entry in summary["changes"]:
-        asked, total = summary["problems"]["total"] * len(entry["seeds"]), entry["samples"]["total"]
-        if total < asked:
-            lines.append(f"UNFINISHED: `{entry['change']}` has {total} of {asked} samples.")
         lines += say_unpacked(entry)
     return lines
 

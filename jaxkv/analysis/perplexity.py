@@ -16,8 +16,10 @@ from jaxkv.analysis.samples import (
     count_problems,
     describe_problems,
     list_invalid,
+    list_unfinished,
     say_few,
     say_saturated,
+    say_unfinished,
     say_unpacked,
 )
 from jaxkv.analysis.summary import clustered_share
@@ -69,6 +71,7 @@ def summarize_perplexity(records: Sequence[Record], run: Mapping[str, Any] | Non
         "fingerprint": (run or {}).get("fingerprint"),
         "problems": problems,
         "invalid": list_invalid(samples),
+        "unfinished": list_unfinished(samples, run or {}),
         "changes": changes,
     }
 
@@ -127,7 +130,7 @@ def _make_rows(summary: Summary) -> list[list[str]]:
 
 def _notes(summary: Summary) -> list[str]:
     broken = [f"window {bad['key'][1]} is invalid: {bad['op']} of the {bad['arm']} arm" for bad in summary["invalid"]]
-    lines = [NOTE, *say_few(summary["problems"]["ok"]), *broken]
+    lines = [NOTE, *say_few(summary["problems"]["ok"]), *say_unfinished(summary["unfinished"]), *broken]
     for found in summary["changes"]:
         if not found.get("clean_windows", True):
             text = f"`{found['change']}` has {found['windows']} valid windows, others than the clean cache's "

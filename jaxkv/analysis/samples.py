@@ -115,3 +115,34 @@ def say_few(problems: int) -> list[str]:
     if problems == 1:
         return ["With one problem there are no intervals."]
     return [f"An interval resampled from {problems} problems is rough."] if problems < 20 else []
+
+
+def list_unfinished(samples: Sequence[Record], run: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Changes of the cache that lack samples of problems which have some.
+
+    Args:
+      samples: of one experiment.
+      run: content of run.json. Sessions say what they asked for; of older runs only what was begun is known.
+
+    Returns:
+      `change`, its `samples`, and how many were `asked`.
+    """
+    problems = {s["problem"] for s in samples}
+    begun = {(s["change"], s["seed"]): None for s in samples}
+    name = samples[0]["experiment"] if samples else ""
+    sessions = [session.get("asked", {}).get(name, ()) for session in run.get("sessions", ())]
+    wanted = {(change, seed): None for session in sessions for change, seed in session} | begun
+    found = []
+    for change in dict.fromkeys(change for change, _ in wanted):
+        have = sum(s["change"] == change for s in samples)
+        asked = len(problems) * sum(change == other for other, _ in wanted)
+        if have < asked:
+            found.append({"change": change, "samples": have, "asked": asked})
+    return found
+
+
+def say_unfinished(unfinished: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A sentence for each of `list_unfinished`."""
+    return [
+        f"UNFINISHED: `{found['change']}` has {found['samples']} of {found['asked']} samples." for found in unfinished
+    ]

@@ -20,7 +20,7 @@ def test_injection_replays_from_its_flagfile_and_may_be_asked_for_more(tmp_path,
     few = [*FEW, "--experiments=injection", "--error_seeds=0,3"]
     run_in_process(*SMALL, cache, f"--out={out}", *few, *SPECS)
     run, records = read_run(out)
-    seeds = [["none", 0], ["normal:0,0.25;side=k", 0], ["normal:0,0.25;side=k", 3], ["int8", 0]]
+    seeds = [["none", 0], ["int8", 0], ["normal:0,0.25;side=k", 0], ["normal:0,0.25;side=k", 3]]
     assert run["sessions"][0]["asked"] == {"injection": seeds}
     assert f"report: {out / 'injection.md'}" in capsys.readouterr().out
     keys = {(r["problem"], r["change"], r["seed"]) for r in records}

@@ -127,22 +127,21 @@ def _run_injection(study: Study, done: Done) -> Batches:
     return run_injection(study.arms, study.state, study.items, study.spec, changes, seeds, tokenizer, study.task, done)
 
 
-def _ask_injections(study: Study) -> list[tuple[str, int]]:
-    from jaxkv.experiments.changes import list_runs
-
-    return [(change.name, seed) for change, seed in list_runs(*_list_injections(study))]
-
-
 def _run_perplexity(study: Study, done: Done) -> Batches:
     from jaxkv.experiments.perplexity import run_perplexity
 
     return run_perplexity(study.arms, study.state, study.task.windows, study.spec, *_list_changes(study), done)
 
 
-def _ask_perplexities(study: Study) -> list[tuple[str, int]]:
-    from jaxkv.experiments.changes import list_runs
+def _of_changes(run: Callable[[Study, Done], Batches], list_changes: Callable[[Study], tuple]) -> Experiment:
+    """An experiment with a record for each change and seed that `list_changes` gives."""
 
-    return [(change.name, seed) for change, seed in list_runs(*_list_changes(study))]
+    def ask(study: Study) -> list[tuple[str, int]]:
+        from jaxkv.experiments.changes import list_runs
+
+        return [(change.name, seed) for change, seed in list_runs(*list_changes(study))]
+
+    return Experiment(run, lambda study: len(ask(study)), ask)
 
 
 def _list_quantizers(study: Study) -> list[Any]:
@@ -172,7 +171,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     "parity": Experiment(_run_parity, lambda study: 1),
     "attribution": Experiment(_run_attribution, _count_attribution),
     OWN_PRECISIONS: Experiment(_run_mitigations, _count_mitigations),
-    "injection": Experiment(_run_injection, lambda study: len(_ask_injections(study)), _ask_injections),
-    TEXT_EXPERIMENT: Experiment(_run_perplexity, lambda study: len(_ask_perplexities(study)), _ask_perplexities),
+    "injection": _of_changes(_run_injection, _list_injections),
+    TEXT_EXPERIMENT: _of_changes(_run_perplexity, _list_changes),
     "accumulation": Experiment(_run_accumulation, _count_accumulations),
 }

@@ -155,15 +155,8 @@ def _share_over_seeds(clusters: Sequence[Sequence[Record]], count: Any, size: An
     Seeds of one problem are no independent trials: 48 of 48 runs of 16 problems say what 16 of 16 do.
     """
     counts, sizes = _count(clusters, count, size)
-    entry = clustered_share([int(n) for n in counts], [int(n) for n in sizes])
     once = int(sum(max(map(size, cluster)) for cluster in clusters))
-    if entry is None or once == entry["total"]:
-        return entry
-    low, high = statistics.wilson(entry["count"] * once / entry["total"], once)
-    entry["interval"] = [min(low, entry["interval"][0]), max(high, entry["interval"][1])]
-    bound = statistics.zero_upper_bound(once)
-    exact = {"upper_bound": bound, "lower_bound": 1 - bound}
-    return entry | {name: value for name, value in exact.items() if name in entry}
+    return clustered_share([int(n) for n in counts], [int(n) for n in sizes], once)
 
 
 def _tokens_shared(sample: Record) -> int:

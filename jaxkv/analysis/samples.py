@@ -1,5 +1,6 @@
 """What summaries of different experiments share: picking out the samples, and saying how many there are."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -128,17 +129,14 @@ def list_unfinished(samples: Sequence[Record], run: Mapping[str, Any]) -> list[d
       `change`, its `samples`, and how many were `asked`.
     """
     problems = {s["problem"] for s in samples}
-    begun = {(s["change"], s["seed"]): None for s in samples}
     name = samples[0]["experiment"] if samples else ""
     sessions = [session.get("asked", {}).get(name, ()) for session in run.get("sessions", ())]
-    wanted = {(change, seed): None for session in sessions for change, seed in session} | begun
-    found = []
-    for change in dict.fromkeys(change for change, _ in wanted):
-        have = sum(s["change"] == change for s in samples)
-        asked = len(problems) * sum(change == other for other, _ in wanted)
-        if have < asked:
-            found.append({"change": change, "samples": have, "asked": asked})
-    return found
+    wanted = [(change, seed) for session in sessions for change, seed in session]
+    wanted += [(s["change"], s["seed"]) for s in samples]
+    seeds = Counter(change for change, _ in dict.fromkeys(wanted))
+    have = Counter(s["change"] for s in samples)
+    asked = {change: len(problems) * count for change, count in seeds.items()}
+    return [{"change": c, "samples": have[c], "asked": asked[c]} for c in asked if have[c] < asked[c]]
 
 
 def say_unfinished(unfinished: Sequence[Mapping[str, Any]]) -> list[str]:

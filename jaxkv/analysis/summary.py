@@ -86,16 +86,27 @@ def _find_gate(run: Mapping[str, Any]) -> dict[str, Any] | None:
     return next((session["gate"] for session in run.get("sessions", []) if "gate" in session), None)
 
 
-def share(count: int, total: int) -> dict[str, Any] | None:
-    """A share of independent trials with its Wilson interval; None if there were no trials."""
+def share(count: int, total: int, independent: int | None = None) -> dict[str, Any] | None:
+    """A share of trials with its Wilson interval; None if there were no trials.
+
+    Of a share of 0 or 1 the exact bound stands too. Both are of as many trials as are `independent`, all unless said.
+    """
     if total == 0:
         return None
+    trials = total if independent is None else independent
     entry: dict[str, Any] = {"count": count, "total": total, "rate": count / total}
-    entry |= {"interval": list(statistics.wilson(count, total)), "method": "Wilson"}
-    return _bounded(entry)
+    entry |= {"interval": list(statistics.wilson(count * trials / total, trials)), "method": "Wilson"}
+    bound = statistics.zero_upper_bound(trials)
+    if count == 0:
+        entry["upper_bound"] = bound
+    if count == total:
+        entry["lower_bound"] = 1 - bound
+    return entry
 
 
-def clustered_share(counts: Sequence[int], sizes: Sequence[int]) -> dict[str, Any] | None:
+def clustered_share(
+    counts: Sequence[int], sizes: Sequence[int], independent: int | None = None
+) -> dict[str, Any] | None:
     """A share of tokens with an interval over sequences, never narrower than if tokens were independent.
 
     The widening matters when sequences are few: a bootstrap of two sequences with a flip each has no width at all.
@@ -103,22 +114,14 @@ def clustered_share(counts: Sequence[int], sizes: Sequence[int]) -> dict[str, An
     Args:
       counts: counted tokens of each sequence.
       sizes: tokens of each sequence.
+      independent: as in `share`.
     """
-    entry = share(int(sum(counts)), int(sum(sizes)))
+    entry = share(int(sum(counts)), int(sum(sizes)), independent)
     if entry is None:
         return None
     low, high = statistics.cluster_bootstrap(counts, sizes)
     entry["interval"] = [min(low, entry["interval"][0]), max(high, entry["interval"][1])]
     entry["method"] = CLUSTERED
-    return entry
-
-
-def _bounded(entry: dict[str, Any]) -> dict[str, Any]:
-    bound = statistics.zero_upper_bound(entry["total"])
-    if entry["count"] == 0:
-        entry["upper_bound"] = bound
-    if entry["count"] == entry["total"]:
-        entry["lower_bound"] = 1 - bound
     return entry
 
 

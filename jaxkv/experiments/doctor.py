@@ -43,18 +43,12 @@ from jaxkv.models.families import get_preset
 from jaxkv.provenance import environment
 
 Nested = dict[str, dict[str, Any]]  # dtype -> operation -> figures
+SECONDS = 44.0  # how long compilations may begin so that all is done in about a minute
+SPARE_SECONDS = 12.0  # one program of a GPU's takes up to 15
 
 
 def _one_layer() -> ModelConfig:
     return dataclasses.replace(get_preset("smollm2-135m"), num_layers=1)
-
-
-SPARE_SECONDS = 12.0  # one program of a GPU's takes up to 15
-
-
-def default_seconds() -> float:
-    """How long compilations may begin so that all is done in a minute on a CPU or a GPU."""
-    return 44.0
 
 
 def default_workers() -> int:
@@ -94,7 +88,7 @@ class DoctorSpec:
     wide: tuple[int, int] = (4096, 1024)
     seed: int = 0
     workers: int = dataclasses.field(default_factory=default_workers)
-    seconds: float = dataclasses.field(default_factory=default_seconds)
+    seconds: float = SECONDS
     child_seconds: float = 50.0
 
     def to_json(self) -> dict[str, Any]:

@@ -37,8 +37,8 @@ REPRODUCED, NOT_REPRODUCED, CANNOT_TELL = "reproduced", "not reproduced", "canno
 NOTE = (
     "Patched in all layers. closed: share of the KL between donor and recipient that the patch takes away, in % with a "
     "95 % interval over problems. flips back: argmax flips undone. ways back: free runs that keep to the donor's "
-    "tokens to the end, of those that part and that 'everything' brings back (its own row: of all that part). residual "
-    "now: the stream at the newest position of each step alone; residual: at all positions."
+    "tokens to the end, of those that part, that 'everything' brings back and that need a patch (its own row: of all "
+    "that part). residual now: the stream at the newest position of each step alone; residual: at all positions."
 )
 
 

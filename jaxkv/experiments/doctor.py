@@ -53,7 +53,7 @@ def _one_layer() -> ModelConfig:
 
 def default_workers() -> int:
     """Programs compiled at a time; on a GPU few, since they wait for each other and none may be late."""
-    return min(2 if jax.default_backend() == "gpu" else 4, os.cpu_count() or 1)
+    return min(3 if jax.default_backend() == "gpu" else 4, os.cpu_count() or 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,8 @@ from jaxkv.records import fingerprint
 
 Settings = dict[str, Any]
 
-INCIDENTAL = ("out", "compilation_cache", "doctor_seconds")  # decide no number of a model: not in the default name
+# Decide no number of a model: not in the default name.
+INCIDENTAL = ("out", "compilation_cache", "conditions", "doctor_seconds")
 TEXT_EXPERIMENT = "perplexity"  # the experiment that reads a text instead of problems
 OWN_PRECISIONS = "mitigations"  # the experiment that compares policies; its conditions have no precision
 
@@ -93,10 +94,8 @@ class Study:
         return self._make_arms(self.tile)
 
     def _make_arms(self, tile: int | None) -> Any:
-        from jaxkv.decode import Arms
-
         checkpoint = self.checkpoint
-        return Arms(checkpoint.config, self.precision, self.sampler, checkpoint.tokenizer.eos_ids, tile=tile)
+        return _share_arms(checkpoint.config, self.precision, self.sampler, tuple(checkpoint.tokenizer.eos_ids), tile)
 
     @property
     def arms(self) -> Any:
@@ -107,6 +106,14 @@ class Study:
     def state(self) -> Any:
         """Weights as the arms take them."""
         return self.arms.prepare(self.checkpoint.state)
+
+
+@functools.lru_cache(maxsize=2)  # the two regimes
+def _share_arms(config: Any, precision: Precision, sampler: Any, stop_ids: tuple[int, ...], tile: int | None) -> Any:
+    """Arms that conditions of one process share if they would compile the same: a program is compiled once for all."""
+    from jaxkv.decode import Arms
+
+    return Arms(config, precision, sampler, stop_ids, tile=tile)
 
 
 def load_study(settings: Settings, console: Any) -> Study:

@@ -3,10 +3,12 @@
     python -m jaxkv.launch --model=gemma2-2b --precision=fp16
 
 Without flags it runs a small model that ships with the package on problems of its own, in fp16 and, as a control, fp32.
-Lists make a sweep with one run directory for each condition, and an overview of them. The same command again does only
-what is missing; `--flagfile=RUN/run.flags` replays a run.
+Lists make a sweep with one run directory for each condition, and an overview of them; so does a list of flagfiles, for
+conditions that differ in more. The same command again does only what is missing; `--flagfile=RUN/run.flags` replays a
+run.
 """
 
+import copy
 import itertools
 import os
 import pathlib
@@ -95,14 +97,15 @@ _DEFINED = [
                        "where kernels are autotuned, on a GPU, a whole table takes minutes.", lower_bound=0.0),
     flags.DEFINE_string("out", None, "Run directory, or that of a sweep; a name with a hash under runs/ if not set."),
     flags.DEFINE_string("compilation_cache", "~/.cache/jaxkv/xla", "Where to keep compiled programs, or none."),
+    flags.DEFINE_list("conditions", [], "Flagfiles, each a condition or a grid of them, run one after the other in "
+                      "one process; flags beside this one hold for all and override theirs."),
 ]  # fmt: skip
 
 
-def _settings() -> dict[str, Any]:
+def _settings(found: flags.FlagValues = FLAGS) -> dict[str, Any]:
     """The flags, with what depends on other flags filled in."""
-    values: dict[str, Any] = {
-        holder.name: holder.default if holder.value in ("", []) else holder.value for holder in _DEFINED
-    }
+    given = {holder.name: (found[holder.name].value, holder.default) for holder in _DEFINED}
+    values: dict[str, Any] = {name: default if value in ("", []) else value for name, (value, default) in given.items()}
     if not values["model"] and values["checkpoint"] is None:
         values["model"] = ["tiny-gemma2"]
     if values["task"] is None:
@@ -130,6 +133,34 @@ def _read_problems(texts: list[str], count: int | None) -> list[int]:
     if count not in (None, len(numbers)):
         raise UserError(f"--num_problems={count} and --problems of {len(numbers)} say different things; drop one")
     return numbers
+
+
+def _read_flagfiles(files: list[str]) -> list[dict[str, Any]]:
+    """Settings of each flagfile with the command's own flags after it, and a directory of its own in --out.
+
+    Raises:
+      UserError: a file that cannot be read, holds what is no flag or --conditions, or is called as another is.
+    """
+    names = [pathlib.PurePath(file).stem for file in files]
+    if len(set(names)) != len(names):
+        raise UserError(f"--conditions={','.join(files)}: two are called alike, and so would their runs; rename one")
+    shared = [FLAGS[holder.name] for holder in _DEFINED if holder.name != "conditions"]
+    given = [line for flag in shared if flag.present for line in flag.serialize().split("\n")]
+    read = []
+    for file, name in zip(files, names, strict=True):
+        found = copy.deepcopy(FLAGS)
+        found.unparse_flags()
+        for holder in _DEFINED:
+            found[holder.name].unparse()
+        try:
+            found(["launch", f"--flagfile={file}", *given])
+        except flags.Error as error:
+            raise UserError(f"--conditions={file}: {error}") from error
+        if found["conditions"].present:
+            raise UserError(f"--conditions={file}: names --conditions itself; list all flagfiles in the command")
+        settings = _settings(found)
+        read.append(settings | {"out": str(pathlib.Path(settings["out"]) / name) if settings["out"] else None})
+    return read
 
 
 def _conditions(settings: dict[str, Any]) -> list[dict[str, Any]]:
@@ -279,16 +310,19 @@ def launch(argv: list[str]) -> None:
     """Runs the command. Raises UserError on anything the user can mend, SystemExit if conditions of a sweep failed."""
     if len(argv) > 1:
         raise UserError(f"unexpected argument '{argv[1]}'; options are written --name=value")
-    settings = _settings()
-    _check_settings(settings)
-    conditions = _conditions(settings)
-    if settings["experiments"] == ["doctor"]:
-        conditions = [conditions[0] | {"out": settings["out"]}]  # one device, whatever the models
+    files = FLAGS["conditions"].value
+    conditions = []
+    for settings in _read_flagfiles(files) if files else [_settings()]:
+        _check_settings(settings)
+        found = _conditions(settings)
+        if settings["experiments"] == ["doctor"]:
+            found = [found[0] | {"out": settings["out"]}]  # one device, whatever the models
+        conditions += found
     for one in conditions:
         _check_condition(one)
     if len(conditions) == 1:
         run_study(conditions[0])
-    elif code := run_sweep(conditions, settings["out"]):
+    elif code := run_sweep(conditions, FLAGS["out"].value):
         raise SystemExit(code)
 
 

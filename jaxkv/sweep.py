@@ -77,7 +77,12 @@ def run_sweep(conditions: Sequence[Settings], out: str | None) -> int:
     directory = sweep_path(conditions, out)
     check_writable(directory)
     paths = [run_path(one) for one in conditions]
-    entries = [_begin(one, path, directory) for one, path in zip(conditions, paths, strict=True)]
+    names = [name_condition(one) for one in conditions]
+    alike = len(set(names)) < len(names)  # of several flagfiles
+    entries = [
+        _begin(None if alike else name, one, path, directory)
+        for name, one, path in zip(names, conditions, paths, strict=True)
+    ]
     for entry, one, path in zip(entries, conditions, paths, strict=True):
         entry.status, entry.records = RUNNING, _count_records(path)
         write_overview(directory, entries)
@@ -95,9 +100,9 @@ def run_sweep(conditions: Sequence[Settings], out: str | None) -> int:
     return 0 if not failed else 2 if all(entry.mendable for entry in failed) else 1
 
 
-def _begin(settings: Settings, path: pathlib.Path, directory: pathlib.Path) -> Entry:
+def _begin(name: str | None, settings: Settings, path: pathlib.Path, directory: pathlib.Path) -> Entry:
     run = str(path.relative_to(directory)) if path.is_relative_to(directory) else str(path)
-    return Entry(name_condition(settings), settings["experiments"], run, records=_count_records(path))
+    return Entry(name or run, settings["experiments"], run, records=_count_records(path))
 
 
 def _run_condition(entry: Entry, settings: Settings, path: pathlib.Path) -> None:

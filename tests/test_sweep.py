@@ -4,11 +4,13 @@ import dataclasses
 import itertools
 import json
 import pathlib
+import re
 
 import pytest
+from absl import flags
 from commands import SMALL, parse, run_in_process
 
-from jaxkv import launch, sweep
+from jaxkv import condition, launch, sweep
 from jaxkv.errors import UserError
 from jaxkv.records import read_run
 
@@ -160,6 +162,68 @@ def test_a_grid_has_every_combination_and_mitigations_once():
         assert one["experiments"] == (["mitigations"] if name in own else ["divergence"])
 
 
+@pytest.fixture
+def flagfiles(tmp_path):
+    """Two flagfiles whose conditions compile the same programs, as an option."""
+    (tmp_path / "greedy.flags").write_text("--num_problems=1\n--precision=fp16\n")
+    (tmp_path / "other.flags").write_text("# another\n--problems=2\n--precision=fp16\n--seed=1\n")
+    return f"--conditions={tmp_path / 'greedy.flags'},{tmp_path / 'other.flags'}"
+
+
+def test_flagfiles_are_conditions_that_share_programs(flagfiles, tmp_path, cache, capsys):
+    small = [flag for flag in SMALL if not flag.startswith(("--num_problems", "--precision"))]
+    out = tmp_path / "out"
+    command = [*small, cache, *(flag for flag in FEW if "num_problems" not in flag), flagfiles, f"--out={out}"]
+    condition._share_arms.cache_clear()
+    run_in_process(*command)
+    made = condition._share_arms.cache_info()
+    assert (made.misses, made.hits) == (1, 1)
+    entries, counts = overview(out)
+    assert (list(entries), counts["done"]) == (["greedy", "other"], 2)
+    for name, problem in (("greedy", 0), ("other", 2)):
+        run, (sample,) = read_run(out / name)
+        assert (sample["problem"], run["config"]["decoding"]["seed"]) == (problem, int(name == "other"))
+        assert "--conditions" not in (out / name / "run.flags").read_text()
+    alone = tmp_path / "alone"
+    condition._share_arms.cache_clear()
+    run_in_process(*command[:-2], f"--flagfile={tmp_path / 'other.flags'}", f"--out={alone}")
+    assert (alone / "samples.jsonl").read_bytes() == (out / "other" / "samples.jsonl").read_bytes()
+    capsys.readouterr()
+    run_in_process(*command)
+    assert capsys.readouterr().err.count("1 of 1 records of divergence are done already") == 2
+
+
+def test_the_commands_flags_override_a_flagfile_and_repeated_ones_add_up(flagfiles, tmp_path):
+    (tmp_path / "greedy.flags").write_text("--seed=3\n--cache_quant=int8\n--experiments=injection\n--model=a,b\n")
+    parse(flagfiles, "--seed=5", "--cache_quant=k=int4;v=fp8:e4m3", "--cache_quant=int2", "--out=runs/all")
+    first, second = launch._read_flagfiles(flags.FLAGS.conditions)
+    assert (first["seed"], second["seed"]) == (5, 5)
+    assert first["cache_quant"] == ["int8", "k=int4;v=fp8:e4m3", "int2"]
+    assert first["model"] == ["a", "b"]
+    assert (first["out"], second["out"], second["problems"]) == ("runs/all/greedy", "runs/all/other", [2])
+    assert not first["conditions"]
+    outs = [one["out"] for one in launch._conditions(first)]
+    assert outs[0] == "runs/all/greedy/a-fp16-greedy"
+
+
+@pytest.mark.parametrize(
+    ("content", "files", "said"),
+    [
+        (None, "a.flags", "a.flags: "),
+        ("--no_such_flag=1", "a.flags", "Unknown command line flag 'no_such_flag'"),
+        ("--conditions=b.flags", "a.flags", "names --conditions itself; list all flagfiles in the command"),
+        ("", "a.flags,a.flags", "two are called alike, and so would their runs; rename one"),
+    ],
+)
+def test_a_flagfile_that_is_none_is_one_line(tmp_path, monkeypatch, content, files, said):
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        (tmp_path / "a.flags").write_text(content)
+    with pytest.raises(UserError, match=re.escape(said)) as caught:
+        run_in_process(f"--conditions={files}")
+    assert "\n" not in str(caught.value)
+
+
 def test_the_nine_conditions_have_flagfiles():
     models, samplers = ("llama2-7b", "mistral-7b-v0.3", "gemma2-2b"), ("greedy", "temperature", "top_p")
     for model, sampler in itertools.product(models, samplers):
@@ -169,6 +233,19 @@ def test_the_nine_conditions_have_flagfiles():
     shipped = ("tiny-llama2", "tiny-mistral", "tiny-gemma2")
     names = ["-".join(names) for names in itertools.product(shipped, ("fp16", "fp32"), samplers)]
     assert list(conditions(f"--flagfile={LAUNCH / 'paper.flags'}")) == names
+
+
+def test_the_flagfiles_of_changed_caches_go_together():
+    files = sorted(LAUNCH.glob("changed-*.flags"))
+    parse(f"--conditions={','.join(map(str, files))}", "--model=smollm2-135m", "--cache_quant=int8,first=16", "--out=all")
+    found = launch._read_flagfiles(flags.FLAGS.conditions)
+    for settings in found:
+        launch._check_settings(settings)
+        (one,) = launch._conditions(settings)
+        assert one["cache_quant"] == ["int8,first=16"]
+        assert (one["batch_size"], one["bucket"], one["max_new_tokens"]) == (32, 256, 256)  # one layout, one program
+    assert [s["out"] for s in found] == [f"all/changed-{name}" for name in ("gsm8k", "ifeval", "next_string", "text")]
+    assert [s["experiments"] for s in found] == [["injection"]] * 3 + [["perplexity"]]
 
 
 def test_the_overview_is_replaced_in_one_step(tmp_path, monkeypatch):

@@ -237,7 +237,9 @@ def test_the_nine_conditions_have_flagfiles():
 
 def test_the_flagfiles_of_changed_caches_go_together():
     files = sorted(LAUNCH.glob("changed-*.flags"))
-    parse(f"--conditions={','.join(map(str, files))}", "--model=smollm2-135m", "--cache_quant=int8,first=16", "--out=all")
+    parse(
+        f"--conditions={','.join(map(str, files))}", "--model=smollm2-135m", "--cache_quant=int8,first=16", "--out=all"
+    )
     found = launch._read_flagfiles(flags.FLAGS.conditions)
     for settings in found:
         launch._check_settings(settings)

@@ -13,8 +13,9 @@ from sample_records import make_invalid, make_sample
 
 from jaxkv import records
 from jaxkv.analysis.format import format_number, format_percent, format_share
-from jaxkv.analysis.report import render_markdown, render_table, write_report
+from jaxkv.analysis.report import render_markdown, write_report
 from jaxkv.analysis.summary import clustered_share, share, summarize
+from jaxkv.analysis.terminal import render_table
 from jaxkv.errors import UserError
 from jaxkv.schemas import CONTROLS
 

@@ -17,8 +17,8 @@ from jaxkv.analysis.claims_common import (
 )
 from jaxkv.analysis.contrasts import base_precision
 from jaxkv.analysis.format import format_counted_share, format_number
-from jaxkv.analysis.report import LABELS
 from jaxkv.analysis.summary import share
+from jaxkv.analysis.wording import LABELS
 
 HALF = 0.5  # "sharply at layer 1": more than half of the drift that leaves the last layer leaves the first
 NARROW = ("fp16", "bf16")

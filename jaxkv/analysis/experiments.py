@@ -18,6 +18,7 @@ from jaxkv.analysis import (
     perplexity,
     report,
     summary,
+    terminal,
 )
 from jaxkv.analysis.gather import Run
 
@@ -45,7 +46,7 @@ class Experiment:
 
 EXPERIMENTS = {
     "divergence": Experiment(
-        lambda run: summary.summarize(run.records, run.run), report.render_table, report.render_markdown, "report.md"
+        lambda run: summary.summarize(run.records, run.run), terminal.render_table, report.render_markdown, "report.md"
     ),
     "attribution": Experiment(
         lambda run: attribution.summarize_attribution(run.records, run.run),

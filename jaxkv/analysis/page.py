@@ -37,9 +37,9 @@ from jaxkv.analysis.gather import read_runs
 from jaxkv.analysis.injection_page import write_injection
 from jaxkv.analysis.mitigations import make_tables
 from jaxkv.analysis.page_parity import write_parity
-from jaxkv.analysis.report import LABELS, describe_gate
 from jaxkv.analysis.study import summarize_study
 from jaxkv.analysis.summary import share
+from jaxkv.analysis.wording import LABELS, describe_gate
 from jaxkv.schema_patching import DIRECTIONS
 from jaxkv.schemas import find_headline
 

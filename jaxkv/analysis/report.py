@@ -1,4 +1,4 @@
-"""A summary as a terminal table and as report.md. The same summary and run give the same bytes."""
+"""A run's summary as report.md. The same summary and run give the same bytes."""
 
 import itertools
 import json
@@ -7,13 +7,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich import box
-from rich.table import Table
-from rich.text import Text
-
 from jaxkv import records
 from jaxkv.analysis.format import (
-    format_cell,
     format_count,
     format_counted_share,
     format_expected,
@@ -21,149 +16,21 @@ from jaxkv.analysis.format import (
     format_number,
     format_percent,
     format_points,
-    format_share,
 )
 from jaxkv.analysis.summary import summarize
+from jaxkv.analysis.wording import (
+    LABELS,
+    MAIN,
+    RULES_OUT,
+    Summary,
+    describe_gate,
+    describe_invalid,
+    describe_missing,
+    describe_sampling,
+    list_comparisons,
+)
 from jaxkv.errors import UserError
 from jaxkv.schemas import find_headline
-
-MAIN = "cached vs uncached"
-# Each control is an arm against itself.
-LABELS = {
-    "cached_rerun": "cached again",
-    "uncached_rerun": "uncached again",
-    "uncached_other_length": "uncached padded otherwise",
-    "uncached_stepwise": "uncached by brute force",
-}
-RULES_OUT = {
-    "cached_rerun": "the cached arm differing from itself between runs (atomics, another kernel picked)",
-    "uncached_rerun": "the uncached arm differing from itself between runs",
-    "uncached_other_length": "if it differs, the cache as the only cause: no cache is involved, only another padded"
-    " length. If it does not, a shape as the cause is not ruled out: both forwards are long and may share a kernel that"
-    " one row a step does not use",
-    "uncached_stepwise": "a flaw of draft and check: every step is recomputed by itself",
-}
-Summary = Mapping[str, Any]
-
-
-def _comparisons(summary: Summary) -> list[tuple[str, Mapping[str, Any]]]:
-    rows = [(MAIN, summary["teacher_forced"])] + [(LABELS[n], c) for n, c in summary["controls"].items()]
-    return [(label, comparison) for label, comparison in rows if comparison is not None]
-
-
-def describe_gate(gate: Mapping[str, Any] | None) -> str:
-    """What the gate found, or that it was off."""
-    if gate is None:
-        return "off: nothing rules out a bug of the cache"
-    if "why" in gate:
-        return gate["why"]
-    if not gate["steps"]:
-        return f"had nothing to compare: the numbers of {gate['problems']} problems broke off at once"
-    said = (
-        f"passed: aligned arms bit-equal at {gate['steps']} of {gate['steps']} steps of {gate['problems']} problems "
-        f"(tile {gate['tile']})"
-    )
-    if (plain := gate.get("plain")) is None:
-        return said
-    if plain["passed"] is None:
-        return f"{said}; the plain programs cannot be tried without rounding in this precision"
-    within = f" within {format_number(plain['tolerance'])}" if plain["tolerance"] else " in every bit"
-    return f"{said}; plain programs, under weights that nothing rounds, equal{within} at {plain['steps']} steps"
-
-
-def describe_sampling(sampling: Mapping[str, Any]) -> str:
-    """The effective sampling in a few words, e.g. ``top_k, temperature 0.7, top_k 50, seed 0``."""
-    if sampling["sampler"] == "greedy":
-        return "greedy"
-    parts = [sampling["sampler"], f"temperature {sampling['temperature']}"]
-    parts += [f"{name} {sampling[name]}" for name in ("top_k", "top_p") if sampling[name] is not None]
-    return ", ".join([*parts, f"seed {sampling['seed']}"])
-
-
-def _describe_invalid(summary: Summary) -> str:
-    return "; ".join(
-        f"{g['samples']} at {g['reason']} ({g['arm']}, {g['value']}, from position {g['first_position']})"
-        for g in summary["invalid"]
-    )
-
-
-def _describe_missing(summary: Summary) -> str:
-    problems = summary["problems"]
-    missing = problems["asked"] - problems["total"]
-    return f"UNFINISHED: {missing} of {problems['asked']} problems have no sample yet" if missing > 0 else ""
-
-
-def _add_row(table: Table, *cells: str) -> None:
-    """Adds cells as plain text: rich would take ``[nan, nan]`` for markup."""
-    table.add_row(*(Text(cell) for cell in cells))
-
-
-def render_table(summary: Summary) -> Table:
-    """Renders the summary for a terminal of 80 columns or more."""
-    problems = summary["problems"]
-    outer = Table.grid()
-    outer.add_column(overflow="fold")
-    sampling = "; ".join(describe_sampling(s) for s in summary["sampling"])
-    _add_row(outer, f"{problems['ok']} of {problems['total']} problems valid; {sampling or 'no samples'}")
-    _add_row(outer, f"gate {describe_gate(summary['gate'])}")
-    if missing := _describe_missing(summary):
-        _add_row(outer, missing)
-    if problems["invalid"]:
-        _add_row(outer, f"INVALID, counted nowhere below: {_describe_invalid(summary)}")
-    if summary["status"] != "ok":
-        _add_row(outer, "no valid sample, so nothing is said about agreement")
-        return outer
-
-    table = _make_table("teacher-forced", "argmax flips")
-    for name in ("with flip", "mean KL", "max |diff|", "bit-equal"):
-        table.add_column(name, justify="right")
-    for label, c in _comparisons(summary):
-        equal = f"{format_percent(c['bit_equal']['rate'])} %"
-        kl, worst = format_number(c["kl"]["mean"]), format_number(c["max_abs"]["max"])
-        _add_row(table, label, format_share(c["flips"]), format_count(c["sequences_with_flip"]), kl, worst, equal)
-    outer.add_row(table)
-    if free := summary["free_running"]:
-        _add_row(outer, f"free-running sequences that diverge: {_divergence_sentence(free)}")
-
-    scores = _make_table("right, %")
-    for name in ("cached", "uncached", "difference", "McNemar p", "labels"):
-        scores.add_column(name, justify="right", no_wrap=True)
-    for scorer, a in summary["accuracy"].items():
-        p = format_number(a["mcnemar_p"])
-        _add_row(
-            scores,
-            scorer,
-            format_cell(a["cached"]),
-            format_cell(a["uncached"]),
-            format_points(a["difference"]),
-            p,
-            _changes(a),
-        )
-    outer.add_row(scores)
-    _add_row(outer, "with flip: sequences. KL in nats. labels: changed answers (+ by extraction only).")
-    return outer
-
-
-def _make_table(*left: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
-    for name in left:
-        table.add_column(name)
-    return table
-
-
-def _changes(accuracy: Mapping[str, Any]) -> str:
-    changes = accuracy["label_changes"]
-    extraction = f" (+{changes['extraction_only']})" if changes["extraction_only"] else ""
-    return f"{changes['answer_changed']}{extraction}"
-
-
-def _divergence_sentence(free: Mapping[str, Any]) -> str:
-    text = format_counted_share(free["diverged"])
-    if free["expected"] is not None:
-        text += f"; expected from the flips per token: {format_expected(free['expected'])}"
-    if free["first_diverged"] is not None:
-        text += f"; first at token {format_number(free['first_diverged']['quartiles'][1], 3)} (median)"
-    return text
 
 
 def _lookup(run: Mapping[str, Any], name: str) -> Any:
@@ -202,7 +69,7 @@ def _headline(summary: Summary, run: Mapping[str, Any]) -> str:
     if summary["status"] == "invalid":
         return (
             f"The run is invalid: a non-finite number arose in each of its {problems['total']} samples"
-            f" ({_describe_invalid(summary)}). It says nothing about agreement between cached and uncached decoding."
+            f" ({describe_invalid(summary)}). It says nothing about agreement between cached and uncached decoding."
         )
     forced, free, controls = summary["teacher_forced"], summary["free_running"], summary["controls"]
     precision = _lookup(run, "precision")
@@ -259,7 +126,7 @@ def _what_was_run(summary: Summary, run: Mapping[str, Any]) -> list[str]:
 
 
 def _agreement(summary: Summary) -> list[str]:
-    comparisons = _comparisons(summary)
+    comparisons = list_comparisons(summary)
 
     def each(show: Any) -> list[str]:
         return [show(comparison) for _, comparison in comparisons]
@@ -409,7 +276,7 @@ def render_markdown(summary: Summary, run: Mapping[str, Any]) -> str:
         the dtype of each part), `device`, `data` and `prompt`; all the rest is listed under provenance.
     """
     lines = ["# Cached against uncached decoding", "", _headline(summary, run), ""]
-    if missing := _describe_missing(summary):
+    if missing := describe_missing(summary):
         lines += [f"**{missing}.**", ""]
     lines += _what_was_run(summary, run)
     if summary["status"] == "ok":

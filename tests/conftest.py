@@ -11,6 +11,14 @@ def forget_programs():
     jax.clear_caches()
 
 
+@pytest.fixture(autouse=True)
+def own_arms():
+    """A test's commands compile for themselves, as in a process of their own: it may have broken the code."""
+    from jaxkv.condition import _share_arms
+
+    _share_arms.cache_clear()
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """Tiny random models of every family, as transformers' and as ours (tests/tiny_models.py)."""

@@ -104,8 +104,10 @@ _DEFINED = [
 
 def _settings(found: flags.FlagValues = FLAGS) -> dict[str, Any]:
     """The flags, with what depends on other flags filled in."""
-    given = {holder.name: (found[holder.name].value, holder.default) for holder in _DEFINED}
-    values: dict[str, Any] = {name: default if value in ("", []) else value for name, (value, default) in given.items()}
+    values: dict[str, Any] = {
+        holder.name: holder.default if found[holder.name].value in ("", []) else found[holder.name].value
+        for holder in _DEFINED
+    }
     if not values["model"] and values["checkpoint"] is None:
         values["model"] = ["tiny-gemma2"]
     if values["task"] is None:
@@ -135,6 +137,13 @@ def _read_problems(texts: list[str], count: int | None) -> list[int]:
     return numbers
 
 
+def _forget(found: flags.FlagValues) -> None:
+    """Takes back what was parsed, so that another command may be."""
+    found.unparse_flags()
+    for holder in _DEFINED:
+        found[holder.name].unparse()
+
+
 def _read_flagfiles(files: list[str]) -> list[dict[str, Any]]:
     """Settings of each flagfile with the command's own flags after it, and a directory of its own in --out.
 
@@ -149,9 +158,7 @@ def _read_flagfiles(files: list[str]) -> list[dict[str, Any]]:
     read = []
     for file, name in zip(files, names, strict=True):
         found = copy.deepcopy(FLAGS)
-        found.unparse_flags()
-        for holder in _DEFINED:
-            found[holder.name].unparse()
+        _forget(found)
         try:
             found(["launch", f"--flagfile={file}", *given])
         except flags.Error as error:

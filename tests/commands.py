@@ -20,9 +20,7 @@ SMALL = [
 
 def parse(*arguments):
     """Settings that the command makes of arguments, after those of an earlier call are forgotten."""
-    flags.FLAGS.unparse_flags()
-    for flag in launch._DEFINED:
-        flags.FLAGS[flag.name].unparse()
+    launch._forget(flags.FLAGS)
     flags.FLAGS(["launch", *arguments])
     return launch._settings()
 

@@ -2,8 +2,9 @@
 
 python analysis/injection.py analysis/injection/README.md
 
-rewrites what stands between `<!-- NAME -->` and `<!-- end -->`, NAME being runs, seed, claims, kl, pairs,
-methods, bits, accumulation or accumulated. The last two are of the folder `accumulation` beside the page's own.
+rewrites what stands between `<!-- NAME -->` and `<!-- end -->`, NAME being runs, seed, claims, kl, pairs, methods, bits,
+perplexity, accumulation or accumulated; the last three are of the folders `perplexity` and `accumulation` beside the
+page's own. `<!-- NAME of PART -->` takes only files whose names have PART in them.
 """
 
 import json
@@ -21,7 +22,7 @@ from jaxkv.schema_injection import CLEAN
 
 Summary = Mapping[str, Any]
 Kept = dict[str, Summary]  # by model
-MARKED = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- (\w+)(?: of (\S+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def write_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -30,9 +31,9 @@ def write_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-def read(directory: pathlib.Path, kind: str) -> Kept:
-    """The kept runs of a kind, DEVICE_KIND-MODEL.json, by model."""
-    paths = sorted(directory.glob(f"*_{kind}-*.json"))
+def read(directory: pathlib.Path, kind: str, part: str = "") -> Kept:
+    """The kept runs of a kind with `part` in their names, DEVICE_KIND-MODEL.json, by model."""
+    paths = [path for path in sorted(directory.glob(f"*_{kind}-*.json")) if part in path.stem]
     return {path.stem.split(f"_{kind}-", 1)[1]: json.loads(path.read_text()) for path in paths}
 
 
@@ -50,9 +51,9 @@ def _kl(kept: Summary, change: str) -> str:
     return _show(kept, change, lambda entry, _: show_kl(entry))
 
 
-def write_seed(directory: pathlib.Path) -> str:
+def write_seed(directory: pathlib.Path, part: str) -> str:
     """The seed study's shares of control beside those of the runs."""
-    runs, (_, ifeval, strings) = read(directory, "seed"), SEED_TABLE[CLEAN]
+    runs, (_, ifeval, strings) = read(directory, "seed", part), SEED_TABLE[CLEAN]
     rows = []
     for change, (label, score, guessed) in SEED_TABLE.items():
         cells = [label, f"{100 * score / ifeval:.0f}", f"{100 * guessed / strings:.0f}"]
@@ -64,9 +65,9 @@ def write_seed(directory: pathlib.Path) -> str:
     return write_table(["", "seed: IFEval, % of control", "seed: next string, % of control", *runs], rows)
 
 
-def write_kl(directory: pathlib.Path) -> str:
+def write_kl(directory: pathlib.Path, part: str) -> str:
     """Every error: share of control and KL by model."""
-    runs = read(directory, "seed")
+    runs = read(directory, "seed", part)
     changes = dict.fromkeys(entry["change"] for kept in runs.values() for entry in kept["summary"]["changes"])
     head = ["change", *(f"{model}: {part}" for model in runs for part in ("% of control", "KL, nats", "agreement"))]
     rows = []
@@ -85,11 +86,11 @@ def _write_verdicts(verdicts: Mapping[str, Mapping[str, str]]) -> str:
     return write_table(["statement", *models], rows)
 
 
-def write_claims(directory: pathlib.Path) -> str:
+def write_claims(directory: pathlib.Path, part: str) -> str:
     """The studies' statements: a verdict for each model, those on methods (E6) from the runs of quantizers."""
     verdicts: dict[str, dict[str, str]] = {}
     for kind in ("seed", "quants"):
-        for model, kept in read(directory, kind).items():
+        for model, kept in read(directory, kind, part).items():
             for claim in kept["summary"]["claims"]:
                 if claim["id"].startswith("E6") == (kind == "quants"):
                     statement = f"{claim['id']}: {claim['claim']}"
@@ -117,22 +118,23 @@ def _write_pairs(runs: Kept, head: Sequence[str], name: Callable[[Summary], Sequ
     return write_table([*head, *(f"{model}: {text}" for model in runs for text in measures.values())], lines)
 
 
-def write_pairs(directory: pathlib.Path) -> str:
+def write_pairs(directory: pathlib.Path, part: str) -> str:
     """Errors that differ in one thing, first minus second."""
     head = ["what differs", "first", "second"]
     name = lambda pair: (PAIRS[pair["kind"]], f"`{pair['first']}`", f"`{pair['second']}`")  # noqa: E731
-    return _write_pairs(read(directory, "seed"), head, name)
+    return _write_pairs(read(directory, "seed", part), head, name)
 
 
-def write_methods(directory: pathlib.Path) -> str:
+def write_methods(directory: pathlib.Path, part: str) -> str:
     """Methods of 2-bit codes, each minus KVarN."""
     head = ["method", "minus"]
-    return _write_pairs(read(directory, "quants"), head, lambda pair: (f"`{pair['first']}`", f"`{pair['second']}`"))
+    name = lambda pair: (f"`{pair['first']}`", f"`{pair['second']}`")  # noqa: E731
+    return _write_pairs(read(directory, "quants", part), head, name)
 
 
-def write_bits(directory: pathlib.Path) -> str:
+def write_bits(directory: pathlib.Path, part: str) -> str:
     """Every quantizer by the bits of its cache: share of control and KL by model."""
-    runs = read(directory, "quants")
+    runs = read(directory, "quants", part)
     specs: dict[str, Summary] = {}
     for kept in runs.values():
         specs |= {e["change"]: e for e in kept["summary"]["changes"] if e["spec"] and e["cache"]}
@@ -155,38 +157,69 @@ def write_bits(directory: pathlib.Path) -> str:
     return write_table(head, rows)
 
 
-def read_accumulation(directory: pathlib.Path) -> Kept:
-    """The kept runs of the folder `accumulation` beside a page's own, by model."""
-    paths = sorted((directory.parent / "accumulation").glob("*.json"))
+def write_perplexity(directory: pathlib.Path, part: str) -> str:
+    """A text's perplexity through every changed cache, worst first in the first model."""
+    runs = {
+        model: {entry["change"]: entry for entry in kept["summary"]["changes"]}
+        for kind in ("seed", "quants")
+        for model, kept in read(directory.parent / "perplexity", kind, part).items()
+    }
+    figures = ("bits, whole cache", "perplexity", "cached / uncached", "KL, nats", "flips")
+    head = ["change", *(f"{model}: {figure}" for model in runs for figure in figures)]
+    changes = dict.fromkeys(change for found in runs.values() for change in found)
+    rows = [
+        [f"`{change}`", *(cell for found in runs.values() for cell in _perplexity(found.get(change)))]
+        for change in sorted(changes, key=lambda change: -min(e[change]["kl"] for e in runs.values() if change in e))
+    ]
+    return write_table(head, rows)
+
+
+def _perplexity(entry: Summary | None) -> list[str]:
+    if not entry or not entry["windows"]:
+        return ["-"] * 5
+    mean, *ends = (f"{value:.5g}" for value in (entry["ratio"]["mean"], *(entry["ratio"]["interval"] or ())))
+    return [
+        format_number(entry["cache"]["bits"], 3),
+        format_number(entry["cached"]["perplexity"], 4),
+        mean + (" [{}, {}]".format(*ends) if ends else ""),
+        format_number(entry["kl"]),
+        format_share(entry["flips"]),
+    ]
+
+
+def read_accumulation(directory: pathlib.Path, part: str) -> Kept:
+    """The kept runs of the folder `accumulation` beside a page's own with `part` in their names, by model."""
+    paths = [path for path in sorted((directory.parent / "accumulation").glob("*.json")) if part in path.stem]
     return {path.stem.split("_", 1)[1]: json.loads(path.read_text()) for path in paths}
 
 
-def write_accumulation(directory: pathlib.Path) -> str:
+def write_accumulation(directory: pathlib.Path, part: str) -> str:
     """The attention output's error where errors do and do not feed back, and KL."""
     head = ["model", "quantizer", "bits, whole cache", "static", "decode", "decode - static", "KL, nats"]
     return write_table(
         head,
         (
             [model, f"`{entry['quantizer']}`", *show_figures(entry)]
-            for model, kept in read_accumulation(directory).items()
+            for model, kept in read_accumulation(directory, part).items()
             for entry in kept["summary"]["quantizers"]
         ),
     )
 
 
-def write_accumulated(directory: pathlib.Path) -> str:
+def write_accumulated(directory: pathlib.Path, part: str) -> str:
     """The statements on accumulation: a verdict for each model."""
     verdicts: dict[str, dict[str, str]] = {}
-    for model, kept in read_accumulation(directory).items():
+    for model, kept in read_accumulation(directory, part).items():
         for claim in kept["summary"]["claims"]:
             verdicts.setdefault(f"{claim['id']}: {claim['claim']}", {})[model] = claim["verdict"]
     return _write_verdicts(verdicts)
 
 
-def write_runs(directory: pathlib.Path) -> str:
+def write_runs(directory: pathlib.Path, part: str) -> str:
     """What was run: problems, device, versions, date."""
     rows = []
-    for path in [*sorted(directory.glob("*.json")), *sorted((directory.parent / "accumulation").glob("*.json"))]:
+    beside = (directory, directory.parent / "perplexity", directory.parent / "accumulation")
+    for path in (path for folder in beside for path in sorted(folder.glob("*.json")) if part in path.stem):
         kept = json.loads(path.read_text())
         origin, problems = kept["provenance"], kept["summary"]["problems"]
         changes = [entry for entry in kept["summary"].get("changes", ()) if entry["change"] != CLEAN]
@@ -200,7 +233,7 @@ def write_runs(directory: pathlib.Path) -> str:
     return write_table(["file", "valid problems", "changes", "seeds", "device", "versions", "date"], rows)
 
 
-TABLES: dict[str, Callable[[pathlib.Path], str]] = {
+TABLES: dict[str, Callable[[pathlib.Path, str], str]] = {
     "seed": write_seed,
     "kl": write_kl,
     "claims": write_claims,
@@ -208,6 +241,7 @@ TABLES: dict[str, Callable[[pathlib.Path], str]] = {
     "methods": write_methods,
     "bits": write_bits,
     "runs": write_runs,
+    "perplexity": write_perplexity,
     "accumulation": write_accumulation,
     "accumulated": write_accumulated,
 }
@@ -223,7 +257,7 @@ def fill(text: str, directory: pathlib.Path) -> str:
     def replace(found: re.Match[str]) -> str:
         if found[2] not in TABLES:
             raise ValueError(f"no table is named {found[2]}; there are {', '.join(TABLES)}")
-        return f"{found[1]}{TABLES[found[2]](directory)}{found[3]}"
+        return f"{found[1]}{TABLES[found[2]](directory, found[3] or '')}{found[4]}"
 
     return MARKED.sub(replace, text)
 

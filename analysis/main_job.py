@@ -32,9 +32,9 @@ def describe_origin(source: pathlib.Path) -> dict[str, Any]:
         "precision": config.get("precision"),
         "checkpoint": origin,
         "data": {
-            part: {"sha256": config["data"][part]["sha256"], "rows": config["data"][part]["rows"]}
+            part: {field: found[field] for field in ("sha256", "rows", "characters") if field in found}
             for part in ("problems", "shots")
-            if config["data"].get(part)
+            if (found := config["data"].get(part))
         },
         "prompt": config["prompt"],
         "decoding": config["decoding"],

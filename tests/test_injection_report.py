@@ -229,6 +229,17 @@ def test_pairs_differ_in_one_thing(first, second, kind):
         assert compare_specs(second, first) is None
 
 
+def test_thirds_of_three_seeds_that_cancel_leave_nothing():
+    right = {"normal:0,0.5": (3, 1), "points:0,0.5": (2, 2)}  # of three seeds: 1 - 2/3 and 1/3 - 2/3
+    specs = {"normal:0,0.5": error(flips=0.023), "points:0,0.5": error("points", (0, 0.5))}
+    records = make_control([True, True])
+    for change, counts in right.items():
+        for problem, count in enumerate(counts):
+            records += [make_record(problem, change, specs[change], seed, seed < count) for seed in range(3)]
+    assert (1 - 2 / 3) + (1 / 3 - 2 / 3) != 0
+    assert summary_of(records)["pairs"][0]["score"]["mean"] == 0
+
+
 def test_a_pairs_difference_is_that_of_its_problems():
     records = (
         make_control(CONTROL) + make_change("f", UNIFORM3, some(10, N), 2.0) + make_change("g", POINTS, CONTROL, 1.0)

@@ -1,6 +1,7 @@
 """The tables of the pages on changed caches are what the kept summaries give."""
 
 import importlib.util
+import json
 import pathlib
 
 import pytest
@@ -32,6 +33,28 @@ def test_a_typed_figure_is_replaced(script, page):
     text = page.read_text()
     assert "| control |" in text
     assert script.fill(text.replace("| control |", "| typed |"), page.parent) == text
+
+
+def test_a_part_takes_its_files_alone(script):
+    directory = PAGES[1].parent
+    both, one = (script.fill(f"<!-- {name} -->\n<!-- end -->", directory) for name in ("kl", "kl of gemma3-270m"))
+    assert "gemma3-270m-gsm8k" in both
+    assert "smollm2-135m-gsm8k" in both
+    assert "gemma3-270m-gsm8k" in one
+    assert "smollm2" not in one
+
+
+def test_perplexity_of_what_was_not_run_is_a_dash(script, tmp_path):
+    kept = json.loads((ANALYSIS / "h200" / "perplexity" / "gpu_seed-gemma3-270m-wikitext.json").read_text())
+    changes = kept["summary"]["changes"]
+    for name, chosen in (("a", changes[:2]), ("b", changes[:1])):
+        path = tmp_path / "perplexity" / f"cpu_seed-{name}.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"summary": {"changes": chosen}}))
+    page = script.fill("<!-- perplexity of seed -->\n<!-- end -->", tmp_path / "injection")
+    row = next(line for line in page.splitlines() if changes[1]["change"] in line)
+    assert row.endswith("| - | - | - | - | - |")
+    assert f"{changes[1]['cached']['perplexity']:.4g}" in row
 
 
 def test_an_unknown_table_is_named(script):

@@ -207,7 +207,7 @@ def draw_cells(
     log: bool = False,
     x_label: str = "",
 ) -> ET.Element:
-    """A grid of cells, the darker the larger the value; None stays empty.
+    """A grid of cells, the stronger the larger the value, on dark paper too; None stays empty.
 
     Args:
       title: above.
@@ -246,7 +246,7 @@ def draw_cells(
     for j, name in enumerate(columns):
         if j % every_column == 0:
             write(svg, left + (j + 0.5) * size, floor + 13, name, "middle")
-    scale = f"light {show(low)}, dark {show(high)}" if found else "nothing differs"
+    scale = f"faint {show(low)}, strong {show(high)}" if found else "nothing differs"
     write(svg, 0, 29, scale, kind="label")
     if x_label:
         write(svg, (left + WIDTH) / 2, floor + 28, x_label, "middle", "label")

@@ -2,9 +2,9 @@
 
 python analysis/injection.py analysis/injection/README.md
 
-rewrites what stands between `<!-- NAME -->` and `<!-- end -->`, NAME being runs, seed, claims, kl, pairs, methods, bits,
-perplexity, accumulation or accumulated; the last three are of the folders `perplexity` and `accumulation` beside the
-page's own. `<!-- NAME of PART -->` takes only files whose names have PART in them.
+rewrites what stands between `<!-- NAME -->` and `<!-- end -->`, NAME being runs, seed, claims, kl, pairs, methods,
+bits, perplexity, accumulation or accumulated; the last three are of the folders `perplexity` and `accumulation` beside
+the page's own. `<!-- NAME of PART -->` takes only files whose names have PART in them.
 """
 
 import json

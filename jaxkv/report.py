@@ -17,13 +17,23 @@ from rich.text import Text
 
 from jaxkv.analysis.gather import find_runs
 from jaxkv.analysis.page import write_study
+from jaxkv.analysis.page_changes import changes_alone, list_statements
 from jaxkv.analysis.reports import report_run
 from jaxkv.errors import UserError
 
 
 def render_claims(study: dict[str, Any]) -> Table:
-    """The verdicts for a terminal."""
+    """The verdicts for a terminal; where caches are changed and nothing else, how many runs say what."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    if changes_alone(study):
+        for name in ("", "statement", "runs"):
+            table.add_column(name, no_wrap=name == "runs")
+        for text, _, found in list_statements(study):
+            number, _, statement = text.partition(": ")
+            total = sum(map(len, found.values()))
+            said = "\n".join(f"{verdict}: {len(names)} of {total}" for verdict, names in found.items())
+            table.add_row(*(Text(cell) for cell in (number, statement, said)))
+        return table
     for name in ("", "claim", "verdict", "figure"):
         table.add_column(name, no_wrap=name == "verdict")
     for claim in study["claims"]:

@@ -15,8 +15,12 @@ from hypothesis import strategies as st
 from injection_records import ERROR, quant
 from rich.console import Console
 from small_models import changed_state, small_config, small_state
+from study_records import make_run
 
+from jaxkv.analysis import document
+from jaxkv.analysis.page import write_blocks
 from jaxkv.analysis.perplexity import render_perplexity, summarize_perplexity, to_markdown
+from jaxkv.analysis.study import summarize_study
 from jaxkv.cache import empty_cache
 from jaxkv.checkpoints.tokenizer import ByteTokenizer, Tokenizer
 from jaxkv.config import make_precision
@@ -202,6 +206,13 @@ def test_changed_caches_stand_beside_one_uncached_arm():
     done = frozenset(tuple(record["key"][1:]) for record in records if record["change"] != "normal:0.1,0")
     resumed = run_perplexity(arms, state, windows, SPEC, changes, seeds, done)
     assert [r for batch, _ in resumed for r in batch] == [r for r in records if r["change"] == "normal:0.1,0"]
+
+
+def test_a_study_has_its_perplexities():
+    study = summarize_study([make_run(small_run(), "text", experiments=["perplexity"])])
+    page = document.to_markdown("t", write_blocks(study))
+    row = next(line for line in to_markdown(study["conditions"][0]["perplexity"]).splitlines() if "| none |" in line)
+    assert page.index("## Perplexity") < page.index("### text") < page.index(row)
 
 
 SATURATED = "fp8:e4m3,scale=0.001"  # holds what is at most .448

@@ -1,10 +1,11 @@
 """Run directories read for a study, and what each of them is: condition, origin, command."""
 
 import dataclasses
+import itertools
 import os
 import pathlib
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from jaxkv import records
@@ -13,6 +14,7 @@ from jaxkv.schemas import DEFAULT_FRAMEWORK
 
 LOCAL = ("--out=", "--compilation_cache=")  # say where, not what
 PATHS = ("--checkpoint=", "--data=", "--fewshot_data=")
+CHANGED = ("injection", "perplexity", "accumulation")  # experiments that change the cache
 Record = Mapping[str, Any]
 
 
@@ -30,6 +32,7 @@ class Run:
       records: samples.
       timings: lines of timing.jsonl.
       flags: content of run.flags, empty if there is none.
+      parts: runs that it was joined of.
     """
 
     name: str
@@ -37,6 +40,7 @@ class Run:
     records: Sequence[Record]
     timings: Sequence[Record] = ()
     flags: str = ""
+    parts: Sequence["Run"] = ()
 
     def of(self, experiment: str) -> list[Record]:
         """The records of one experiment."""
@@ -114,7 +118,36 @@ def join_runs(name: str, runs: Sequence[Run]) -> Run:
             whose.setdefault(key, run.name)
     sessions = [session for run in runs for session in run.run["sessions"]]
     timings = [timing for run in runs for timing in run.timings]
-    return Run(name, {**first.run, "sessions": sessions}, list(found.values()), timings, first.flags)
+    return Run(name, {**first.run, "sessions": sessions}, list(found.values()), timings, first.flags, runs)
+
+
+def join_parts(runs: Sequence[Run]) -> list[Run]:
+    """Runs, with those joined into one that differ in their changes of the cache alone, as several processes make them.
+
+    Runs that do not agree on a record they share stay apart.
+    """
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        changed = run.records and all(record.get("experiment") in CHANGED for record in run.records)
+        groups.setdefault(run.run["fingerprint"] if changed else f"only {run.name}", []).append(run)
+    found: list[Run] = []
+    for members in groups.values():
+        taken = {run.name for run in (*runs, *found)}
+        try:
+            found += members if len(members) == 1 else [join_runs(_name_parts(members, taken), members)]
+        except UserError:
+            found += members
+    return found
+
+
+def _name_parts(runs: Sequence[Run], taken: Container[str]) -> str:
+    """What was run, as in ``smollm2-135m-fp16-injection-gsm8k``; names that are taken get a number."""
+    config = runs[0].run["config"]
+    what = [_name(config.get("model")), _name(config.get("precision")), *config.get("experiments", ())]
+    named = [*what, config.get("task")]
+    name = "-".join(part for part in named if part)
+    numbered = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(one for one in numbered if one not in taken)
 
 
 def describe_command(flags: str) -> str | None:
@@ -127,6 +160,12 @@ def describe_command(flags: str) -> str | None:
         if line and not line.startswith(LOCAL):
             words.append(shlex.quote(line))
     return " ".join(["python -m jaxkv.launch", *words]) if words else None
+
+
+def _describe_commands(run: Run) -> str | None:
+    """The command of a run, or those of its parts, line by line."""
+    commands = [describe_command(part.flags) for part in run.parts or (run,)]
+    return "\n".join(dict.fromkeys(command for command in commands if command)) or None
 
 
 def _name(value: Any) -> str | None:
@@ -178,7 +217,7 @@ def describe_origin(run: Run) -> dict[str, Any]:
     first: Record = next((record for record in run.records if "experiment" in record), {})
     data = config.get("data")
     return {
-        "command": describe_command(run.flags),
+        "command": _describe_commands(run),
         "dates": sorted({session["started"][:10] for session in sessions if "started" in session}),
         "revisions": sorted({session["git"] for session in sessions if session.get("git")}),
         "device": config.get("device"),

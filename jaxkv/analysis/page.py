@@ -9,7 +9,6 @@ from typing import Any
 
 from jaxkv import records
 from jaxkv.analysis import drift, figures, patching
-from jaxkv.analysis.accumulation_page import write_accumulation
 from jaxkv.analysis.attribution import HEADER as ATTRIBUTION_HEADER
 from jaxkv.analysis.attribution import conclude as conclude_attribution
 from jaxkv.analysis.attribution import make_rows as make_attribution_rows
@@ -33,9 +32,9 @@ from jaxkv.analysis.format import (
     format_points,
     format_share,
 )
-from jaxkv.analysis.gather import read_runs
-from jaxkv.analysis.injection_page import write_injection
+from jaxkv.analysis.gather import join_parts, read_runs
 from jaxkv.analysis.mitigations import make_tables
+from jaxkv.analysis.page_changes import changes_alone, write_changes, write_statements
 from jaxkv.analysis.page_parity import write_parity
 from jaxkv.analysis.study import summarize_study
 from jaxkv.analysis.summary import share
@@ -45,8 +44,10 @@ from jaxkv.schemas import find_headline
 
 Study = Mapping[str, Any]
 TITLE = "Cached against uncached decoding: the claims, tested"
+CHANGES_TITLE = "Changed caches: the statements, tested"
 PAPER = "arXiv 2604.15409"
 TIES_SHOWN = 20
+COMMANDS_SHOWN = 60
 METHOD = (
     "cached: a prefill of the prompt, then one row a step. uncached: the whole prefix at every step. The uncached arm "
     "first follows the cached arm's tokens (teacher-forced: figures per token), then runs freely.",
@@ -65,7 +66,9 @@ METHOD = (
 
 
 def write_claims(study: Study) -> list[Block]:
-    """The claims table."""
+    """The claims table; nothing where no run can speak to a claim."""
+    if changes_alone(study):
+        return []
     rows = [
         [f"{claim['id']}: {claim['claim']}", claim["verdict"], tuple(claim["figure"]), tuple(claim["control"])]
         for claim in study["claims"]
@@ -282,24 +285,6 @@ def write_patching(study: Study) -> list[Block]:
     return [Heading("Activation patching", name="patching"), *draw_patching(study), *blocks] if blocks else []
 
 
-def write_changes(study: Study) -> list[Block]:
-    """What changed caches do, run by run."""
-    blocks: list[Block] = []
-    for condition in study["conditions"]:
-        if condition.get("injection"):
-            blocks += [Heading(condition["name"], 3), *write_injection(condition["injection"])]
-    return [Heading("Changed caches", name="changed-caches"), *blocks] if blocks else []
-
-
-def write_accumulations(study: Study) -> list[Block]:
-    """Whether errors of quantized caches accumulate, run by run."""
-    blocks: list[Block] = []
-    for condition in study["conditions"]:
-        if found := condition.get("accumulation"):
-            blocks += [Heading(condition["name"], 3), *write_accumulation(found)]
-    return [Heading("Quantized caches along a text", name="accumulation"), *blocks] if blocks else []
-
-
 def write_doctor(study: Study) -> list[Block]:
     """What the device itself does."""
     found = [c for c in study["conditions"] if c.get("doctor")]
@@ -317,10 +302,13 @@ def _shorten(revision: str) -> str:
 
 def write_provenance(study: Study) -> list[Block]:
     """Commands, versions, hashes."""
-    commands = [c["origin"]["command"] for c in study["conditions"] if c["origin"]["command"]]
+    given = [c["origin"]["command"] for c in study["conditions"] if c["origin"]["command"]]
+    commands = list(dict.fromkeys(line for command in given for line in command.split("\n")))
     blocks: list[Block] = [Heading("Provenance and commands", name="provenance")]
-    if commands:
-        blocks += [Paragraph("Each run was made by:"), Code("\n".join(dict.fromkeys(commands)))]
+    if len(commands) > COMMANDS_SHOWN:
+        blocks.append(Fold(f"The {len(commands)} commands that made the runs", [Code("\n".join(commands))]))
+    elif commands:
+        blocks += [Paragraph("Each run was made by:"), Code("\n".join(commands))]
     blocks += [Paragraph("This report was made of their directories by:"), Code("python -m jaxkv.report RUN...")]
     rows = []
     for condition in study["conditions"]:
@@ -357,6 +345,7 @@ def write_blocks(study: Study) -> list[Block]:
     drawn = [*figures.draw_position(study), *figures.draw_margins(study)]
     parts: list[list[Block]] = [
         write_claims(study),
+        write_statements(study),
         _write_missing(study),
         [Heading("Where the arms part", name="figures"), *drawn] if drawn else [],
         write_conditions(study),
@@ -369,7 +358,6 @@ def write_blocks(study: Study) -> list[Block]:
         write_parity(study),
         write_attribution(study),
         write_changes(study),
-        write_accumulations(study),
         write_doctor(study),
         [Heading("Method", name="method"), Bullets(METHOD)],
         write_provenance(study),
@@ -380,17 +368,20 @@ def write_blocks(study: Study) -> list[Block]:
 def write_study(paths: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> dict[str, Any]:
     """Writes report.html, report.md and summary.json of several runs into a directory, from their records alone.
 
+    Parts of one run, which differ in their changes of the cache, are joined first (`join_parts`).
+
     Returns:
       The summary.
 
     Raises:
       UserError: no runs, corrupt records, or not writable.
     """
-    study = summarize_study(read_runs(paths))
+    study = summarize_study(join_parts(read_runs(paths)))
     directory = pathlib.Path(out)
     blocks = write_blocks(study)
+    title = CHANGES_TITLE if changes_alone(study) else TITLE
     text = json.dumps(records.to_plain(study), allow_nan=False, separators=(",", ":")) + "\n"
     records.write_atomically(directory / "summary.json", text)
-    records.write_atomically(directory / "report.md", to_markdown(TITLE, blocks))
-    records.write_atomically(directory / "report.html", to_html(TITLE, blocks))
+    records.write_atomically(directory / "report.md", to_markdown(title, blocks))
+    records.write_atomically(directory / "report.html", to_html(title, blocks))
     return study

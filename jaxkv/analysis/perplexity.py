@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.console import Group
 
-from jaxkv.analysis import statistics
-from jaxkv.analysis.document import Bullets, Table, to_terminal
+from jaxkv.analysis import document, statistics
+from jaxkv.analysis.document import Block, Bullets, Table, to_terminal
 from jaxkv.analysis.format import format_count, format_counted_share, format_number, format_percent
 from jaxkv.analysis.samples import (
     add_saturated,
@@ -169,8 +169,15 @@ def render_perplexity(summary: Summary) -> Group:
     return to_terminal([Bullets([title]), Table(NARROW, _narrow_rows(summary)), Bullets(notes)])
 
 
+def write_perplexity(summary: Summary) -> list[Block]:
+    """All of it, as a report shows it."""
+    return [
+        Bullets([describe_problems(summary)]),
+        Table(HEADER, _make_rows(summary)),
+        Bullets([UNITS, PACKED, *_notes(summary)]),
+    ]
+
+
 def to_markdown(summary: Summary) -> str:
     """The same as Markdown."""
-    lines = ["# Perplexity", "", f"{describe_problems(summary)}.", "", f"| {' | '.join(HEADER)} |"]
-    lines += ["|" + " --- |" * len(HEADER), *(f"| {' | '.join(row)} |" for row in _make_rows(summary)), ""]
-    return "\n".join([*lines, *(f"- {note}" for note in (UNITS, PACKED, *_notes(summary)))]) + "\n"
+    return document.to_markdown("Perplexity", write_perplexity(summary))

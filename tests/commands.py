@@ -11,6 +11,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxkv import launch
 
+CACHING = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
 DATA = pathlib.Path(__file__).parent / "data"
 SMALL = [
     "--model=test-gemma2", "--checkpoint=random:0", f"--data={DATA / 'problems.jsonl'}", "--prompt=zero_shot",
@@ -28,11 +29,12 @@ def parse(*arguments):
 def run_in_process(*arguments):
     """The command, whose compilation cache is not left to the tests that come after."""
     parse(*arguments)
-    kept = jax.config.jax_compilation_cache_dir
+    kept = {name: getattr(jax.config, name) for name in CACHING}
     try:
         launch.launch(["launch"])
     finally:
-        jax.config.update("jax_compilation_cache_dir", kept)
+        for name, value in kept.items():
+            jax.config.update(name, value)
         compilation_cache.reset_cache()
 
 

@@ -1,7 +1,23 @@
 """Fixtures that several test files share."""
 
+import os
+
 import jax
 import pytest
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory):
+    """Where compiled programs are kept, apart from the user's own: one place for all files and workers."""
+    base = tmp_path_factory.getbasetemp()
+    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "programs"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def share_programs(programs):
+    """A program that several tests need is compiled once: XLA takes more time than all else in them."""
+    jax.config.update("jax_compilation_cache_dir", str(programs))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,6 +45,6 @@ def tiny(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory):
-    """Where the command keeps compiled programs in tests, apart from the user's own."""
-    return f"--compilation_cache={tmp_path_factory.mktemp('xla')}"
+def cache(programs):
+    """The flag that has the command keep its programs there."""
+    return f"--compilation_cache={programs}"

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.experimental.compilation_cache import compilation_cache
 from small_models import make_prompts, small_config
 
 from jaxkv.analysis.mitigations import summarize_mitigations
@@ -29,18 +28,6 @@ NAMES = ("fp16", "fp32", "fp32+param=fp16", "fp16 aligned")
 PAIR = ("fp32", "fp16 aligned")
 PROBLEMS = (10, 11, 12)
 CONFIG = dataclasses.replace(small_config(), num_layers=1, window_pattern=(False,))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def programs(tmp_path_factory):
-    """Every run compiles the same programs anew: they are kept on disk for this file."""
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("xla")))
-    before = jax.config.jax_persistent_cache_min_compile_time_secs
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
-    yield
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
 
 
 @functools.cache

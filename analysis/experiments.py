@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from main_job import describe_origin
 
 from jaxkv.analysis.experiments import EXPERIMENTS
-from jaxkv.analysis.gather import join_runs, read_runs
+from jaxkv.analysis.gather import read_runs
+from jaxkv.analysis.joining import join_runs
 from jaxkv.errors import UserError
 
 

@@ -8,6 +8,7 @@ the page's own. `<!-- NAME of PART -->` takes only files whose names have PART i
 """
 
 import json
+import math
 import pathlib
 import re
 import sys
@@ -69,7 +70,7 @@ def write_kl(directory: pathlib.Path, part: str) -> str:
     """Every error: share of control and KL by model."""
     runs = read(directory, "seed", part)
     changes = dict.fromkeys(entry["change"] for kept in runs.values() for entry in kept["summary"]["changes"])
-    head = ["change", *(f"{model}: {part}" for model in runs for part in ("% of control", "KL, nats", "agreement"))]
+    head = ["change", *(f"{model}: {text}" for model in runs for text in ("% of control", "KL, nats", "agreement"))]
     rows = []
     for change in changes:
         cells = [f"`{change}`"]
@@ -140,7 +141,7 @@ def write_bits(directory: pathlib.Path, part: str) -> str:
         specs |= {e["change"]: e for e in kept["summary"]["changes"] if e["spec"] and e["cache"]}
     order = sorted(specs, key=lambda change: -specs[change]["cache"]["bits"])
     head = ["change", "bits, K / V", "bits, whole cache", "packed, %"]
-    head += [f"{model}: {part}" for model in runs for part in ("% of control", "KL, nats")]
+    head += [f"{model}: {text}" for model in runs for text in ("% of control", "KL, nats")]
     rows = []
     for change in order:
         entry = specs[change]
@@ -158,18 +159,21 @@ def write_bits(directory: pathlib.Path, part: str) -> str:
 
 
 def write_perplexity(directory: pathlib.Path, part: str) -> str:
-    """A text's perplexity through every changed cache, worst first in the first model."""
-    runs = {
-        model: {entry["change"]: entry for entry in kept["summary"]["changes"]}
-        for kind in ("seed", "quants")
-        for model, kept in read(directory.parent / "perplexity", kind, part).items()
-    }
+    """A text's perplexity through every changed cache, worst first by the model that bears it best."""
+    runs: dict[str, dict[str, Summary]] = {}
+    for kind in ("seed", "quants"):
+        for model, kept in read(directory.parent / "perplexity", kind, part).items():
+            runs.setdefault(model, {}).update({entry["change"]: entry for entry in kept["summary"]["changes"]})
     figures = ("bits, whole cache", "perplexity", "cached / uncached", "KL, nats", "flips")
     head = ["change", *(f"{model}: {figure}" for model in runs for figure in figures)]
+
+    def worst(change: str) -> float:
+        return -min(found[change].get("kl", math.inf) for found in runs.values() if change in found)
+
     changes = dict.fromkeys(change for found in runs.values() for change in found)
     rows = [
         [f"`{change}`", *(cell for found in runs.values() for cell in _perplexity(found.get(change)))]
-        for change in sorted(changes, key=lambda change: -min(e[change]["kl"] for e in runs.values() if change in e))
+        for change in sorted(changes, key=worst)
     ]
     return write_table(head, rows)
 

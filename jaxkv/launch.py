@@ -16,6 +16,7 @@ from typing import Any
 
 from absl import flags
 
+from jaxkv.analysis.gather import CHANGED
 from jaxkv.catalog import EXPERIMENTS
 from jaxkv.checkpoints.shipped import SHIPPED
 from jaxkv.cli import run_command
@@ -31,7 +32,6 @@ NEW_TOKENS = 256
 NEW_TOKENS_OF = {
     "arith": 128, "ifeval": 100, "next_string": 8, "math500": 1024, "aime24": 1024, "humaneval": 512,
 }  # fmt: skip
-CHANGED = ("injection", TEXT_EXPERIMENT, "accumulation")  # experiments that change the cache
 FLAGS = flags.FLAGS
 
 _DEFINED = [

@@ -2,7 +2,7 @@
 
 One run directory gets its tables rebuilt: report.md and summary.json, and a file for each other experiment it has.
 Several, or a directory that holds several (a sweep), are one study: report.html, report.md and summary.json, with the
-claims judged, go to --out.
+claims judged, go to --out. Runs that differ in their changes of the cache alone are joined.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
@@ -22,24 +22,31 @@ from jaxkv.analysis.reports import report_run
 from jaxkv.errors import UserError
 
 
-def render_claims(study: dict[str, Any]) -> Table:
-    """The verdicts for a terminal; where caches are changed and nothing else, how many runs say what."""
+def _make_table(*names: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    if changes_alone(study):
-        for name in ("", "statement", "runs"):
-            table.add_column(name, no_wrap=name == "runs")
-        for text, _, found in list_statements(study):
-            number, _, statement = text.partition(": ")
-            total = sum(map(len, found.values()))
-            said = "\n".join(f"{verdict}: {len(names)} of {total}" for verdict, names in found.items())
-            table.add_row(*(Text(cell) for cell in (number, statement, said)))
-        return table
-    for name in ("", "claim", "verdict", "figure"):
-        table.add_column(name, no_wrap=name == "verdict")
-    for claim in study["claims"]:
-        figure = "\n".join(claim["figure"][:3]) + ("\n..." if len(claim["figure"]) > 3 else "")
-        table.add_row(*(Text(cell) for cell in (claim["id"], claim["claim"], claim["verdict"], figure)))
+    for name in names:
+        table.add_column(name, no_wrap=name in ("verdict", "runs"))
     return table
+
+
+def render_claims(study: dict[str, Any]) -> Group:
+    """The verdicts for a terminal: of the claims, and of the statements on changed caches by number of runs."""
+    tables = []
+    if not changes_alone(study):
+        claims = _make_table("", "claim", "verdict", "figure")
+        for claim in study["claims"]:
+            figure = "\n".join(claim["figure"][:3]) + ("\n..." if len(claim["figure"]) > 3 else "")
+            claims.add_row(*(Text(cell) for cell in (claim["id"], claim["claim"], claim["verdict"], figure)))
+        tables.append(claims)
+    if found := list_statements(study):
+        statements = _make_table("", "statement", "runs")
+        for text, _, runs in found:
+            number, _, statement = text.partition(": ")
+            total = sum(map(len, runs.values()))
+            said = "\n".join(f"{verdict}: {len(names)} of {total}" for verdict, names in runs.items())
+            statements.add_row(*(Text(cell) for cell in (number, statement, said)))
+        tables.append(statements)
+    return Group(*tables)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -4,6 +4,7 @@ import os
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 
 @pytest.fixture(scope="session")
@@ -18,6 +19,7 @@ def share_programs(programs):
     """A program that several tests need is compiled once: XLA takes more time than all else in them."""
     jax.config.update("jax_compilation_cache_dir", str(programs))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    compilation_cache.reset_cache()  # of what an environment variable may have begun
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,7 +31,7 @@ def forget_programs():
 
 @pytest.fixture(autouse=True)
 def own_arms():
-    """A test's commands compile for themselves, as in a process of their own: it may have broken the code."""
+    """A test's commands trace for themselves, as in a process of their own: it may have broken the code."""
     from jaxkv.condition import _share_arms
 
     _share_arms.cache_clear()

@@ -47,7 +47,8 @@ def test_a_part_takes_its_files_alone(script):
 def test_perplexity_of_what_was_not_run_is_a_dash(script, tmp_path):
     kept = json.loads((ANALYSIS / "h200" / "perplexity" / "gpu_seed-gemma3-270m-wikitext.json").read_text())
     changes = kept["summary"]["changes"]
-    for name, chosen in (("a", changes[:2]), ("b", changes[:1])):
+    broken = {"change": "int4", "windows": 0}
+    for name, chosen in (("a", [*changes[:2], broken]), ("b", changes[:1])):
         path = tmp_path / "perplexity" / f"cpu_seed-{name}.json"
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps({"summary": {"changes": chosen}}))
@@ -55,6 +56,13 @@ def test_perplexity_of_what_was_not_run_is_a_dash(script, tmp_path):
     row = next(line for line in page.splitlines() if changes[1]["change"] in line)
     assert row.endswith("| - | - | - | - | - |")
     assert f"{changes[1]['cached']['perplexity']:.4g}" in row
+    assert page.splitlines()[3].startswith("| `int4` | - |")
+
+
+def test_perplexity_has_errors_and_quantizers_of_a_model(script):
+    page = script.fill("<!-- perplexity -->\n<!-- end -->", PAGES[1].parent)
+    assert "`uniform:-1,1`" in page
+    assert "`kvarn:k2v2`" in page
 
 
 def test_an_unknown_table_is_named(script):

@@ -9,13 +9,17 @@ from injection_records import ERROR, error, make_change, make_control, some
 from study_records import make_run, make_samples
 
 from jaxkv.analysis.document import to_markdown
-from jaxkv.analysis.gather import describe_origin, join_parts
+from jaxkv.analysis.experiments import EXPERIMENTS
+from jaxkv.analysis.gather import CHANGED, describe_origin
+from jaxkv.analysis.joining import join_parts, join_runs
 from jaxkv.analysis.page import CHANGES_TITLE, TITLE, write_blocks, write_study
-from jaxkv.analysis.page_changes import DIFFERS, changes_alone, list_statements
+from jaxkv.analysis.page_changes import DIFFERS, SECTIONS, changes_alone, list_statements
 from jaxkv.analysis.study import summarize_study
+from jaxkv.errors import UserError
 from jaxkv.report import render_claims
 
 N = 24
+NAME = "tiny-fp16-greedy-injection"
 POINTS = error("points", (0, 0.5))
 CONTROL = make_control(some(20, N))
 
@@ -23,37 +27,76 @@ CONTROL = make_control(some(20, N))
 def part(name, change, spec, kl=0.5, fingerprint="f", task="gsm8k"):
     records = CONTROL + make_change(change, spec, some(10, N), kl)
     flags = f"--cache_error={change}\n--out=/runs/{name}\n"
-    return make_run(records, name, fingerprint=fingerprint, flags=flags, experiments=["injection"], task=task)
+    more = {"experiments": ["injection"], "task": task, "num_problems": N, "sampling": {"sampler": "greedy"}}
+    return make_run(records, name, fingerprint=fingerprint, flags=flags, **more)
 
 
-def parts(flips=0.5, **more):
-    return [part("a/x", "normal:0,0.5", ERROR, flips, **more), part("b/x", "points:0,0.5", POINTS, **more)]
+def parts(kl=0.5, **more):
+    return [part("a/x", "normal:0,0.5", ERROR, kl, **more), part("b/x", "points:0,0.5", POINTS, **more)]
+
+
+def accumulated(name, quantizer, tokens="0"):
+    """A run of one quantizer whose clean arm took tokens of this hash."""
+    records = accumulation_records.make_quantizer(quantizer)
+    records = [record | {"tokens_sha256": tokens * 64} for record in records]
+    return make_run(records, name, fingerprint="f", experiments=["accumulation"], num_problems=accumulation_records.N)
 
 
 def test_parts_are_joined_under_the_name_of_what_was_run():
-    (run,) = join_parts(parts())
-    assert run.name == "tiny-fp16-injection-gsm8k"
-    assert [part.name for part in run.parts] == ["a/x", "b/x"]
+    (run,), notes = join_parts(parts())
+    assert run.name == "tiny-fp16-greedy-injection-gsm8k"
     assert len(run.records) == 3 * N
-    assert describe_origin(run)["command"].split("\n") == [
+    origin = describe_origin(run)
+    assert origin["parts"] == ["a/x", "b/x"]
+    assert origin["commands"] == [
         "python -m jaxkv.launch --cache_error=normal:0,0.5",
         "python -m jaxkv.launch --cache_error=points:0,0.5",
     ]
+    assert notes == []
 
 
 def test_what_is_no_part_stays_apart():
     alone = part("a/x", "normal:0,0.5", ERROR)
     other = part("b/x", "points:0,0.5", POINTS, fingerprint="g")
-    clean = CONTROL[0] | {"prompt_tokens": 99}
-    disagrees = dataclasses.replace(parts()[1], records=[clean, *parts()[1].records[1:]])
     divergence = [make_run(make_samples(count=2), name, fingerprint="d") for name in "cd"]
-    for runs in ([alone], [alone, other], [alone, disagrees], divergence):
-        assert join_parts(runs) == runs
+    mixed = parts()
+    for run in mixed:
+        run.run["config"]["experiments"] = ["injection", "drift"]
+    for runs in ([alone], [alone, other], divergence, mixed):
+        assert join_parts(runs) == (runs, [])
 
 
-def test_joined_runs_of_one_name_are_numbered():
-    runs = join_parts([*parts(), *parts(fingerprint="g")])
-    assert [run.name for run in runs] == ["tiny-fp16-injection-gsm8k", "tiny-fp16-injection-gsm8k-2"]
+def test_a_run_that_disagrees_leaves_the_others_joined():
+    clean = CONTROL[0] | {"prompt_tokens": 99}
+    odd = part("c/x", "uniform:-1.5,1.5", POINTS)
+    odd = dataclasses.replace(odd, records=[clean, *odd.records[1:]])
+    (joined, apart), notes = join_parts([parts()[0], odd, parts()[1]])
+    assert ([part.name for part in joined.parts], apart) == (["a/x", "b/x"], odd)
+    assert notes[0].startswith("a/x and c/x have different records of injection 0 none 0")
+
+
+def test_a_part_without_records_is_a_part():
+    empty = dataclasses.replace(parts()[1], records=[])
+    assert [part.name for part in join_parts([parts()[0], empty])[0][0].parts] == ["a/x", "b/x"]
+
+
+def test_accumulation_is_joined_where_clean_arms_took_the_same_tokens():
+    kvarn, kivi = accumulation_records.KVARN, "kivi:k2v2"
+    (run,), _ = join_parts([accumulated("a", kvarn), accumulated("b", kivi)])
+    assert len(run.parts) == 2
+    others = [accumulated("a", kvarn), accumulated("b", kivi, "1")]
+    assert join_parts(others)[0] == others
+    with pytest.raises(UserError, match="a and b have different records of accumulation 0,"):
+        join_runs("both", others)
+
+
+def test_joined_runs_of_one_name_get_their_fingerprint():
+    runs, _ = join_parts([*parts(), *parts(fingerprint="g")])
+    assert [run.name for run in runs] == [f"tiny-fp16-greedy-injection-gsm8k{end}" for end in ("", "-g")]
+
+
+def test_changed_experiments_are_those_with_sections():
+    assert set(SECTIONS) == set(CHANGED) <= set(EXPERIMENTS)
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +104,14 @@ def study():
     worse, better = parts(2.0), parts(0.1, fingerprint="g", task="ifeval")
     records = accumulation_records.both()
     grown = make_run(records, "grown", experiments=["accumulation"], num_problems=accumulation_records.N)
-    return summarize_study([*join_parts([*worse, *better]), grown])
+    return summarize_study([*join_parts([*worse, *better])[0], grown])
 
 
 def test_a_statement_on_which_runs_differ_is_said_to(study):
     said = {text.split(":")[0]: (verdict, runs) for text, verdict, runs in list_statements(study)}
     verdict, runs = said["E1c"]
     assert verdict == DIFFERS
-    assert runs == {"holds": ["tiny-fp16-injection-gsm8k"], "does not hold": ["tiny-fp16-injection-ifeval"]}
+    assert runs == {"holds": [f"{NAME}-gsm8k"], "does not hold": [f"{NAME}-ifeval"]}
     assert said["K1a"][0] == "holds"
     assert "E6a" not in said  # no quantizer was run
 
@@ -79,17 +122,35 @@ def test_the_report_begins_with_the_statements_and_has_all_sections(study):
     assert "| C1:" not in page
     statements = page.index("| E1c: ")
     assert statements < page.index("## Changed caches") < page.index("## Quantized caches along a text")
-    assert "holds: tiny-fp16-injection-gsm8k" in page
+    assert f"holds: {NAME}-gsm8k" in page
+
+
+def test_a_statement_that_some_runs_leave_open_is_decided_on_the_others():
+    open_ = parts(0.5, fingerprint="g", task="ifeval")
+    runs, _ = join_parts([*parts(2.0), *open_])
+    said = {text.split(":")[0]: verdict for text, verdict, _ in list_statements(summarize_study(runs))}
+    assert said["E1c"] == "holds on 1 of 2"
+    assert said["E1b"] == "cannot tell"
+
+
+def test_perplexity_of_the_clean_cache_alone_changes_none():
+    clean = {"perplexity": {"changes": [{"change": "none"}]}}
+    changed = {"perplexity": {"changes": [{"change": "none"}, {"change": "int4"}]}}
+    assert not changes_alone({"conditions": [clean]})
+    assert changes_alone({"conditions": [clean, changed]})
+    assert not changes_alone({"conditions": [changed, {"doctor": {}} | {"drift": {"status": "ok"}}]})
 
 
 def test_a_terminal_counts_runs_by_verdict(study):
-    numbers, _, counts = ([str(cell) for cell in column.cells] for column in render_claims(study).columns)
+    (table,) = render_claims(study).renderables
+    numbers, _, counts = ([str(cell) for cell in column.cells] for column in table.columns)
     assert counts[numbers.index("E1c")] == "holds: 1 of 2\ndoes not hold: 1 of 2"
     assert counts[numbers.index("K1a")] == "holds: 1 of 1"
 
 
 def test_beside_divergence_the_claims_come_first():
-    study = summarize_study([make_run(make_samples(count=2), "d"), *join_parts(parts())])
+    study = summarize_study([make_run(make_samples(count=2), "d"), *join_parts(parts())[0]])
+    assert len(render_claims(study).renderables) == 2
     page = to_markdown("t", write_blocks(study))
     assert page.index("| C1:") < page.index("## Statements on changed caches") < page.index("## Changed caches")
 
@@ -106,6 +167,6 @@ def test_a_report_of_directories_joins_them(tmp_path):
         write_run(tmp_path / "runs" / run.name, run)
     (tmp_path / "out").mkdir()
     study = write_study([tmp_path / "runs"], tmp_path / "out")
-    assert [condition["name"] for condition in study["conditions"]] == ["tiny-fp16-injection-gsm8k"]
+    assert [condition["name"] for condition in study["conditions"]] == [f"{NAME}-gsm8k"]
     assert (tmp_path / "out" / "report.md").read_text().startswith(f"# {CHANGES_TITLE}\n")
     assert TITLE not in (tmp_path / "out" / "report.html").read_text()

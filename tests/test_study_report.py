@@ -17,7 +17,8 @@ from jaxkv import records
 from jaxkv.analysis import svg
 from jaxkv.analysis.curves import bin_steps, divergence_over_tokens, margin_points
 from jaxkv.analysis.document import Bullets, Code, Figure, Fold, Heading, Paragraph, Table, to_html, to_markdown
-from jaxkv.analysis.gather import describe_command, find_runs, join_runs, name_runs
+from jaxkv.analysis.gather import describe_command, find_runs, name_runs
+from jaxkv.analysis.joining import join_runs
 from jaxkv.analysis.page import write_blocks
 from jaxkv.analysis.study import summarize_study
 from jaxkv.errors import UserError
@@ -276,7 +277,7 @@ runpy.run_module("jaxkv.report", run_name="__main__")"""
     assert {path.name for path in tmp_path.iterdir()} == {"report.html", "report.md", "summary.json"}
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert [c["name"] for c in summary["conditions"]] == ["aligned", "fp16", "fp32", "parity", "torch"]
-    assert summary["conditions"][0]["origin"]["command"] == "python -m jaxkv.launch --precision=fp16"
+    assert summary["conditions"][0]["origin"]["commands"] == ["python -m jaxkv.launch --precision=fp16"]
     assert not any(str(sweep) in (tmp_path / name).read_text() for name in ("report.html", "report.md", "summary.json"))
 
 

@@ -1,11 +1,10 @@
 """Run directories read for a study, and what each of them is: condition, origin, command."""
 
 import dataclasses
-import itertools
 import os
 import pathlib
 import shlex
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxkv import records
@@ -14,7 +13,7 @@ from jaxkv.schemas import DEFAULT_FRAMEWORK
 
 LOCAL = ("--out=", "--compilation_cache=")  # say where, not what
 PATHS = ("--checkpoint=", "--data=", "--fewshot_data=")
-CHANGED = ("injection", "perplexity", "accumulation")  # experiments that change the cache
+CHANGED = ("injection", "perplexity", "accumulation")  # experiments that may change the cache
 Record = Mapping[str, Any]
 
 
@@ -91,65 +90,6 @@ def read_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Run]:
     return runs
 
 
-def join_runs(name: str, runs: Sequence[Run]) -> Run:
-    """One run of several that differ in the changes of the cache that they were asked for, which no config holds.
-
-    Records come in the runs' order; those that several have, of the clean arm above all, must be the same in each.
-
-    Raises:
-      UserError: runs of other conditions, or a record that is not the same in all.
-    """
-    first = runs[0]
-    found: dict[tuple, Record] = {}
-    whose: dict[tuple, str] = {}
-    for run in runs:
-        if run.run["fingerprint"] != first.run["fingerprint"]:
-            raise UserError(
-                f"{first.name} and {run.name} are of different conditions, versions or devices (their fingerprints "
-                "differ) and cannot be joined; join runs whose lists of changes differ, and nothing else"
-            )
-        for record in run.records:
-            key = tuple(record["key"])
-            if found.setdefault(key, record) != record:
-                raise UserError(
-                    f"{whose[key]} and {run.name} have different records of {' '.join(map(str, key))}, so that their "
-                    "clean arms are not the same; run them with one --compilation_cache"
-                )
-            whose.setdefault(key, run.name)
-    sessions = [session for run in runs for session in run.run["sessions"]]
-    timings = [timing for run in runs for timing in run.timings]
-    return Run(name, {**first.run, "sessions": sessions}, list(found.values()), timings, first.flags, runs)
-
-
-def join_parts(runs: Sequence[Run]) -> list[Run]:
-    """Runs, with those joined into one that differ in their changes of the cache alone, as several processes make them.
-
-    Runs that do not agree on a record they share stay apart.
-    """
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        changed = run.records and all(record.get("experiment") in CHANGED for record in run.records)
-        groups.setdefault(run.run["fingerprint"] if changed else f"only {run.name}", []).append(run)
-    found: list[Run] = []
-    for members in groups.values():
-        taken = {run.name for run in (*runs, *found)}
-        try:
-            found += members if len(members) == 1 else [join_runs(_name_parts(members, taken), members)]
-        except UserError:
-            found += members
-    return found
-
-
-def _name_parts(runs: Sequence[Run], taken: Container[str]) -> str:
-    """What was run, as in ``smollm2-135m-fp16-injection-gsm8k``; names that are taken get a number."""
-    config = runs[0].run["config"]
-    what = [_name(config.get("model")), _name(config.get("precision")), *config.get("experiments", ())]
-    named = [*what, config.get("task")]
-    name = "-".join(part for part in named if part)
-    numbered = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-    return next(one for one in numbered if one not in taken)
-
-
 def describe_command(flags: str) -> str | None:
     """The command of a flagfile, files named without their directories; None without flags."""
     words = []
@@ -162,13 +102,7 @@ def describe_command(flags: str) -> str | None:
     return " ".join(["python -m jaxkv.launch", *words]) if words else None
 
 
-def _describe_commands(run: Run) -> str | None:
-    """The command of a run, or those of its parts, line by line."""
-    commands = [describe_command(part.flags) for part in run.parts or (run,)]
-    return "\n".join(dict.fromkeys(command for command in commands if command)) or None
-
-
-def _name(value: Any) -> str | None:
+def name_of(value: Any) -> str | None:
     """The name of a model or precision, which is a mapping, a string or missing."""
     return value.get("name") if isinstance(value, Mapping) else value
 
@@ -187,11 +121,11 @@ def describe_condition(run: Run) -> dict[str, Any]:
     heads = (model.get("num_query_heads"), model.get("num_kv_heads")) if isinstance(model, Mapping) else (None, None)
     return {
         "name": run.name,
-        "model": _name(model),
+        "model": name_of(model),
         "family": model.get("family") if isinstance(model, Mapping) else None,
         "layers": model.get("num_layers") if isinstance(model, Mapping) else None,
         "heads": {"query": heads[0], "kv": heads[1]},
-        "precision": _name(precision),
+        "precision": name_of(precision),
         "products": parts.get("accumulation"),
         "sampler": sampling.get("sampler"),
         "seed": sampling.get("seed"),
@@ -209,15 +143,17 @@ def describe_condition(run: Run) -> dict[str, Any]:
 
 
 def describe_origin(run: Run) -> dict[str, Any]:
-    """Where a run's figures came from: command, dates, revisions, versions, hashes."""
+    """Where a run's figures came from: commands, parts, dates, revisions, versions, hashes."""
     config, sessions = run.run["config"], run.run["sessions"]
     last = sessions[-1] if sessions else {}
     checkpoint = dict(last.get("checkpoint") or config.get("checkpoint") or {})
     source = checkpoint.pop("source", None)
     first: Record = next((record for record in run.records if "experiment" in record), {})
     data = config.get("data")
+    commands = [describe_command(part.flags) for part in run.parts or (run,)]
     return {
-        "command": _describe_commands(run),
+        "commands": list(dict.fromkeys(command for command in commands if command)),
+        "parts": [part.name for part in run.parts],
         "dates": sorted({session["started"][:10] for session in sessions if "started" in session}),
         "revisions": sorted({session["git"] for session in sessions if session.get("git")}),
         "device": config.get("device"),

@@ -32,8 +32,10 @@ from jaxkv.analysis.format import (
     format_points,
     format_share,
 )
-from jaxkv.analysis.gather import join_parts, read_runs
+from jaxkv.analysis.gather import read_runs
+from jaxkv.analysis.joining import join_parts
 from jaxkv.analysis.mitigations import make_tables
+from jaxkv.analysis.page_changes import METHOD as CHANGES_METHOD
 from jaxkv.analysis.page_changes import changes_alone, write_changes, write_statements
 from jaxkv.analysis.page_parity import write_parity
 from jaxkv.analysis.study import summarize_study
@@ -302,8 +304,7 @@ def _shorten(revision: str) -> str:
 
 def write_provenance(study: Study) -> list[Block]:
     """Commands, versions, hashes."""
-    given = [c["origin"]["command"] for c in study["conditions"] if c["origin"]["command"]]
-    commands = list(dict.fromkeys(line for command in given for line in command.split("\n")))
+    commands = list(dict.fromkeys(command for c in study["conditions"] for command in c["origin"]["commands"]))
     blocks: list[Block] = [Heading("Provenance and commands", name="provenance")]
     if len(commands) > COMMANDS_SHOWN:
         blocks.append(Fold(f"The {len(commands)} commands that made the runs", [Code("\n".join(commands))]))
@@ -321,7 +322,7 @@ def write_provenance(study: Study) -> list[Block]:
         hashes += [f"{part} `{found['sha256'][:16]}`" for part, found in data.items() if found.get("sha256")]
         rows.append(
             [
-                condition["name"],
+                condition["name"] + (f" ({len(origin['parts'])} parts)" if origin["parts"] else ""),
                 ", ".join(origin["dates"]) or "-",
                 ", ".join(map(_shorten, origin["revisions"])) or "-",
                 kind,
@@ -337,7 +338,9 @@ def write_provenance(study: Study) -> list[Block]:
 
 def _write_missing(study: Study) -> list[Block]:
     odd = [f"{c['name']}: {', '.join(c['not_reported'])}" for c in study["conditions"] if c.get("not_reported")]
-    return [Paragraph(f"Records this report has no section for: {'; '.join(odd)}.", "note")] if odd else []
+    lines = [f"Records this report has no section for: {'; '.join(odd)}."] if odd else []
+    lines += [f"Not joined: {note}." for note in study.get("apart", ())]
+    return [Paragraph(line, "note") for line in lines]
 
 
 def write_blocks(study: Study) -> list[Block]:
@@ -359,7 +362,7 @@ def write_blocks(study: Study) -> list[Block]:
         write_attribution(study),
         write_changes(study),
         write_doctor(study),
-        [Heading("Method", name="method"), Bullets(METHOD)],
+        [Heading("Method", name="method"), Bullets(CHANGES_METHOD if changes_alone(study) else METHOD)],
         write_provenance(study),
     ]
     return list(itertools.chain.from_iterable(parts))
@@ -368,7 +371,7 @@ def write_blocks(study: Study) -> list[Block]:
 def write_study(paths: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> dict[str, Any]:
     """Writes report.html, report.md and summary.json of several runs into a directory, from their records alone.
 
-    Parts of one run, which differ in their changes of the cache, are joined first (`join_parts`).
+    Parts of one run, which differ in their changes of the cache, are joined first (jaxkv.analysis.joining).
 
     Returns:
       The summary.
@@ -376,7 +379,8 @@ def write_study(paths: Sequence[str | os.PathLike[str]], out: str | os.PathLike[
     Raises:
       UserError: no runs, corrupt records, or not writable.
     """
-    study = summarize_study(join_parts(read_runs(paths)))
+    runs, apart = join_parts(read_runs(paths))
+    study = summarize_study(runs) | {"apart": apart}
     directory = pathlib.Path(out)
     blocks = write_blocks(study)
     title = CHANGES_TITLE if changes_alone(study) else TITLE

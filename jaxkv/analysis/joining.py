@@ -1,5 +1,6 @@
 """Runs that differ in their changes of the cache alone, as several processes make them, joined into one."""
 
+import dataclasses
 import itertools
 from collections.abc import Container, Sequence
 
@@ -58,37 +59,34 @@ def join_parts(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
     found: list[Run] = []
     notes: list[str] = []
     for members in groups.values():
-        for joined in _agreeing(members, notes):
-            if len(joined) == 1:
-                found += joined
-            else:
-                found.append(join_runs(_name_parts(joined, {run.name for run in (*runs, *found)}), joined))
+        for run in _join_agreeing(members, notes):
+            taken = {other.name for other in (*runs, *found)}
+            found.append(dataclasses.replace(run, name=_name_parts(run, taken)) if run.parts else run)
     return found, notes
 
 
-def _agreeing(runs: Sequence[Run], notes: list[str]) -> list[list[Run]]:
-    """Lists of runs that can be joined, each run in the first list it agrees with."""
-    lists: list[list[Run]] = []
+def _join_agreeing(runs: Sequence[Run], notes: list[str]) -> list[Run]:
+    """The runs, each joined to the first that it agrees with."""
+    found: list[Run] = []
     for run in runs:
-        for members in lists:
+        for place, joined in enumerate(found):
             try:
-                join_runs("", [*members, run])
+                found[place] = join_runs("", [*(joined.parts or [joined]), run])
             except UserError as error:
                 notes.append(str(error).partition(";")[0])
             else:
-                members.append(run)
                 break
         else:
-            lists.append([run])
-    return lists
+            found.append(run)
+    return found
 
 
-def _name_parts(runs: Sequence[Run], taken: Container[str]) -> str:
+def _name_parts(run: Run, taken: Container[str]) -> str:
     """What was run, as in ``smollm2-135m-fp16-greedy-injection-gsm8k``, and what tells it from names that are taken."""
-    config = runs[0].run["config"]
+    config = run.run["config"]
     sampler = (config.get("sampling") or {}).get("sampler")
     what = [name_of(config.get("model")), name_of(config.get("precision")), sampler]
     name = "-".join(part for part in (*what, *config["experiments"], config.get("task")) if part)
-    longer = f"{name}-{runs[0].run['fingerprint'][:8]}"
+    longer = f"{name}-{run.run['fingerprint'][:8]}"
     names = itertools.chain([name, longer], (f"{longer}-{number}" for number in itertools.count(2)))
     return next(one for one in names if one not in taken)

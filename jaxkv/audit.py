@@ -16,7 +16,7 @@ from jaxkv.config import Precision
 from jaxkv.decode import Arms, Rollout, Rows
 
 _PART = {"resid_pre": "residual", "resid_mid": "residual", "attn_out": "residual", "mlp_out": "residual"}
-_PART |= {"k": "cache", "v": "cache", "head": "logits", "logits": "logits"}
+_PART |= {"k": "cache", "v": "cache", "qk": "scores", "scores": "scores", "head": "logits", "logits": "logits"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +31,11 @@ class Finding:
 
     invalid: dict[str, Any] | None
     headroom: dict[str, Any]
+
+
+def part_of(op: str) -> str:
+    """The part of the policy whose dtype holds an operation's output."""
+    return _PART.get(op, "activation")
 
 
 def _split(name: str) -> tuple[str, int | None]:
@@ -61,7 +66,7 @@ def _find(peaks: dict[str, np.ndarray], precision: Precision, row: int, first: i
             slot = int(np.argmin(finite))
             value = "nan" if np.isnan(values[slot]) else "inf"
             invalid = {"layer": layer, "op": op, "position": slot - first, "value": value}
-        limit = float(jnp.finfo(getattr(precision, _PART.get(op, "activation"))).max)
+        limit = float(jnp.finfo(getattr(precision, part_of(op))).max)
         largest = float(values[finite].max(initial=0.0))
         if largest / limit > nearest[0]:
             nearest = (largest / limit, {"max_abs": largest, "layer": layer, "op": op, "limit": limit})

@@ -21,6 +21,7 @@ Settings = dict[str, Any]
 # Decide no number of a model: not in the default name.
 INCIDENTAL = ("out", "compilation_cache", "conditions", "doctor_seconds")
 TEXT_EXPERIMENT = "perplexity"  # the experiment that reads a text instead of problems
+PARTS = ("residual", "accumulation", "cache", "scores")  # flags that override a part of the precision
 OWN_PRECISIONS = "mitigations"  # the experiment that compares policies; its conditions have no precision
 
 
@@ -30,7 +31,7 @@ def read_precision(settings: Settings) -> Precision:
     Raises:
       UserError: an unknown name.
     """
-    parts = {part: settings[part] for part in ("residual", "accumulation", "cache")}
+    parts = {part: settings[part] for part in PARTS}
     return make_precision(settings["precision"] or "fp32", **parts)
 
 

@@ -133,6 +133,8 @@ class Precision:
       rope: angles, cosines and sines, before they are rounded to `activation`.
       cache: stored K and V.
       logits: the head's output.
+      scores: q·k and what is done to it before the softmax: scale, softcap, mask. With a large bias on k the product
+        can pass fp16's range before the scale brings it back (Qwen2.5).
       dot: matmul precision of 32-bit products; HIGHEST means true fp32, not TF32.
     """
 
@@ -147,14 +149,16 @@ class Precision:
     rope: DType
     cache: DType
     logits: DType
+    scores: DType
     dot: jax.lax.Precision = jax.lax.Precision.HIGHEST
 
     def to_json(self) -> dict[str, str]:
-        """Names of the dtypes, for records."""
+        """Names of the dtypes, for records. `scores` is named only where it is not `activation`, as in old records."""
         return {
             f.name: (v if f.name == "name" else v.name if f.name == "dot" else jnp.dtype(v).name)
             for f in dataclasses.fields(self)
             for v in [getattr(self, f.name)]
+            if f.name != "scores" or v != self.activation
         }
 
     def widened(self) -> "Precision":
@@ -195,7 +199,9 @@ def make_precision(name: str, **parts: str | None) -> Precision:
     """
     base = dtype_from_name(name)
     wide = jnp.float64 if base == jnp.float64 else jnp.float32
-    policy: dict[str, Any] = dict.fromkeys(("param", "activation", "operand", "residual", "cache", "logits"), base)
+    policy: dict[str, Any] = dict.fromkeys(
+        ("param", "activation", "operand", "residual", "cache", "logits", "scores"), base
+    )
     policy |= dict.fromkeys(("accumulation", "softmax", "norm", "rope"), wide)
     usual = dict(policy)
     overrides = {part: value for part, value in parts.items() if value is not None}
@@ -205,6 +211,8 @@ def make_precision(name: str, **parts: str | None) -> Precision:
                 f"unknown part '{part}' of a precision{nearest(part, list(policy))}; known: {', '.join(policy)}"
             )
         policy[part] = dtype_from_name(value)
+    if "scores" not in overrides:
+        policy["scores"] = policy["activation"]
     changed = [part for part in sorted(overrides) if policy[part] != usual[part]]
     label = "+".join([name, *(f"{part}={overrides[part]}" for part in changed)])
     return Precision(name=label, **policy)

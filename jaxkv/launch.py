@@ -20,7 +20,7 @@ from jaxkv.analysis.gather import CHANGED
 from jaxkv.catalog import EXPERIMENTS
 from jaxkv.checkpoints.shipped import SHIPPED
 from jaxkv.cli import run_command
-from jaxkv.condition import OWN_PRECISIONS, TEXT_EXPERIMENT, name_condition, read_precision
+from jaxkv.condition import OWN_PRECISIONS, PARTS, TEXT_EXPERIMENT, name_condition, read_precision
 from jaxkv.errors import UserError, nearest
 from jaxkv.study import run_study
 from jaxkv.sweep import run_sweep
@@ -44,6 +44,7 @@ _DEFINED = [
     flags.DEFINE_string("residual", None, "Dtype of the residual stream, if not the precision's."),
     flags.DEFINE_string("accumulation", None, "Dtype products are returned in; the kernel may add in a wider one."),
     flags.DEFINE_string("cache", None, "Dtype of keys and values in both arms, if not the precision's."),
+    flags.DEFINE_string("scores", None, "Dtype of q·k up to the softmax, if not the precision's."),
     flags.DEFINE_list("framework", ["jax"], "jax, or torch: the same arms through transformers' PyTorch models."),
     flags.DEFINE_string("attention", None, "With torch: eager or sdpa; eager if not set."),
     flags.DEFINE_list("experiments", ["divergence"], f"Which experiments: {', '.join(NAMES)}."),
@@ -243,7 +244,7 @@ def _check_combinations(settings: dict[str, Any]) -> None:
                 "--precision=fp64 has no place in mitigations, which turn float64 on by themselves, for the truth "
                 "alone; drop it"
             )
-        for name in ("residual", "accumulation", "cache"):
+        for name in PARTS:
             if settings[name] is not None:
                 raise UserError(f"--{name}={settings[name]}: mitigations compare policies of their own; drop it")
         if settings["regime"] == "aligned":

@@ -4,6 +4,7 @@ import dataclasses
 import pathlib
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from jaxkv.catalog import EXPERIMENTS, Batches
@@ -21,7 +22,7 @@ from jaxkv.config import Precision
 from jaxkv.errors import UserError
 from jaxkv.programs import release_programs
 from jaxkv.provenance import environment, git_revision
-from jaxkv.records import RunDirectory
+from jaxkv.records import RunDirectory, read_lines
 
 REPEATED = ("cache_error", "cache_quant")  # flags whose values hold commas of their own
 
@@ -99,6 +100,8 @@ def _run_experiments(settings: Settings, path: pathlib.Path, console: Any) -> No
             if done:
                 console.print(f"{len(done)} of {total} records of {name} are done already", highlight=False)
             _record(run, name, experiment.run(study, done), total, len(done), console)
+        if study.framework == "jax" and "divergence" in settings["experiments"]:
+            _explain_overflow(study, run)
         run.record_provenance({"seconds": round(time.monotonic() - begin, 1)})
 
 
@@ -128,6 +131,23 @@ def _run_gate(study: Study, run: RunDirectory) -> None:
         plain = study.plain if study.settings["gate"] == "full" else None
         found = run_gate(aligned, aligned, study.state, study.items, study.spec, problems, plain=plain)
     run.record_provenance({"gate": found})
+
+
+def _explain_overflow(study: Study, run: RunDirectory) -> None:
+    """Where no sample is valid, finds the part of the policy that mends it, for the report."""
+    records = [r for r in read_lines(run.path / "samples.jsonl")[0] if r["experiment"] == "divergence"]
+    if not records or any(record["status"] == "ok" for record in records):
+        return
+    from jaxkv.experiments.overflow import describe_remedy, find_remedy
+
+    def make(parts: Mapping[str, str]) -> tuple[Any, Any]:
+        tried = dataclasses.replace(study, precision=read_precision({**study.settings, **parts}))
+        return tried.arms, tried.state
+
+    item = next(item for item in study.items if item.problem == records[0]["problem"])
+    with study.console.status("every sample is invalid: looking for a policy that runs"):
+        remedy = find_remedy(make, item, study.spec)
+    run.record_provenance({"remedy": describe_remedy(study.precision, remedy)})
 
 
 def _record(run: RunDirectory, name: str, batches: Batches, total: int, done: int, console: Any) -> None:

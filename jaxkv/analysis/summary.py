@@ -55,7 +55,8 @@ def summarize(records: Sequence[Record], run: Mapping[str, Any]) -> dict[str, An
         "shapes": _describe_shapes(samples),
     }
     if not valid:
-        return summary
+        remedies = [session["remedy"] for session in run.get("sessions", []) if "remedy" in session]
+        return summary | ({"remedy": remedies[-1]} if remedies else {})
     summary["teacher_forced"] = summarize_comparisons([(s, s["teacher_forced"]) for s in valid])
     summary["controls"] = {name: summarize_comparisons([(s, s["controls"][name]) for s in valid]) for name in CONTROLS}
     summary["free_running"] = _summarize_free_running(valid, summary["teacher_forced"])

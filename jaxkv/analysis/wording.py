@@ -60,11 +60,12 @@ def describe_sampling(sampling: Mapping[str, Any]) -> str:
 
 
 def describe_invalid(summary: Summary) -> str:
-    """Where the numbers of invalid samples broke off."""
-    return "; ".join(
+    """Where the numbers of invalid samples broke off, and what was found to mend it."""
+    places = [
         f"{g['samples']} at {g['reason']} ({g['arm']}, {g['value']}, from position {g['first_position']})"
         for g in summary["invalid"]
-    )
+    ]
+    return "; ".join([*places, summary["remedy"]] if "remedy" in summary else places)
 
 
 def describe_missing(summary: Summary) -> str:

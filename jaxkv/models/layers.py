@@ -190,7 +190,7 @@ class Attention(nnx.Module):
         q = cache.rotate_queries(q).reshape(B, T, K, -1, H)
 
         def score(q):
-            return product("btkgh,bskh->bkgts", q, k_slots.astype(precision.activation), precision)
+            return product("btkgh,bskh->bkgts", q, k_slots.astype(precision.activation), precision, precision.scores)
 
         def cap(scores):
             return softcap(scale(scores, config.query_scale, wide), config.attn_softcap, wide)

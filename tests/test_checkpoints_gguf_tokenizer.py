@@ -6,10 +6,12 @@ import os
 import pathlib
 import random
 import re
+import unicodedata
 
 import gguf
 import pytest
 import regex
+import transformers
 
 from jaxkv.checkpoints import gguf as reader
 from jaxkv.checkpoints.gguf_tokenizer import build_tokenizer
@@ -62,14 +64,28 @@ def sentencepiece_ids(fields):
     return encode
 
 
-def byte_level_ids(fields):
-    """A naive byte-level BPE after the digits are split off, one by one."""
+WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+QWEN_WORDS = (  # as in Qwen2's published tokenizer.json, which also composes letters and accents (NFC)
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+
+
+def split_smollm(text):
+    return [found for piece in regex.split(r"(\p{N})", text) for found in regex.findall(WORDS, piece)]
+
+
+def split_qwen(text):
+    return regex.findall(QWEN_WORDS, unicodedata.normalize("NFC", text))
+
+
+def byte_level_ids(fields, split=split_smollm):
+    """A naive byte-level BPE; SmolLM2 splits the digits off first, one by one."""
     tokens, types = fields[f"{KEY}tokens"], fields[f"{KEY}token_type"]
     ids = {token: i for i, token in enumerate(tokens)}
     rank = {tuple(merge.split(" ")): i for i, merge in enumerate(fields[f"{KEY}merges"])}
     cut, added = _cutter(tokens, types)
     letters = _letters()
-    word = regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
 
     def encode(text):
         out = []
@@ -77,7 +93,7 @@ def byte_level_ids(fields):
             if stretch in added:
                 out.append(ids[stretch])
                 continue
-            for found in (found for piece in regex.split(r"(\p{N})", stretch) for found in word.findall(piece)):
+            for found in split(stretch):
                 parts = [letters[b] for b in found.encode()]
                 while ranks := [rank[pair] for pair in itertools.pairwise(parts) if pair in rank]:
                     pairs = list(itertools.pairwise(parts))
@@ -208,6 +224,18 @@ def test_byte_level_by_its_rule(tmp_path):
     assert llama3.convert_ids_to_tokens(llama3.encode(" 12\n\n the")) == ["<|im_start|>", "Ġ", "12", "ĊĊ", "Ġthe"]
 
 
+def test_qwen2_by_its_rule(tmp_path):
+    fields = byte_level_fields(tmp_path, "qwen2") | {f"{KEY}add_bos_token": False}
+    tokenizer, reference = reader._read_tokenizer(fields, "tiny"), byte_level_ids(fields, split_qwen)
+    assert not tokenizer.add_bos
+    for text in [*TEXTS, "the  12 the\n\n12", "(the)the's'S 1 12\r\n\n  the", "<|im_start|>the<|endoftext|>"]:
+        assert tokenizer.encode(text) == reference(text), text
+        assert tokenizer.decode(tokenizer.hf.encode(text)) == re.sub(
+            r"<\|\w+\|>", "", unicodedata.normalize("NFC", text)
+        )
+    assert tokenizer.hf.convert_ids_to_tokens(tokenizer.encode(" 12\n\n the")) == ["Ġ", "1", "2", "ĊĊ", "Ġthe"]
+
+
 def test_saved_and_loaded(tmp_path):
     fields = sentencepiece_fields(prefix=False, rng=random.Random(0), tmp_path=tmp_path)
     fields["tokenizer.chat_template"] = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -290,3 +318,19 @@ def test_smollm2():
     tokenizer = reader._read_tokenizer(fields, "smollm2")
     assert not any(set(merge) & set("0123456789") for merge in fields[f"{KEY}merges"])  # its digits stand alone
     check(tokenizer.hf, byte_level_ids(fields), TEXTS + gsm8k_texts())
+
+
+@pytest.mark.weights
+def test_qwen():
+    fields = real_fields("JAXKV_QWEN_GGUF")
+    tokenizer = reader._read_tokenizer(fields, "qwen")
+    assert not tokenizer.add_bos
+    reference = byte_level_ids(fields, split_qwen)
+    for text in TEXTS + gsm8k_texts():
+        assert tokenizer.encode(text) == reference(text)
+    directory, file = os.path.split(os.environ["JAXKV_QWEN_GGUF"])
+    theirs = transformers.AutoTokenizer.from_pretrained(directory, gguf_file=file)
+    for text in gsm8k_texts()[::2]:
+        messages = [{"role": "user", "content": text}]
+        ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert tokenizer.chat(messages) == ids

@@ -4,6 +4,7 @@ Two kinds exist among the models here. `llama` is sentencepiece's BPE: a vocabul
 with the best-scored concatenation is merged first, leftmost among equals. `gpt2` is byte-level BPE with listed merges.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
+_QWEN2 = _LLAMA3.replace("{1,3}", "")  # the same, but every digit stands alone
 
 
 def build_tokenizer(fields: Mapping[str, Any], name: str) -> Any:
@@ -123,22 +125,27 @@ def _smollm_steps() -> list[Any]:
     return [pre_tokenizers.Digits(individual_digits=True), *_gpt2_steps()]
 
 
-def _llama3_steps() -> list[Any]:
+def _regex_steps(pattern: str) -> list[Any]:
     from tokenizers import Regex, pre_tokenizers
 
-    split = pre_tokenizers.Split(Regex(_LLAMA3), "isolated")
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
     return [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
 
 
 # `default` is what a converter wrote that did not know the model: it does not say how text was split.
-_PRE: dict[str, Callable[[], list[Any]]] = {"gpt-2": _gpt2_steps, "smollm": _smollm_steps, "llama-bpe": _llama3_steps}
+_PRE: dict[str, Callable[[], list[Any]]] = {
+    "gpt-2": _gpt2_steps,
+    "smollm": _smollm_steps,
+    "llama-bpe": functools.partial(_regex_steps, _LLAMA3),
+    "qwen2": functools.partial(_regex_steps, _QWEN2),
+}
 
 
 def _byte_level(
     fields: Mapping[str, Any], vocab: dict[str, int], types: Sequence[int], special: dict[str, int | None], name: str
 ) -> tuple[Any, bool]:
     """The kind `gpt2`: byte-level BPE. Also whether BOS is the default."""
-    from tokenizers import decoders, models, pre_tokenizers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
 
     pre = fields.get(f"{_KEY}pre")
     if pre not in _PRE:
@@ -150,6 +157,8 @@ def _byte_level(
         raise UserError(f"{name}: merge {' '.join(odd[0])!r} is not of two tokens into one; use an intact GGUF file")
     llama3 = pre == "llama-bpe"
     backend = _backend(models.BPE(vocab=vocab, merges=merges, ignore_merges=llama3), list(vocab), types)
+    if pre == "qwen2":  # as in the tokenizer.json of every Qwen2 and Qwen3
+        backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.Sequence(_PRE[pre]())
     backend.decoder = decoders.ByteLevel()
     return backend, llama3

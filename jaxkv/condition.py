@@ -192,7 +192,7 @@ def _prompt_spec(settings: Settings, has_template: bool) -> Any:
     from jaxkv.tasks.task import PromptSpec
 
     style: Any = settings["prompt"] if settings["prompt"] != "auto" else usual_style(settings["task"], has_template)[0]
-    default = {"few_shot": 8, "chat": 0, "zero_shot": 0}[style]
+    default = 8 if style == "few_shot" else 0
     shots = default if settings["shots"] is None else settings["shots"]
     return PromptSpec(style, shots, settings["shots_seed"])
 

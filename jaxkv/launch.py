@@ -26,7 +26,7 @@ from jaxkv.study import run_study
 from jaxkv.sweep import run_sweep
 
 NAMES = (*EXPERIMENTS, "doctor")
-PROMPTS = ("auto", "chat", "few_shot", "zero_shot")
+PROMPTS = ("auto", "chat", "boxed", "few_shot", "zero_shot")
 GRID = ("framework", "model", "precision", "sampler")  # flags whose lists make conditions
 NEW_TOKENS = 256
 NEW_TOKENS_OF = {
@@ -62,9 +62,10 @@ _DEFINED = [
     flags.DEFINE_string("data", None, "File with the problems, JSONL or Parquet, or with the text of next_string and "
                         "perplexity; the hub's test split if not set."),
     flags.DEFINE_string("fewshot_data", None, "File with worked examples; the hub's train split if not set."),
-    flags.DEFINE_string("prompt", "auto", "chat, few_shot, zero_shot, or auto: chat if the tokenizer has a template, "
-                        "else few_shot for gsm8k and zero_shot for other tasks; always zero_shot for next_string."),
-    flags.DEFINE_integer("shots", None, "Worked examples in the prompt: 8 for few_shot, 0 for chat if not set."),
+    flags.DEFINE_string("prompt", "auto", "chat, boxed (gsm8k, arith: chat with the answer in \\boxed{}), few_shot, "
+                        "zero_shot, or auto: chat if the tokenizer has a template, else few_shot for gsm8k and "
+                        "zero_shot for other tasks; always zero_shot for next_string."),
+    flags.DEFINE_integer("shots", None, "Worked examples in the prompt: 8 for few_shot, 0 for others if not set."),
     flags.DEFINE_integer("shots_seed", None, "Chooses the worked examples; the first ones if not set."),
     flags.DEFINE_integer("num_problems", None, "How many problems, from the first: 100 if not set."),
     flags.DEFINE_list("problems", [], "Which problems, by their number in the data from 0; the first ones if not set."),

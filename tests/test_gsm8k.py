@@ -15,6 +15,7 @@ from jaxkv.tasks import gsm8k, load_task
 from jaxkv.tasks.gsm8k import Problem, PromptSpec, build_prompt, choose_shots, load_problems, stop_strings
 from jaxkv.tasks.scoring import (
     STOPS,
+    TURN_ENDS,
     canonical,
     cut_at_stop,
     extract_flexible,
@@ -382,6 +383,38 @@ def test_zero_shot_and_chat():
     assert "<<" not in json.dumps(messages)
 
 
+def test_boxed():
+    problem = load_problems(PROBLEMS)[0][1]
+    train, _ = load_problems(TRAIN, "train")
+    request = "\nPlease reason step by step, and put your final answer within \\boxed{}."  # of Qwen2.5-Math
+    question = {"role": "user", "content": problem.question + request}
+    assert build_prompt(PromptSpec("boxed"), problem) == [question]
+    assert build_prompt(PromptSpec("boxed", 1), problem, train[:1]) == [
+        {"role": "user", "content": train[0].question + request},
+        {
+            "role": "assistant",
+            "content": "She has 9*4=36 blue beads.\nIn all she has 9+36=45 beads.\nThe final answer is \\boxed{45}.",
+        },
+        question,
+    ]
+    assert stop_strings(PromptSpec("boxed")) == TURN_ENDS
+
+
+def test_boxed_shots_hold_their_answers():
+    for shot in load_problems(TRAIN, "train")[0]:
+        shown = gsm8k.show_boxed_solution(shot)
+        assert shown.endswith(f"\\boxed{{{shot.answer}}}.")
+        assert "#" not in shown
+        assert score(shown, shot.answer)["numeric"]["correct"]
+
+
+def test_only_word_problems_have_the_boxed_style():
+    task = load_task("arith", spec=PromptSpec("boxed", 2), limit=1)
+    assert [m["role"] for m in task.prompt(task.problems[0])] == ["user", "assistant"] * 2 + ["user"]
+    with pytest.raises(UserError, match="no boxed prompt; use --prompt=zero_shot or --prompt=chat"):
+        load_task("humaneval", spec=PromptSpec("boxed"), allow_code_execution=True)
+
+
 def test_seeded_shots():
     train, _ = load_problems(TRAIN, "train")
     chosen = [p.index for p in choose_shots(PromptSpec("few_shot", 4, seed=0), train)]
@@ -404,7 +437,7 @@ def test_shots_never_hold_a_test_problem():
         choose_shots(PromptSpec("few_shot", 20), problems)
 
 
-@pytest.mark.parametrize("spec", [("zero_shot", 1), ("few_shot", 0), ("chat", -1)])
+@pytest.mark.parametrize("spec", [("zero_shot", 1), ("few_shot", 0), ("chat", -1), ("boxed", -1)])
 def test_prompt_spec_refuses(spec):
     with pytest.raises(UserError, match="cannot have"):
         PromptSpec(*spec)

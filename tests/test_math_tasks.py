@@ -7,7 +7,10 @@ import pytest
 
 from jaxkv.errors import UserError
 from jaxkv.tasks import PromptSpec, load_task
-from jaxkv.tasks.math_tasks import REQUEST, find_boxed
+from jaxkv.tasks.math_tasks import find_boxed
+from jaxkv.tasks.task import BOXED_REQUEST
+
+REQUEST = f"\n{BOXED_REQUEST}"
 
 ROWS = [
     {"prompt": "What is half of three?", "answer": "\\frac{3}{2}"},

@@ -9,6 +9,7 @@ from typing import Any
 from jaxkv.errors import UserError
 from jaxkv.tasks.scoring import STOPS, TURN_ENDS, canonical, parse_number
 from jaxkv.tasks.sources import Source, check_row, fetch, import_datasets, read_rows
+from jaxkv.tasks.task import BOXED_REQUEST
 from jaxkv.tasks.task import Problem as Problem
 from jaxkv.tasks.task import PromptSpec as PromptSpec
 
@@ -110,17 +111,31 @@ def k_shot(problem: Problem, shots: Sequence[Problem]) -> str:
     return "\n\n".join([*(f"{zero_shot(shot)} {show_solution(shot)}" for shot in shots), zero_shot(problem)])
 
 
-def chat(problem: Problem, shots: Sequence[Problem] = ()) -> list[dict[str, str]]:
-    """Returns messages for `tokenizer.apply_chat_template`; worked examples become earlier turns."""
+def show_boxed_solution(problem: Problem) -> str:
+    """Returns the solution as `show_solution`, its last line with the answer in \\boxed{} for `#### N`."""
+    steps = show_solution(problem).rpartition("####")[0].rstrip()
+    return f"{steps}\nThe final answer is \\boxed{{{problem.answer}}}.".lstrip()
+
+
+def chat(problem: Problem, shots: Sequence[Problem] = (), boxed: bool = False) -> list[dict[str, str]]:
+    """Returns messages for `tokenizer.apply_chat_template`; worked examples become earlier turns.
+
+    Args:
+      problem: the question.
+      shots: worked examples.
+      boxed: asks for the answer in \\boxed{}, in the words of Qwen2.5-Math; else for a last line `#### N`.
+    """
+    request = f"\n{BOXED_REQUEST}" if boxed else f"\n\n{CHAT_REQUEST}"
+    show = show_boxed_solution if boxed else show_solution
     messages = []
     for shot in shots:
-        messages.append({"role": "user", "content": f"{shot.question.strip()}\n\n{CHAT_REQUEST}"})
-        messages.append({"role": "assistant", "content": show_solution(shot)})
-    return [*messages, {"role": "user", "content": f"{problem.question.strip()}\n\n{CHAT_REQUEST}"}]
+        messages.append({"role": "user", "content": shot.question.strip() + request})
+        messages.append({"role": "assistant", "content": show(shot)})
+    return [*messages, {"role": "user", "content": problem.question.strip() + request}]
 
 
 def build_prompt(spec: PromptSpec, problem: Problem, shots: Sequence[Problem] = ()) -> str | list[dict[str, str]]:
-    """Builds the prompt of a problem: a string, or messages for the chat style.
+    """Builds the prompt of a problem: a string, or messages for a chat template.
 
     Raises:
       UserError: the number of shots is not the spec's, or the problem is one of them.
@@ -129,14 +144,14 @@ def build_prompt(spec: PromptSpec, problem: Problem, shots: Sequence[Problem] = 
         raise UserError(f"the prompt wants {spec.shots} shots and got {len(shots)}; choose them with choose_shots")
     if _plain(problem.question) in {_plain(shot.question) for shot in shots}:
         raise UserError(f"problem {problem.index} is one of its own worked examples; take shots from the train split")
-    if spec.style == "chat":
-        return chat(problem, shots)
+    if spec.is_chat:
+        return chat(problem, shots, boxed=spec.style == "boxed")
     return k_shot(problem, shots)
 
 
 def stop_strings(spec: PromptSpec) -> tuple[str, ...]:
     """Returns where a continuation ends: the next question for plain text, the end of the turn for chat."""
-    return TURN_ENDS if spec.style == "chat" else STOPS
+    return TURN_ENDS if spec.is_chat else STOPS
 
 
 def _plain(question: str) -> str:

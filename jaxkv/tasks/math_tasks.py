@@ -11,9 +11,8 @@ from typing import Any
 from jaxkv.errors import UserError
 from jaxkv.tasks.packages import require, versions
 from jaxkv.tasks.sources import Source, check_row, load_rows
-from jaxkv.tasks.task import Problem, Request, Scores, Task, choose_spec, make_simple, refuse_fewshot
+from jaxkv.tasks.task import BOXED_REQUEST, Problem, Request, Scores, Task, choose_spec, make_simple, refuse_fewshot
 
-REQUEST = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 SHAPE = "rows with 'prompt' (or 'problem') and 'answer'"
 SOURCES = {
     "math500": Source("MATH-500", SHAPE, "HuggingFaceH4/MATH-500", None, "test"),
@@ -54,7 +53,7 @@ def _make_problem(where: str, index: int, row: Any) -> Problem:
     question = "prompt" if "prompt" in row else "problem"
     row = row | {"answer": str(row["answer"])} if isinstance(row.get("answer"), int) else row
     check_row(where, row, (question, "answer"))
-    text = row[question] if "\\boxed" in row[question] else row[question].rstrip() + REQUEST
+    text = row[question] if "\\boxed" in row[question] else f"{row[question].rstrip()}\n{BOXED_REQUEST}"
     return Problem(index, text, row["answer"].strip(), row.get("solution") or "")
 
 

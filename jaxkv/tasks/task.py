@@ -9,7 +9,8 @@ from jaxkv.errors import UserError, nearest
 from jaxkv.tasks.scoring import TURN_ENDS as TURN_ENDS
 from jaxkv.tasks.scoring import cut_at_stop
 
-STYLES = ("zero_shot", "few_shot", "chat")
+STYLES = ("zero_shot", "few_shot", "chat", "boxed")
+BOXED_REQUEST = "Please reason step by step, and put your final answer within \\boxed{}."  # Qwen2.5-Math's own
 SUBSETS = ("all", "no_length_128")
 Prompt = str | list[dict[str, str]]
 Scores = dict[str, dict[str, Any]]
@@ -37,12 +38,13 @@ class PromptSpec:
     """How a problem is put to the model.
 
     Attributes:
-      style: 'zero_shot' and 'few_shot' are plain text for base models; 'chat' is messages for a chat template.
+      style: 'zero_shot' and 'few_shot' are plain text for base models; 'chat' is messages for a chat template,
+        and so is 'boxed', which asks for the answer in \\boxed{} where 'chat' asks for it as the task's data has it.
       shots: worked examples before the question; 0 for zero_shot, at least 1 for few_shot.
       seed: None takes the first train problems; a number takes a seeded choice, the same on every machine.
     """
 
-    style: Literal["zero_shot", "few_shot", "chat"]
+    style: Literal["zero_shot", "few_shot", "chat", "boxed"]
     shots: int = 0
     seed: int | None = None
 
@@ -51,11 +53,16 @@ class PromptSpec:
             raise UserError(
                 f"unknown prompt style '{self.style}'{nearest(self.style, list(STYLES))}; known: {', '.join(STYLES)}"
             )
-        fits = {"zero_shot": self.shots == 0, "few_shot": self.shots > 0, "chat": self.shots >= 0}
-        if not fits[self.style]:
+        fits = {"zero_shot": self.shots == 0, "few_shot": self.shots > 0}
+        if not fits.get(self.style, self.shots >= 0):
             raise UserError(
                 f"a {self.style} prompt cannot have {self.shots} shots; use few_shot with shots, or zero_shot"
             )
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether prompts are messages for a chat template."""
+        return self.style in ("chat", "boxed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +96,7 @@ class Task:
       provenance: JSON-ready origin of `problems` and `shots` (None without shots), rows of the shots, prompt spec;
         `scoring` where scores depend on more than this package.
       stops: strings at which a continuation ends.
-      ask: builds the prompt of a problem: a string, or messages for the chat style.
+      ask: builds the prompt of a problem: a string, or messages for a chat template.
       grade: scores a continuation that was cut, against a gold: scorer -> `answer` (string or None) and `correct`. The
         last scorer is the most forgiving one: its answer is what the text settles on. A pure function.
     """
@@ -104,7 +111,7 @@ class Task:
     grade: Callable[[str, str], Scores]
 
     def prompt(self, problem: Problem) -> Prompt:
-        """Returns the prompt: a string, or messages for the chat style."""
+        """Returns the prompt: a string, or messages for a chat template."""
         return self.ask(problem)
 
     def cut(self, text: str) -> tuple[str, bool]:

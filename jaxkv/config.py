@@ -10,9 +10,30 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from jaxkv import files
 from jaxkv.errors import UserError, nearest
 
 DType = Any  # a jnp scalar type such as jnp.float16
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """How Llama 3.1 stretches RoPE (transformers, modeling_rope_utils.py, `llama3`): by wavelength, in tokens.
+
+    Attributes:
+      factor: frequencies of long waves are divided by it.
+      low_freq_factor: waves longer than original_context / low_freq_factor are long.
+      high_freq_factor: waves shorter than original_context / high_freq_factor stay; between the two it is blended.
+      original_context: positions of the first training.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_context: int
+
+
+Rope = tuple[float, RopeScaling | None]  # base and scaling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +42,7 @@ class ModelConfig:
 
     Attributes:
       name: preset or checkpoint name; no effect on the numbers.
-      family: 'llama', 'mistral', 'gemma2' or 'gemma3': chooses a checkpoint's key table, never a layer's code path.
+      family: a key of models.families.FAMILIES: chooses a checkpoint's key table, never a layer's code path.
       vocab_size: V.
       num_layers: L.
       model_dim: D.
@@ -46,10 +67,14 @@ class ModelConfig:
       window_pattern: cycled over layers; True marks a windowed layer.
       tie_embeddings: whether the head is the transposed embedding table.
       embed_scale: embeddings are multiplied by it, rounded to the activation dtype first.
+      qkv_bias: whether q, k and v have a bias, added before they are rounded.
+      rope_scaling: of layers whose base is rope_theta; None means plain RoPE.
+
+    A field with a default came later than stored checkpoints and records: `to_json` leaves it out at its default.
     """
 
     name: str
-    family: Literal["llama", "mistral", "gemma2", "gemma3"]
+    family: str
     vocab_size: int
     num_layers: int
     model_dim: int
@@ -73,6 +98,8 @@ class ModelConfig:
     window_pattern: tuple[bool, ...]
     tie_embeddings: bool
     embed_scale: float
+    qkv_bias: bool = False
+    rope_scaling: RopeScaling | None = None
 
     def __post_init__(self):
         if self.num_query_heads % self.num_kv_heads:
@@ -93,26 +120,28 @@ class ModelConfig:
         """Window of a layer in tokens, None if the layer is global."""
         return self.window if self.window_pattern[layer % len(self.window_pattern)] else None
 
-    def layer_rope_theta(self, layer: int) -> float:
-        """RoPE base of a layer."""
+    def layer_rope(self, layer: int) -> Rope:
+        """RoPE base and scaling of a layer."""
         if self.layer_window(layer) is not None and self.local_rope_theta is not None:
-            return self.local_rope_theta
-        return self.rope_theta
+            return self.local_rope_theta, None
+        return self.rope_theta, self.rope_scaling
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; `from_json` restores an equal config."""
-        return dataclasses.asdict(self) | {"window_pattern": list(self.window_pattern)}
+        values = dataclasses.asdict(self) | {"window_pattern": list(self.window_pattern)}
+        unused = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) == f.default]
+        return {name: value for name, value in values.items() if name not in unused}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "ModelConfig":
-        """Restores what `to_json` gave. Raises UserError on unknown or missing fields."""
-        known = {f.name for f in dataclasses.fields(cls)}
-        if set(values) != known:
-            odd = sorted(set(values) ^ known)
+        """Restores what `to_json` gave. Raises UserError on unknown or missing fields, or one of another type."""
+        fields = dataclasses.fields(cls)
+        needed = {f.name for f in fields if f.default is dataclasses.MISSING}
+        if odd := sorted((needed - set(values)) | (set(values) - {f.name for f in fields})):
             raise UserError(
                 f"the stored model config is not this version's (fields {', '.join(odd)}); convert the checkpoint again"
             )
-        return cls(**{**values, "window_pattern": tuple(values["window_pattern"])})
+        return files.convert(values, cls, "the stored model config", "convert the checkpoint again")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,13 @@ from jaxkv.models.decoder import Decoder
 from jaxkv.models.families import get_preset
 from jaxkv.sampling import make_sampler
 
-PRESETS = {"llama": "test-llama2", "mistral": "test-mistral", "gemma2": "test-gemma2", "gemma3": "test-gemma3"}
+PRESETS = {
+    "llama": "test-llama2",
+    "mistral": "test-mistral",
+    "gemma2": "test-gemma2",
+    "gemma3": "test-gemma3",
+    "qwen2": "test-qwen2",
+}
 VOCAB = 37
 STOP_IDS = (5, 11)
 NEW_TOKENS = 12

@@ -181,7 +181,7 @@ def test_gemma_window_pattern_and_bases(tmp_path):
     write_gguf(tmp_path / "tiny.gguf", "gemma3", change=change)
     config = load(str(tmp_path / "tiny.gguf"), precision=FP32).config
     assert [config.layer_window(i) is not None for i in range(3)] == [False, True, False]
-    assert [config.layer_rope_theta(i) for i in range(3)] == [1e6, 5000.0, 1e6]
+    assert [config.layer_rope(i)[0] for i in range(3)] == [1e6, 5000.0, 1e6]
 
 
 @pytest.mark.parametrize("permute", [0, 1, 2])

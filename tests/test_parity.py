@@ -141,7 +141,7 @@ def test_rope_tables_are_those_of_transformers(precision, head_dim, theta):
     """Bit for bit but at a few ties in 100 000; frequencies off by one unit would show in hundreds."""
     frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim))
     angles = torch.arange(4096).float()[:, None] * frequencies
-    table = rope_table(jnp.arange(4096)[None], theta, head_dim, make_precision(precision))
+    table = rope_table(jnp.arange(4096)[None], (theta, None), head_dim, make_precision(precision))
     for ours, theirs in zip(table, (angles.cos(), angles.sin()), strict=True):
         expected = theirs.to(TORCH_DTYPES[precision]).float().numpy()
         found = np.asarray(ours[0, :, 0].astype(jnp.float32))

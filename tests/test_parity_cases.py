@@ -381,9 +381,9 @@ def test_positions_stay_whole_numbers_above_256(precision):
     positions = slot_positions(jnp.arange(320), jnp.asarray([7]), 320)[:, 264:308]
     assert positions.dtype == jnp.int32
     np.testing.assert_array_equal(positions[0], np.arange(257, 301))
-    exact = rope_table(positions, 10000.0, 16, FP32)
-    rounded = rope_table(positions, 10000.0, 16, policy)
-    summed = rope_table(positions.astype(policy.activation), 10000.0, 16, policy)
+    exact = rope_table(positions, (10000.0, None), 16, FP32)
+    rounded = rope_table(positions, (10000.0, None), 16, policy)
+    summed = rope_table(positions.astype(policy.activation), (10000.0, None), 16, policy)
     for ours, wide, planted in zip(rounded, exact, summed, strict=True):
         assert ours.dtype == policy.activation
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(wide.astype(policy.activation)))

@@ -25,13 +25,13 @@ from jaxkv.models.layers import no_hook
 
 torch.set_num_threads(1)  # tiny products: a second thread only waits for the first
 
-FAMILIES = ("llama", "mistral", "gemma2", "gemma3")
+FAMILIES = ("llama", "mistral", "gemma2", "gemma3", "llama3", "qwen2", "qwen3")
 WINDOW = 10
 TEXT = 40  # tokens, four windows
 PREFILL = 16
 SLOTS = 48
 
-_PRESETS = {"llama": "test-llama2-gqa", "mistral": "test-mistral", "gemma2": "test-gemma2", "gemma3": "test-gemma3"}
+_PRESETS = {family: f"test-{family}" for family in FAMILIES} | {"llama": "test-llama2-gqa"}
 _CAPS = {"attn_softcap": 3.0, "final_softcap": 1.5}  # they bite the scores and logits below, and are no powers of 2
 
 
@@ -39,7 +39,7 @@ def tiny_config(family, heads="gqa"):
     """Config of a tiny model; 'mha' has as many kv heads as query heads, and a LLaMA of that kind an untied head."""
     config = get_preset(_PRESETS[family])
     changes = {"num_layers": 3 if family.startswith("gemma") else 2}
-    if family != "llama":
+    if config.window is not None:
         changes["window"] = WINDOW
     if family == "gemma2":
         changes |= _CAPS
@@ -59,7 +59,9 @@ def save_random(config, path):
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.ndim == 1:
+            if name.endswith(".bias"):
+                value = torch.randn(weight.shape, generator=generator)
+            elif weight.ndim == 1:
                 value = torch.rand(weight.shape, generator=generator) + 0.5 - config.norm_offset
             else:
                 size = 0.2 if "embed" in name or "head" in name else weight.shape[1] ** -0.5

@@ -1,5 +1,6 @@
 """Reading checkpoints: safetensors, GGUF, Orbax, the hub, shipped or random weights, all into one form."""
 
+import dataclasses
 import pathlib
 import re
 from typing import Any
@@ -36,7 +37,8 @@ def load(
       source: a directory with safetensors, a .gguf file, an Orbax directory of ours, 'random:SEED', a hub id, the name
         of a preset that has one, or that of a shipped checkpoint.
       precision: weights are rounded once, from the file's dtype (GGUF: from fp32) to its param dtype.
-      config: the preset that the source should be; required for random weights.
+      config: the preset that the source should be; required for random weights. Where it ties its embeddings and the
+        source holds a head of its own, the checkpoint's config says so.
       revision: branch, tag or commit of a hub id; a preset's name has one pinned (families.HUB_REVISIONS).
       sharding: a Sharding, or a function of parameter path and shape that gives one; None is the default device.
       progress: called after each tensor with (done, of, name).
@@ -53,13 +55,16 @@ def load(
     def check(found: ModelConfig) -> ModelConfig:
         if config is None:
             return found
-        if odd := differing_fields(found, config):
+        # The same model, stored with a head of its own (GGUF often holds it in another block type than the embedding).
+        own_head = config.tie_embeddings and not found.tie_embeddings
+        wanted = dataclasses.replace(config, tie_embeddings=False) if own_head else config
+        if odd := differing_fields(found, wanted):
             odd = {"family": odd["family"]} if "family" in odd else odd  # then all the rest differs too
             fields = ", ".join(f"{key} {a} (model {config.name}: {b})" for key, (a, b) in odd.items())
             raise UserError(
                 f"{source} is not a {config.name}: {fields}; choose the --model that fits or another source"
             )
-        return config
+        return wanted
 
     path = pathlib.Path(source).expanduser()
     if not path.exists() and source in SHIPPED:

@@ -1,21 +1,26 @@
-"""GGUF checkpoints (llama.cpp's format): llama, gemma2 and gemma3, every block type that `gguf` dequantizes."""
+"""GGUF checkpoints (llama.cpp's format): every block type that `gguf` dequantizes."""
 
 import dataclasses
 import pathlib
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 
+from jaxkv import files
 from jaxkv.checkpoints.checkpoint import Checkpoint, ConfigCheck, Progress, Sharding
 from jaxkv.checkpoints.fill import SourceTensor, count_dtypes, fill_state, flat_paths, match_tensors
 from jaxkv.checkpoints.gguf_tokenizer import build_tokenizer
 from jaxkv.checkpoints.hf import as_ids, hash_files
 from jaxkv.checkpoints.tokenizer import Tokenizer
-from jaxkv.config import ModelConfig, Precision
+from jaxkv.config import ModelConfig, Precision, RopeScaling
 from jaxkv.errors import UserError
 from jaxkv.models.decoder import abstract_decoder
-from jaxkv.models.families import key_table, parse_config
+from jaxkv.models.families import FAMILIES, key_table, parse_config
+from jaxkv.models.hf_fields import Epsilon, Layers, Length, Positive, Size
+from jaxkv.models.layers import rope_frequencies
+from jaxkv.models.llama import llama3_scaling
 
 # llama.cpp's tensor names in Hugging Face terms; what a name means for a family is in the family's own key table.
 _COMMON = {
@@ -34,12 +39,16 @@ _COMMON = {
     "ffn_down": "mlp.down_proj",
 }
 _LLAMA_NAMES = _COMMON | {"ffn_norm": "post_attention_layernorm"}
-_GEMMA_NAMES = _COMMON | {
+_POST_NORM_NAMES = _COMMON | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_NAMES = {"llama": _LLAMA_NAMES, "gemma2": _GEMMA_NAMES, "gemma3": _GEMMA_NAMES}
+_NAMES = {
+    name: _POST_NORM_NAMES if "model.layers.{i}.pre_feedforward_layernorm.weight" in family.keys else _LLAMA_NAMES
+    for name, family in FAMILIES.items()
+    if family.gguf
+}
 _SAMPLE = "Of the 12 cafés,\n  which is the largest?  345.6"  # what every tokenizer must give back
 _BLOCK = 1 << 22  # weights dequantized at a time
 # llama.cpp does not store Gemma's query_pre_attn_scalar: it takes the head dim, and D / N for the 27B models, which it
@@ -52,78 +61,148 @@ def _shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
+class _Metadata(msgspec.Struct, kw_only=True):
+    """What the metadata says under the architecture's name; lists go by layer."""
+
+    embedding_length: Size
+    block_count: Layers
+    feed_forward_length: Size
+    context_length: Length
+    head_count: Size = msgspec.field(name="attention.head_count")
+    head_count_kv: Size | None = msgspec.field(name="attention.head_count_kv", default=None)
+    epsilon: Epsilon = msgspec.field(name="attention.layer_norm_rms_epsilon")
+    key_length: Size | None = msgspec.field(name="attention.key_length", default=None)
+    value_length: Size | None = msgspec.field(name="attention.value_length", default=None)
+    rotated: Size | None = msgspec.field(name="rope.dimension_count", default=None)
+    theta: Positive = msgspec.field(name="rope.freq_base", default=10000.0)
+    local_theta: Positive | None = msgspec.field(name="rope.freq_base_swa", default=None)
+    window: int | None = msgspec.field(name="attention.sliding_window", default=None)
+    window_pattern: Layers | list[bool] | None = msgspec.field(name="attention.sliding_window_pattern", default=None)
+    expert_count: int = 0
+    attn_softcap: float | None = msgspec.field(name="attn_logit_softcapping", default=None)
+    final_softcap: float | None = msgspec.field(name="final_logit_softcapping", default=None)
+
+
 def read_config(
-    fields: dict[str, Any], vocab_size: int, tied: bool, preset: ModelConfig | None, name: str
+    fields: dict[str, Any],
+    vocab_size: int,
+    tied: bool,
+    preset: ModelConfig | None,
+    name: str,
+    rope_factors: np.ndarray | None = None,
 ) -> ModelConfig:
     """ModelConfig from GGUF metadata, through the same checks as a config.json.
 
+    Args:
+      fields: the metadata.
+      vocab_size: rows of the embedding.
+      tied: whether the file holds no head of its own.
+      preset: the model asked for; tells Mistral from LLaMA.
+      name: the source, for messages.
+      rope_factors: the tensor rope_freqs.weight, by which RoPE's frequencies are divided; None where there is none.
+
     Raises:
-      UserError: another architecture, RoPE scaling, or a field that is missing.
+      UserError: another architecture, a RoPE scaling that is none of ours, or a field that is missing or no such thing.
     """
     arch = fields.get("general.architecture")
-    if arch not in _NAMES:
+    if not isinstance(arch, str) or arch not in _NAMES:
         raise UserError(f"{name}: GGUF architecture '{arch}' is not implemented; known: {', '.join(_NAMES)}")
-
-    def get(key: str, default: Any = None) -> Any:
-        value = fields.get(f"{arch}.{key}", default)
-        return _shortest(value) if isinstance(value, float) else value
-
-    def need(key: str) -> Any:
-        if (value := get(key)) is None:
-            raise UserError(f"{name}: the GGUF metadata lacks {arch}.{key}; convert the model again")
-        return value
-
-    for key in fields:
-        if key.startswith(f"{arch}.rope.scaling.") and not (key.endswith(".type") and fields[key] == "none"):
-            if key.endswith(".finetuned") or (key.endswith(".factor") and fields[key] in (0.0, 1.0)):
+    for key, value in fields.items():
+        if key.startswith(f"{arch}.rope.scaling.") and not (key.endswith(".type") and value == "none"):
+            if key.endswith(".finetuned") or (key.endswith(".factor") and value in (0.0, 1.0)):
                 continue
-            raise UserError(f"{name}: GGUF option {key}={fields[key]!r} is not implemented; use a model without it")
-    if (experts := get("expert_count", 0)) > 0:
-        raise UserError(f"{name}: GGUF option {arch}.expert_count={experts} is not implemented; use a dense model")
-    heads, width, layers = need("attention.head_count"), need("embedding_length"), need("block_count")
-    head_dim = get("attention.key_length", width // heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if get(key, head_dim) != head_dim:
+            raise UserError(f"{name}: GGUF option {key}={value!r} is not implemented; use a model without it")
+    found = files.convert(
+        {
+            key.removeprefix(f"{arch}."): _shortest(value) if isinstance(value, float) else value
+            for key, value in fields.items()
+            if key.startswith(f"{arch}.")
+        },
+        _Metadata,
+        f"{name}: GGUF metadata of {arch}",
+        "convert the model again",
+    )
+    if found.expert_count > 0:
+        raise UserError(
+            f"{name}: GGUF option {arch}.expert_count={found.expert_count} is not implemented; use a dense model"
+        )
+    heads, width, layers = found.head_count, found.embedding_length, found.block_count
+    head_dim = found.key_length or width // heads
+    for key, value in (("attention.value_length", found.value_length), ("rope.dimension_count", found.rotated)):
+        if value not in (None, head_dim):
             raise UserError(
-                f"{name}: GGUF option {arch}.{key}={get(key)} is not implemented beside a head dim of {head_dim}; "
+                f"{name}: GGUF option {arch}.{key}={value} is not implemented beside a head dim of {head_dim}; "
                 "use another model"
             )
-    family = "gemma3_text" if arch == "gemma3" else arch
+    family, window = arch, found.window or None
     label = f"{fields.get('general.name')} {fields.get('general.basename')}".lower()
     if arch == "llama" and ((preset is not None and preset.family == "mistral") or "mistral" in label):
         family = "mistral"
+        # llama.cpp's converter drops Mistral's window, so an early Mistral can only be told by the preset asked for.
+        window = window or (preset.window if preset else None)
     raw: dict[str, Any] = {
-        "model_type": family,
+        "model_type": FAMILIES[family].model_type,
         "vocab_size": vocab_size,
         "hidden_size": width,
-        "intermediate_size": need("feed_forward_length"),
+        "intermediate_size": found.feed_forward_length,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": get("attention.head_count_kv", heads),
+        "num_key_value_heads": found.head_count_kv or heads,
         "head_dim": head_dim,
-        "max_position_embeddings": need("context_length"),
-        "rms_norm_eps": need("attention.layer_norm_rms_epsilon"),
-        "rope_theta": get("rope.freq_base", 10000.0),
+        "max_position_embeddings": found.context_length,
+        "rms_norm_eps": found.epsilon,
+        "rope_theta": found.theta,
         "tie_word_embeddings": tied,
+        "sliding_window": window,
     }
-    if arch == "llama":
-        # llama.cpp's converter drops Mistral's window, so an early Mistral can only be told by the preset asked for.
-        window = get("attention.sliding_window", preset.window if family == "mistral" and preset else None)
-        raw["sliding_window"] = window or None
-    else:
-        raw["sliding_window"] = need("attention.sliding_window")
+    if arch in _LAYERS_27B:
         raw["query_pre_attn_scalar"] = width // heads if layers == _LAYERS_27B[arch] else head_dim
-        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-            if (cap := get(key)) is not None:
+        for key, cap in (
+            ("attn_logit_softcapping", found.attn_softcap),
+            ("final_logit_softcapping", found.final_softcap),
+        ):
+            if cap is not None:
                 raw[key] = cap or None
-        if (local := get("rope.freq_base_swa")) is not None:
-            raw["rope_local_base_freq"] = local
-        period = get("attention.sliding_window_pattern")
+        if found.local_theta is not None:
+            raw["rope_local_base_freq"] = found.local_theta
+        period = found.window_pattern
         if isinstance(period, list):
             raw["layer_types"] = ["sliding_attention" if windowed else "full_attention" for windowed in period]
         elif period is not None:
             raw["layer_types"] = ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(layers)]
-    return parse_config(raw, name)
+    elif window is not None and family != "mistral":
+        raise UserError(
+            f"{name}: GGUF option {arch}.attention.sliding_window={window} is not implemented; use a model without it"
+        )
+    config = parse_config(raw, name)
+    if rope_factors is None:
+        return config
+    return dataclasses.replace(config, rope_scaling=_read_scaling(config, rope_factors, preset, name))
+
+
+def _read_scaling(
+    config: ModelConfig, factors: np.ndarray, preset: ModelConfig | None, name: str
+) -> RopeScaling | None:
+    """The scaling behind rope_freqs.weight, which llama.cpp's converter stores instead of its numbers.
+
+    Tried are the preset's and, with the largest factor, that of all released Llamas.
+
+    Raises:
+      UserError: the factors are those of neither.
+    """
+    candidates = [None, llama3_scaling(float(factors.max(initial=1.0)))]
+    if preset is not None:
+        candidates.append(preset.rope_scaling)
+    plain = rope_frequencies((config.rope_theta, None), config.head_dim, np.float64)
+    for scaling in candidates:
+        expected = plain / rope_frequencies((config.rope_theta, scaling), config.head_dim, np.float64)
+        # The converter works in fp32; another scaling is off by far more.
+        if factors.shape == expected.shape and np.allclose(factors, expected, rtol=1e-4, atol=0):
+            return scaling
+    raise UserError(
+        f"{name}: tensor rope_freqs.weight holds a RoPE scaling other than Llama 3's, which is not implemented; "
+        "use a model without it"
+    )
 
 
 def _undo(arch: str, gguf_name: str, config: ModelConfig) -> Callable[[np.ndarray], np.ndarray]:
@@ -133,8 +212,8 @@ def _undo(arch: str, gguf_name: str, config: ModelConfig) -> Callable[[np.ndarra
     """
     if arch == "llama" and gguf_name.endswith((".attn_q.weight", ".attn_k.weight")):
         return lambda w: w.reshape(-1, config.head_dim // 2, 2, w.shape[1]).swapaxes(1, 2).reshape(w.shape)
-    if arch != "llama" and gguf_name.endswith("norm.weight"):
-        return lambda w: w - np.float32(1)
+    if config.norm_offset and gguf_name.endswith("norm.weight"):
+        return lambda w: w - np.float32(config.norm_offset)
     return lambda w: w
 
 
@@ -177,14 +256,16 @@ def read_gguf(
 
     arch = str(fields.get("general.architecture"))
     stored = {tensor.name: tensor for tensor in reader.tensors}
-    odd = [tensor for tensor in stored if tensor.startswith(("rope_freqs", "rope_factors"))]
+    odd = [tensor for tensor in stored if tensor.startswith("rope_factors")]
     if odd and arch in _NAMES:
         raise UserError(f"{name}: tensor {odd[0]} (scaled RoPE) is not implemented; use a model without it")
+    rope_freqs = stored.get("rope_freqs.weight")
+    rope_factors = None if rope_freqs is None else dequantize(rope_freqs.data, rope_freqs.tensor_type)
     if "token_embd.weight" not in stored and arch in _NAMES:
         raise UserError(f"{name}: tensor token_embd.weight is missing; use a complete file")
     vocab_size = int(stored["token_embd.weight"].shape[1]) if "token_embd.weight" in stored else 0
     config = dataclasses.replace(
-        read_config(fields, vocab_size, "output.weight" not in stored, preset, name), name=path.stem
+        read_config(fields, vocab_size, "output.weight" not in stored, preset, name, rope_factors), name=path.stem
     )
     if check is not None:
         config = check(config)
@@ -206,7 +287,7 @@ def read_gguf(
         shape = tuple(int(n) for n in tensor.shape[::-1])
         return SourceTensor(_hf_name(tensor.name, names), shape, tensor.tensor_type.name, lambda: read(tensor))
 
-    tensors = [source(tensor) for tensor in reader.tensors]
+    tensors = [source(tensor) for tensor in reader.tensors if tensor is not rope_freqs]
     graphdef, abstract = abstract_decoder(config, precision)
     shapes = {key: leaf.shape for key, leaf in flat_paths(abstract).items()}
     plan = match_tensors(config, shapes, key_table(config.family), tensors, name)

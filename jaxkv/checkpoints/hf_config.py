@@ -4,15 +4,8 @@ from typing import Any
 
 from jaxkv.config import ModelConfig
 from jaxkv.errors import UserError
-from jaxkv.models.families import parse_config
+from jaxkv.models.families import FAMILIES, parse_config
 from jaxkv.models.tables import differing_fields
-
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3": "Gemma3ForCausalLM",
-}
 
 
 def transformers_config(config: ModelConfig) -> Any:
@@ -39,8 +32,21 @@ def transformers_config(config: ModelConfig) -> Any:
 def _settings(config: ModelConfig) -> Any:
     import transformers
 
-    common: dict[str, Any] = {
-        "architectures": [_ARCHITECTURES[config.family]],
+    family = FAMILIES[config.family]
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if (scaling := config.rope_scaling) is not None:
+        rope |= {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_context,
+        }
+    if config.local_rope_theta is not None:
+        local = {"rope_type": "default", "rope_theta": config.local_rope_theta}
+        rope = {"full_attention": rope, "sliding_attention": local}
+    sizes: dict[str, Any] = {
+        "architectures": [family.architecture],
         "vocab_size": config.vocab_size,
         "hidden_size": config.model_dim,
         "intermediate_size": config.mlp_dim,
@@ -51,24 +57,6 @@ def _settings(config: ModelConfig) -> Any:
         "max_position_embeddings": config.context_length,
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
+        "rope_parameters": rope,
     }
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if config.family == "llama":
-        return transformers.LlamaConfig(**common, hidden_act="silu", rope_parameters=rope)
-    if config.family == "mistral":
-        return transformers.MistralConfig(
-            **common, hidden_act="silu", rope_parameters=rope, sliding_window=config.window
-        )
-    windowed = [config.layer_window(layer) is not None for layer in range(config.num_layers)]
-    gemma = common | {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": round(config.query_scale**-2),
-        "sliding_window": config.window,
-        "layer_types": ["sliding_attention" if w else "full_attention" for w in windowed],
-        "attn_logit_softcapping": config.attn_softcap,
-        "final_logit_softcapping": config.final_softcap,
-    }
-    if config.family == "gemma2":
-        return transformers.Gemma2Config(**gemma, rope_parameters=rope)
-    local = rope | {"rope_theta": config.local_rope_theta}
-    return transformers.Gemma3TextConfig(**gemma, rope_parameters={"full_attention": rope, "sliding_attention": local})
+    return transformers.AutoConfig.for_model(family.model_type, **sizes, **family.export(config))

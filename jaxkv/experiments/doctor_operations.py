@@ -209,7 +209,7 @@ def _module(name: str, module: Any, inputs: Inputs, x: np.ndarray, shapes: tuple
 
     def apply(w: Any, given: Any) -> Any:
         x, positions, k, v, key_positions, slot = given
-        table = rope_table(positions, config.layer_rope_theta(0), config.head_dim, precision)
+        table = rope_table(positions, config.layer_rope(0), config.head_dim, precision)
         out, slots = nnx.merge(graphdef, w)(x, positions, Slots(k, v), key_positions, slot, table)
         return out, slots.k, slots.v
 

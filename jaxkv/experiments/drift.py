@@ -51,7 +51,7 @@ def repeat_kv_heads(config: ModelConfig, state: nnx.State) -> tuple[ModelConfig,
     wide = dataclasses.replace(config, name=f"{config.name}-repeated", num_kv_heads=config.num_query_heads)
     leaves = {path: leaf[...] for path, leaf in flat_paths(state).items()}
     for path, leaf in leaves.items():
-        if path.endswith(("attn/k", "attn/v")):
+        if path.endswith(("attn/k", "attn/v", "attn/k_bias", "attn/v_bias")):
             leaves[path] = jnp.repeat(leaf, groups, axis=0)
     return wide, with_leaves(state, leaves)
 

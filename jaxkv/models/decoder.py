@@ -94,12 +94,12 @@ class Decoder(nnx.Module):
         resid = self.embed[...][tokens].astype(precision.residual) * factor
         call = cache.begin(positions, slot)
         tables = {
-            theta: rows("rope", lambda p, theta=theta: rope_table(p, theta, config.head_dim, precision), positions)
-            for theta in {config.layer_rope_theta(layer) for layer in range(config.num_layers)}
+            rope: rows("rope", lambda p, rope=rope: rope_table(p, rope, config.head_dim, precision), positions)
+            for rope in dict.fromkeys(map(config.layer_rope, range(config.num_layers)))
         }
         written = []
         for index, layer in enumerate(self.layers):
-            table = tables[config.layer_rope_theta(index)]
+            table = tables[config.layer_rope(index)]
             resid, after = layer(resid, positions, call.layer(index), call.positions, slot, table, hook, rows)
             written.append(after)
         resid = hook(f"resid_pre.{config.num_layers}", resid)

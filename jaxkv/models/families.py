@@ -3,33 +3,22 @@
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from jaxkv.config import ModelConfig
 from jaxkv.errors import UserError, nearest
-from jaxkv.models import gemma2, gemma3, llama, mistral
-from jaxkv.models.tables import KeyTable
+from jaxkv.models import gemma2, gemma3, llama, mistral, qwen2, qwen3
+from jaxkv.models.hf_fields import read_fields
+from jaxkv.models.tables import Family, KeyTable
 
-FAMILIES = {"llama": llama, "mistral": mistral, "gemma2": gemma2, "gemma3": gemma3}
-_MODEL_TYPES = {"llama": "llama", "mistral": "mistral", "gemma2": "gemma2", "gemma3_text": "gemma3"}
+FAMILIES: dict[str, Family] = {
+    module.FAMILY.name: module.FAMILY for module in (llama, mistral, gemma2, gemma3, qwen2, qwen3)
+}
 
-PRESETS: dict[str, ModelConfig] = {name: c for family in FAMILIES.values() for name, c in family.PRESETS.items()}
+PRESETS: dict[str, ModelConfig] = {n: config for family in FAMILIES.values() for n, config in family.presets.items()}
 
 # The released weights of each preset; instruction-tuned siblings have the same architecture and load with it too.
-HUB_IDS: dict[str, str] = {
-    "llama2-7b": "meta-llama/Llama-2-7b-hf",
-    "llama2-13b": "meta-llama/Llama-2-13b-hf",
-    "llama2-70b": "meta-llama/Llama-2-70b-hf",
-    "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
-    "smollm2-360m": "HuggingFaceTB/SmolLM2-360M-Instruct",
-    "smollm2-1.7b": "HuggingFaceTB/SmolLM2-1.7B-Instruct",
-    "mistral-7b-v0.1": "mistralai/Mistral-7B-v0.1",
-    "mistral-7b-v0.2": "mistralai/Mistral-7B-Instruct-v0.2",
-    "mistral-7b-v0.3": "mistralai/Mistral-7B-v0.3",
-    "gemma2-2b": "google/gemma-2-2b",
-    "gemma2-9b": "google/gemma-2-9b",
-    "gemma2-27b": "google/gemma-2-27b",
-    "gemma3-270m": "google/gemma-3-270m",
-    "gemma3-1b": "google/gemma-3-1b-pt",
-}
+HUB_IDS: dict[str, str] = {name: hub_id for family in FAMILIES.values() for name, hub_id in family.hub_ids.items()}
 
 # Commits that a preset's name stands for unless --revision says otherwise: those of the study's three models.
 HUB_REVISIONS: dict[str, str] = {
@@ -39,16 +28,32 @@ HUB_REVISIONS: dict[str, str] = {
 }
 
 
+def public_presets() -> str:
+    """Names of the presets for people, grouped by family, in one line."""
+    groups = (
+        (family.title, [name for name in family.presets if not name.startswith("test-")])
+        for family in FAMILIES.values()
+    )
+    return "; ".join(f"{title}: {', '.join(names)}" for title, names in groups)
+
+
 def get_preset(name: str) -> ModelConfig:
     """Returns the config of a preset. Raises UserError, with the nearest name, on an unknown one."""
     if name not in PRESETS:
-        raise UserError(f"unknown model '{name}'{nearest(name, list(PRESETS))}; known: {', '.join(PRESETS)}")
+        public = [known for known in PRESETS if not known.startswith("test-")]
+        raise UserError(f"unknown model '{name}'{nearest(name, public)}; known: {public_presets()}")
     return PRESETS[name]
 
 
 def key_table(family: str) -> KeyTable:
     """Key table from Hugging Face names to ours."""
-    return FAMILIES[family].KEYS
+    return FAMILIES[family].keys
+
+
+class _Kind(msgspec.Struct):
+    model_type: str | None = None
+    vision_config: Any = None
+    text_config: Any = None
 
 
 def parse_config(raw: Mapping[str, Any], name: str) -> ModelConfig:
@@ -59,14 +64,15 @@ def parse_config(raw: Mapping[str, Any], name: str) -> ModelConfig:
       name: for the config and for error messages.
 
     Raises:
-      UserError: a model type or an option that we do not implement, by its name.
+      UserError: a model type or an option that we do not implement, by its name, or a field that is no such thing.
     """
-    model_type = raw.get("model_type")
-    if model_type == "gemma3" or "vision_config" in raw or "text_config" in raw:
+    kind = read_fields(raw, _Kind, name)
+    if kind.model_type == "gemma3" or "vision_config" in raw or "text_config" in raw:
         raise UserError(
-            f"{name}: model_type '{model_type}' is multimodal and only text models are implemented; "
+            f"{name}: model_type '{kind.model_type}' is multimodal and only text models are implemented; "
             "use a text checkpoint, such as google/gemma-3-1b-pt"
         )
-    if model_type not in _MODEL_TYPES:
-        raise UserError(f"{name}: model_type '{model_type}' is not implemented; known: {', '.join(_MODEL_TYPES)}")
-    return FAMILIES[_MODEL_TYPES[model_type]].parse_config(raw, name)
+    by_type = {family.model_type: family for family in FAMILIES.values()}
+    if kind.model_type not in by_type:
+        raise UserError(f"{name}: model_type '{kind.model_type}' is not implemented; known: {', '.join(by_type)}")
+    return by_type[kind.model_type].parse(raw, name)

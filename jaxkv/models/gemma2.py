@@ -1,12 +1,14 @@
 """Gemma-2: softcaps, alternating window, norms before and after, tied and scaled embedding, its own query scale."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from jaxkv.config import ModelConfig
 from jaxkv.errors import UserError
+from jaxkv.models.hf_fields import HFConfig, Layers, Length, Positive, Size, read_fields, refuse
 from jaxkv.models.llama import TINY_SIZES
-from jaxkv.models.tables import LLAMA_KEYS, HFConfig, KeyTable
+from jaxkv.models.tables import LLAMA_KEYS, Family, KeyTable, by_name
 
 KEYS: KeyTable = {
     **LLAMA_KEYS,
@@ -76,9 +78,86 @@ TEST_SIZES: dict[str, Any] = {
     "context": 512,
 }
 
-PRESETS = {
-    c.name: c
-    for c in (
+
+class Fields(HFConfig, kw_only=True, frozen=True):
+    """Defaults of transformers 5, models/gemma2/configuration_gemma2.py."""
+
+    vocab_size: Size = 256000
+    hidden_size: Size = 2304
+    intermediate_size: Size = 9216
+    num_hidden_layers: Layers = 26
+    num_attention_heads: Size = 8
+    num_key_value_heads: Size = 4
+    max_position_embeddings: Length = 8192
+    head_dim: Size = 256
+    tie_word_embeddings: bool = True
+    hidden_activation: str | None = "gelu_pytorch_tanh"
+    sliding_window: Length | None = 4096
+    query_pre_attn_scalar: Positive = 256
+    attn_logit_softcapping: Positive | None = 50.0
+    final_logit_softcapping: Positive | None = 30.0
+
+
+def read_sizes(read: Fields, name: str, theta: float, pattern: tuple[bool, ...]) -> ModelConfig:
+    """A Gemma-2 config from the fields that Gemma-2 and Gemma-3 share."""
+    read.require_plain(name)
+    # transformers computes `hidden_activation`; Gemma configs keep `hidden_act` for old readers, 'gelu' meaning tanh.
+    if read.hidden_activation != "gelu_pytorch_tanh":
+        raise refuse(name, "hidden_activation", read.hidden_activation, "is not implemented (known: gelu_pytorch_tanh)")
+    if read.hidden_act not in (None, "gelu", "gelu_pytorch_tanh"):
+        raise refuse(name, "hidden_act", read.hidden_act)
+    if any(pattern) and read.sliding_window is None:
+        raise UserError(f"{name}: the config has windowed layers but sliding_window is null; fix the config")
+    return gemma2_config(
+        name,
+        layers=read.num_hidden_layers,
+        width=read.hidden_size,
+        mlp=read.intermediate_size,
+        heads=read.num_attention_heads,
+        kv_heads=read.num_key_value_heads,
+        head_dim=read.head_dim,
+        query_scalar=read.query_pre_attn_scalar,
+        vocab=read.vocab_size,
+        window=read.sliding_window,
+        window_pattern=pattern,
+        context=read.max_position_embeddings,
+        theta=theta,
+        eps=read.rms_norm_eps,
+        attn_softcap=read.attn_logit_softcapping,
+        final_softcap=read.final_logit_softcapping,
+        tied=read.tie_word_embeddings,
+    )
+
+
+def parse_config(raw: Mapping[str, Any], name: str) -> ModelConfig:
+    """ModelConfig of a raw config.json of model_type 'gemma2'. Raises UserError on options we do not compute."""
+    read = read_fields(raw, Fields, name)
+    theta, scaling = read.rope(name)
+    config = read_sizes(read, name, theta, read.window_pattern(name, (True, False)))
+    return dataclasses.replace(config, rope_scaling=scaling)
+
+
+def export(config: ModelConfig) -> dict[str, Any]:
+    """What transformers' config says beyond sizes and RoPE."""
+    windowed = [config.layer_window(layer) is not None for layer in range(config.num_layers)]
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": round(config.query_scale**-2),
+        "sliding_window": config.window,
+        "layer_types": ["sliding_attention" if w else "full_attention" for w in windowed],
+        "attn_logit_softcapping": config.attn_softcap,
+        "final_logit_softcapping": config.final_softcap,
+    }
+
+
+FAMILY = Family(
+    name="gemma2",
+    title="Gemma 2",
+    model_type="gemma2",
+    architecture="Gemma2ForCausalLM",
+    keys=KEYS,
+    parse=parse_config,
+    presets=by_name(
         gemma2_config("gemma2-2b", layers=26, width=2304, mlp=9216, heads=8, kv_heads=4),
         gemma2_config("gemma2-9b", layers=42, width=3584, mlp=14336, heads=16, kv_heads=8),
         gemma2_config(
@@ -86,60 +165,7 @@ PRESETS = {
         ),
         gemma2_config("tiny-gemma2", **TINY_SIZES, kv_heads=2, query_scalar=64, window=64),
         gemma2_config("test-gemma2", **TEST_SIZES, layers=4, kv_heads=2, query_scalar=24),
-    )
-}
-
-# transformers 5, models/gemma2/configuration_gemma2.py
-DEFAULTS: dict[str, Any] = {
-    "vocab_size": 256000,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "final_logit_softcapping": 30.0,
-    "attn_logit_softcapping": 50.0,
-}
-
-
-def read_sizes(read: HFConfig, theta: float, pattern: tuple[bool, ...]) -> ModelConfig:
-    """A Gemma-2 config from the fields that Gemma-2 and Gemma-3 share."""
-    read.require_plain()
-    # transformers computes `hidden_activation`; Gemma configs keep `hidden_act` for old readers, 'gelu' meaning tanh.
-    read.activation("hidden_activation", {"gelu_pytorch_tanh": "gelu_tanh"})
-    if read.raw.get("hidden_act") not in (None, "gelu", "gelu_pytorch_tanh"):
-        raise read.refuse("hidden_act", read.raw["hidden_act"])
-    if any(pattern) and not read["sliding_window"]:
-        raise UserError(f"{read.name}: the config has windowed layers but sliding_window is null; fix the config")
-    return gemma2_config(
-        read.name,
-        layers=read["num_hidden_layers"],
-        width=read["hidden_size"],
-        mlp=read["intermediate_size"],
-        heads=read["num_attention_heads"],
-        kv_heads=read["num_key_value_heads"],
-        head_dim=read["head_dim"],
-        query_scalar=read["query_pre_attn_scalar"],
-        vocab=read["vocab_size"],
-        window=read["sliding_window"],
-        window_pattern=pattern,
-        context=read["max_position_embeddings"],
-        theta=theta,
-        eps=read["rms_norm_eps"],
-        attn_softcap=read["attn_logit_softcapping"],
-        final_softcap=read["final_logit_softcapping"],
-        tied=read["tie_word_embeddings"],
-    )
-
-
-def parse_config(raw: Mapping[str, Any], name: str) -> ModelConfig:
-    """ModelConfig of a raw config.json of model_type 'gemma2'. Raises UserError on options we do not compute."""
-    read = HFConfig(raw, name, DEFAULTS)
-    return read_sizes(read, read.rope_theta(), read.window_pattern((True, False)))
+    ),
+    hub_ids={f"gemma2-{size}": f"google/gemma-2-{size}" for size in ("2b", "9b", "27b")},
+    export=export,
+)

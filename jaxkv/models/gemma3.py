@@ -6,13 +6,8 @@ from typing import Any
 
 from jaxkv.config import ModelConfig
 from jaxkv.models import gemma2
-from jaxkv.models.tables import HFConfig, KeyTable
-
-KEYS: KeyTable = {
-    **gemma2.KEYS,
-    "model.layers.{i}.self_attn.q_norm.weight": "layers/{i}/attn/q_norm/weight",
-    "model.layers.{i}.self_attn.k_norm.weight": "layers/{i}/attn/k_norm/weight",
-}
+from jaxkv.models.hf_fields import Layers, Length, Positive, Size, read_fields
+from jaxkv.models.tables import QK_NORM_KEYS, Family, by_name
 
 
 def _gemma3(name: str, local_theta: float = 1e4, **sizes: Any) -> ModelConfig:
@@ -30,31 +25,40 @@ def _gemma3(name: str, local_theta: float = 1e4, **sizes: Any) -> ModelConfig:
     return dataclasses.replace(base, family="gemma3", qk_norm=True, local_rope_theta=local_theta)
 
 
-PRESETS = {
-    c.name: c
-    for c in (
-        _gemma3("gemma3-270m", layers=18, width=640, mlp=2048, heads=4, kv_heads=1),
-        _gemma3("gemma3-1b", layers=26, width=1152, mlp=6912, heads=4, kv_heads=1),
-        _gemma3("test-gemma3", **gemma2.TEST_SIZES, layers=6, kv_heads=1, query_scalar=16),
-    )
-}
+class Fields(gemma2.Fields, kw_only=True, frozen=True):
+    """Defaults of transformers 5, models/gemma3/configuration_gemma3.py (Gemma3TextConfig)."""
 
-# transformers 5, models/gemma3/configuration_gemma3.py (Gemma3TextConfig)
-DEFAULTS: dict[str, Any] = {
-    **gemma2.DEFAULTS,
-    "vocab_size": 262208,
-    "max_position_embeddings": 131072,
-    "final_logit_softcapping": None,
-    "attn_logit_softcapping": None,
-}
+    vocab_size: Size = 262208
+    max_position_embeddings: Length = 131072
+    attn_logit_softcapping: Positive | None = None
+    final_logit_softcapping: Positive | None = None
+    rope_local_base_freq: Positive | None = None
+    sliding_window_pattern: Layers | None = None
 
 
 def parse_config(raw: Mapping[str, Any], name: str) -> ModelConfig:
     """ModelConfig of a raw config.json of model_type 'gemma3_text'. Raises UserError on options we do not compute."""
-    read = HFConfig(raw, name, DEFAULTS)
-    theta = read.rope_theta(1e6, layer_type="full_attention")
-    local_theta = read.rope_theta(1e4, key="rope_local_base_freq", layer_type="sliding_attention")
-    period = raw.get("sliding_window_pattern") or 6
-    pattern = read.window_pattern((True,) * (period - 1) + (False,))
-    base = gemma2.read_sizes(read, theta, pattern)
-    return dataclasses.replace(base, family="gemma3", qk_norm=True, local_rope_theta=local_theta)
+    read = read_fields(raw, Fields, name)
+    theta, scaling = read.rope(name, 1e6, layer_type="full_attention")
+    local_theta, _ = read.rope(name, 1e4, "rope_local_base_freq", "sliding_attention")
+    period = read.sliding_window_pattern or 6
+    pattern = read.window_pattern(name, (True,) * (period - 1) + (False,))
+    base = gemma2.read_sizes(read, name, theta, pattern)
+    return dataclasses.replace(base, family="gemma3", qk_norm=True, local_rope_theta=local_theta, rope_scaling=scaling)
+
+
+FAMILY = Family(
+    name="gemma3",
+    title="Gemma 3",
+    model_type="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    keys=gemma2.KEYS | QK_NORM_KEYS,
+    parse=parse_config,
+    presets=by_name(
+        _gemma3("gemma3-270m", layers=18, width=640, mlp=2048, heads=4, kv_heads=1),
+        _gemma3("gemma3-1b", layers=26, width=1152, mlp=6912, heads=4, kv_heads=1),
+        _gemma3("test-gemma3", **gemma2.TEST_SIZES, layers=6, kv_heads=1, query_scalar=16),
+    ),
+    hub_ids={"gemma3-270m": "google/gemma-3-270m", "gemma3-1b": "google/gemma-3-1b-pt"},
+    export=gemma2.export,
+)

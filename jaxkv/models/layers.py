@@ -13,6 +13,7 @@ attn_weights.l`, which are [B, K, G, T, S].
 """
 
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -21,7 +22,7 @@ import numpy as np
 from flax import nnx
 
 from jaxkv.cache import EMPTY, LayerCache
-from jaxkv.config import DType, ModelConfig, Precision
+from jaxkv.config import DType, ModelConfig, Precision, Rope
 from jaxkv.models.alignment import Rowwise, direct
 
 Hook = Callable[[str, jax.Array], jax.Array]
@@ -46,8 +47,15 @@ def softcap(x: jax.Array, cap: float | None, wide: DType) -> jax.Array:
     return scale(jnp.tanh((x.astype(wide) / cap).astype(x.dtype)), cap, wide)
 
 
-def product(spec: str, x: jax.Array, w: jax.Array, precision: Precision, out: DType | None = None) -> jax.Array:
-    """einsum in the policy's dtypes, rounded to `out` (default: the activation dtype)."""
+def product(
+    spec: str,
+    x: jax.Array,
+    w: jax.Array,
+    precision: Precision,
+    out: DType | None = None,
+    bias: nnx.Param | None = None,
+) -> jax.Array:
+    """einsum in the policy's dtypes, plus a bias along the last axis, rounded to `out` (default: the activation's)."""
     y = jnp.einsum(
         spec,
         x.astype(precision.operand),
@@ -55,6 +63,8 @@ def product(spec: str, x: jax.Array, w: jax.Array, precision: Precision, out: DT
         precision=precision.dot,
         preferred_element_type=precision.accumulation,
     )
+    if bias is not None:
+        y = y + bias[...].reshape(-1).astype(precision.operand).astype(y.dtype)
     return y.astype(precision.activation if out is None else out)
 
 
@@ -74,12 +84,27 @@ def visible(query_positions: jax.Array, key_positions: jax.Array, window: int | 
     return seen if window is None else seen & (q - k < window)
 
 
-def rope_table(positions: jax.Array, theta: float, head_dim: int, precision: Precision) -> tuple[jax.Array, jax.Array]:
-    """cos and sin [B, T, 1, H] of RoPE (arXiv 2104.09864), computed in `rope` and rounded to `activation`."""
-    rope = np.dtype(precision.rope)
-    exponents = np.arange(0, head_dim, 2, dtype=rope) / rope.type(head_dim)
+def rope_frequencies(rope: Rope, head_dim: int, dtype: DType) -> np.ndarray:
+    """[H/2] radians per position (arXiv 2104.09864), scaled operation by operation as transformers does."""
+    (theta, scaling), kind = rope, np.dtype(dtype)
+    exponents = np.arange(0, head_dim, 2, dtype=kind) / kind.type(head_dim)
     # NumPy's own fp32 power is off by a unit at every seventh exponent or so, torch's is not: round a wider one.
-    frequencies = 1 / np.power(float(theta), exponents.astype(np.float64)).astype(rope)
+    frequencies: np.ndarray = 1 / np.power(float(theta), exponents.astype(np.float64)).astype(kind)
+    if scaling is None:
+        return frequencies
+    wide: np.ndarray = frequencies.astype(kind if kind.itemsize >= 4 else np.float32)
+    length, low, high = scaling.original_context, scaling.low_freq_factor, scaling.high_freq_factor
+    wavelengths = (1 / wide) * (2 * math.pi)  # torch multiplies by a reciprocal where a number is divided by a tensor
+    long, short = wavelengths > length / low, wavelengths < length / high
+    scaled = np.where(long, wide / scaling.factor, wide)
+    smooth = ((1 / wavelengths) * length - low) / (high - low)
+    blended = (1 - smooth) * scaled / scaling.factor + smooth * scaled
+    return np.where(long | short, scaled, blended).astype(kind)
+
+
+def rope_table(positions: jax.Array, rope: Rope, head_dim: int, precision: Precision) -> tuple[jax.Array, jax.Array]:
+    """cos and sin [B, T, 1, H] of RoPE, computed in `rope` and rounded to `activation`."""
+    frequencies = rope_frequencies(rope, head_dim, precision.rope)
     angles = positions[:, :, None, None].astype(precision.rope) * jnp.asarray(frequencies)
     angles = jnp.concatenate([angles, angles], axis=-1)
     return jnp.cos(angles).astype(precision.activation), jnp.sin(angles).astype(precision.activation)
@@ -125,7 +150,7 @@ def init_weight(rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: int, precision: 
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention over a cache. q [N,H,D], k v [K,H,D], o [D,N,H]."""
+    """Grouped-query attention over a cache. q [N,H,D], k v [K,H,D], o [D,N,H]; q_bias [N,H], k_bias v_bias [K,H]."""
 
     def __init__(self, config: ModelConfig, precision: Precision, layer: int, rngs: nnx.Rngs):
         self.config, self.precision, self.layer = config, precision, layer
@@ -134,6 +159,9 @@ class Attention(nnx.Module):
         self.k = init_weight(rngs, (K, H, D), D, precision)
         self.v = init_weight(rngs, (K, H, D), D, precision)
         self.o = init_weight(rngs, (D, N, H), N * H, precision)
+        self.q_bias = init_weight(rngs, (N, H), 1, precision) if config.qkv_bias else None
+        self.k_bias = init_weight(rngs, (K, H), 1, precision) if config.qkv_bias else None
+        self.v_bias = init_weight(rngs, (K, H), 1, precision) if config.qkv_bias else None
         if config.qk_norm:
             self.q_norm = RMSNorm(H, config, precision)
             self.k_norm = RMSNorm(H, config, precision)
@@ -169,11 +197,12 @@ class Attention(nnx.Module):
         K, H = config.num_kv_heads, config.head_dim
         wide = precision.softmax
 
-        # Heads are split after the product: as plain matrices the weights find faster kernels.
+        # Heads are split after the product: as plain matrices the weights find faster kernels. A bias joins the sum
+        # before its one rounding, as in torch's `addmm`.
         def project(x):
             return tuple(
-                product("btd,fd->btf", x, w[...].reshape(-1, D), precision).reshape(*x.shape[:2], -1, H)
-                for w in (self.q, self.k, self.v)
+                product("btd,fd->btf", x, w[...].reshape(-1, D), precision, bias=bias).reshape(*x.shape[:2], -1, H)
+                for w, bias in ((self.q, self.q_bias), (self.k, self.k_bias), (self.v, self.v_bias))
             )
 
         q, k, v = rows("qkv", project, x)

@@ -1,14 +1,14 @@
-"""What the family files share: the form of a key table, and a reader of Hugging Face configs that refuses by name."""
+"""What the family files share: the form of a key table, and what makes a family."""
 
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxkv.config import ModelConfig
-from jaxkv.errors import UserError
 
 # Source name pattern -> our path; {i} is the layer. The elements are in the same order on both sides.
-KeyTable = Mapping[str, str]
+KeyTable = dict[str, str]
 
 LLAMA_KEYS: KeyTable = {
     "model.embed_tokens.weight": "embed",
@@ -24,87 +24,57 @@ LLAMA_KEYS: KeyTable = {
     "model.norm.weight": "final_norm/weight",
     "lm_head.weight": "head",
 }
+QK_NORM_KEYS: KeyTable = {
+    f"model.layers.{{i}}.self_attn.{x}_norm.weight": f"layers/{{i}}/attn/{x}_norm/weight" for x in "qk"
+}
+QKV_BIAS_KEYS: KeyTable = {f"model.layers.{{i}}.self_attn.{x}_proj.bias": f"layers/{{i}}/attn/{x}_bias" for x in "qkv"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What one family file adds up to.
+
+    Attributes:
+      name: of ours, and llama.cpp's architecture where `gguf` is set.
+      title: for people.
+      model_type: in config.json.
+      architecture: the class of transformers' model.
+      keys: from Hugging Face names to ours.
+      parse: ModelConfig of a raw config.json; raises UserError on options that we do not compute.
+      presets: by name; those named test-* and tiny-* have no hub id.
+      hub_ids: preset -> the released weights; siblings of the same architecture load with it too.
+      export: what transformers' config says beyond sizes and RoPE (checkpoints/hf_config.py).
+      gguf: whether llama.cpp has an architecture of this name.
+    """
+
+    name: str
+    title: str
+    model_type: str
+    architecture: str
+    keys: KeyTable
+    parse: Callable[[Mapping[str, Any], str], ModelConfig]
+    presets: Mapping[str, ModelConfig]
+    hub_ids: Mapping[str, str]
+    export: Callable[[ModelConfig], dict[str, Any]]
+    gguf: bool = True
+
+
+def by_name(*configs: ModelConfig) -> dict[str, ModelConfig]:
+    """Configs by their names."""
+    return {config.name: config for config in configs}
 
 
 def source_shape(path: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """Shape that the source of a parameter must have: head axes merged, q [N,H,D] -> [N*H,D], o [D,N,H] -> [D,N*H]."""
+    """Shape of a parameter's source: head axes merged, q [N,H,D] -> [N*H,D], o [D,N,H] -> [D,N*H], biases to [N*H]."""
+    if path.endswith("_bias"):
+        return (math.prod(shape),)
     if len(shape) < 3:
         return tuple(shape)
     return (shape[0], math.prod(shape[1:])) if path.endswith("/o") else (math.prod(shape[:-1]), shape[-1])
 
 
-class HFConfig:
-    """A raw config.json with the defaults of its transformers config class."""
-
-    def __init__(self, raw: Mapping[str, Any], name: str, defaults: Mapping[str, Any]):
-        self.raw, self.name, self.defaults = raw, name, defaults
-
-    def __getitem__(self, key: str) -> Any:
-        return self.raw[key] if key in self.raw else self.defaults[key]
-
-    def refuse(self, key: str, value: Any, why: str = "is not implemented") -> UserError:
-        """The error for an option that we do not compute."""
-        return UserError(f"{self.name}: config option {key}={value!r} {why}; use a checkpoint without it")
-
-    def require_unset(self, *keys: str) -> None:
-        """Raises UserError if an option is on that would change the numbers."""
-        for key in keys:
-            if self.raw.get(key):
-                raise self.refuse(key, self.raw[key])
-
-    def require_plain(self) -> None:
-        """Raises UserError on what no family here implements."""
-        self.require_unset("attention_bias", "mlp_bias", "quantization_config", "use_bidirectional_attention")
-        self.require_unset("rope_interleaved")
-        if (self.raw.get("pretraining_tp") or 1) > 1:
-            raise self.refuse("pretraining_tp", self.raw["pretraining_tp"])
-        if (self.raw.get("partial_rotary_factor") or 1.0) != 1.0:
-            raise self.refuse("partial_rotary_factor", self.raw["partial_rotary_factor"])
-
-    def activation(self, key: str, known: Mapping[str, str]) -> str:
-        """Our name of the activation under `key`."""
-        value = self[key]
-        if value not in known:
-            raise self.refuse(key, value, f"is not implemented (known: {', '.join(known)})")
-        return known[value]
-
-    def rope_theta(self, default: float = 10000.0, key: str = "rope_theta", layer_type: str | None = None) -> float:
-        """RoPE base, wherever this version of transformers keeps it; refuses scaled RoPE.
-
-        transformers 4 wrote `rope_theta` beside `rope_scaling`; 5 writes both into `rope_parameters`, for models with
-        two bases one dict per layer type (transformers, modeling_rope_utils.py).
-        """
-        theta = self.raw.get(key)
-        for option in ("rope_scaling", "rope_parameters"):
-            params = self.raw.get(option) or {}
-            if any(isinstance(value, Mapping) for value in params.values()):
-                if layer_type is None:
-                    raise self.refuse(option, dict(params), "per layer type is not implemented for this family")
-                params = params.get(layer_type) or {}
-            rope_type = params.get("rope_type", params.get("type", "default"))
-            if rope_type != "default":
-                raise self.refuse(f"{option}.rope_type", rope_type)
-            if (params.get("partial_rotary_factor") or 1.0) != 1.0:
-                raise self.refuse(f"{option}.partial_rotary_factor", params["partial_rotary_factor"])
-            theta = params.get("rope_theta", theta)
-        return float(default if theta is None else theta)
-
-    def window_pattern(self, usual: tuple[bool, ...]) -> tuple[bool, ...]:
-        """Shortest cycle that gives `layer_types`; the family's usual one where it fits or nothing is said."""
-        types, layers = self.raw.get("layer_types"), self["num_hidden_layers"]
-        if types is None:
-            return usual
-        known = {"sliding_attention": True, "full_attention": False}
-        odd = sorted(set(map(str, types)) - set(known))
-        if odd or len(types) != layers:
-            what = f"with {', '.join(odd)}" if odd else f"of {len(types)} entries for {layers} layers"
-            raise UserError(f"{self.name}: config option layer_types {what} is not implemented; fix the config")
-        flags = tuple(known[kind] for kind in types)
-        cycles = [usual, *(flags[:period] for period in range(1, layers + 1))]
-        return next(c for c in cycles if all(flags[i] == c[i % len(c)] for i in range(layers)))
-
-
 def differing_fields(found: ModelConfig, wanted: ModelConfig) -> dict[str, tuple[Any, Any]]:
     """Fields in which two configs differ, as (found, wanted); names do not count."""
-    a, b = found.to_json(), wanted.to_json()
-    return {key: (a[key], b[key]) for key in a if key != "name" and a[key] != b[key]}
+    names = [field.name for field in dataclasses.fields(ModelConfig) if field.name != "name"]
+    pairs = {name: (getattr(found, name), getattr(wanted, name)) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

@@ -141,7 +141,7 @@ def load_study(settings: Settings, console: Any) -> Study:
     task: Any
     with console.status("loading the problems"):
         if settings["experiments"] == [TEXT_EXPERIMENT]:
-            task, items = _load_windows(settings, checkpoint.tokenizer)
+            task, items = _load_windows(settings, checkpoint)
         else:
             task = load_task(
                 settings["task"],
@@ -152,7 +152,7 @@ def load_study(settings: Settings, console: Any) -> Study:
                 allow_code_execution=settings["allow_code_execution"],
             )
             chosen = settings["problems"] or range(settings["num_problems"])
-            items = _items(task, checkpoint.tokenizer, chosen, "problems" if settings["problems"] else "num_problems")
+            items = _items(task, checkpoint, chosen, "problems" if settings["problems"] else "num_problems")
     spec = RunSpec(
         new_tokens=settings["max_new_tokens"],
         **{field.name: settings[field.name] for field in dataclasses.fields(RunSpec) if field.name in settings},
@@ -210,15 +210,18 @@ class Text:
     provenance: dict[str, Any]
 
 
-def _load_windows(settings: Settings, tokenizer: Any) -> tuple[Text, list[Any]]:
+def _load_windows(settings: Settings, checkpoint: Any) -> tuple[Text, list[Any]]:
     """The text's windows, and each as an item whose prompt is what it is given."""
+    from jaxkv.checkpoints.tokenizer import check_ids
     from jaxkv.experiments.batches import Item
     from jaxkv.experiments.perplexity import tokenize
     from jaxkv.tasks.continuation import load_text
     from jaxkv.tasks.perplexity import plan_windows
 
+    tokenizer = checkpoint.tokenizer
     text, origin = load_text(settings["data"])
     ids, ends = tokenize(tokenizer, text)
+    check_ids(ids, checkpoint.config.vocab_size, tokenizer.vocab_size, "the text")
     context, stride = settings["context"], settings["max_new_tokens"]
     bos = tokenizer.bos_id if tokenizer.add_bos else None
     windows = plan_windows(text, ids, ends, context, stride, bos)[: settings["num_problems"]]
@@ -227,10 +230,12 @@ def _load_windows(settings: Settings, tokenizer: Any) -> tuple[Text, list[Any]]:
     return Text(windows, {"problems": origin, "shots": None, "prompt": cut}), items
 
 
-def _items(task: Any, tokenizer: Any, chosen: Sequence[int], flag: str) -> list[Any]:
+def _items(task: Any, checkpoint: Any, chosen: Sequence[int], flag: str) -> list[Any]:
     """The chosen problems as token ids; `flag` is what chose them."""
+    from jaxkv.checkpoints.tokenizer import check_ids
     from jaxkv.experiments.batches import Item
 
+    tokenizer = checkpoint.tokenizer
     if max(chosen) >= len(task.problems):
         asked = f"--num_problems={len(chosen)}" if flag == "num_problems" else f"--problems has {max(chosen)}"
         most = f"at most {len(task.problems)}" if flag == "num_problems" else f"0 to {len(task.problems) - 1}"
@@ -239,6 +244,7 @@ def _items(task: Any, tokenizer: Any, chosen: Sequence[int], flag: str) -> list[
     for problem in (task.problems[index] for index in chosen):
         prompt = task.prompt(problem)
         ids = tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.chat(prompt)
+        check_ids(ids, checkpoint.config.vocab_size, tokenizer.vocab_size, f"the prompt of problem {problem.index}")
         items.append(Item(problem.index, tuple(ids), problem.answer))
     return items
 

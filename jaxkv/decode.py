@@ -150,7 +150,8 @@ def make_layout(
     of it.
 
     Raises:
-      UserError: an empty prompt, or a prompt and its new tokens that do not fit the model's context.
+      UserError: an empty prompt, one with an id that has no embedding (XLA would clamp it), or a prompt and its new
+        tokens that do not fit the model's context.
     """
     longest = max(map(len, prompts))
     if not min(map(len, prompts)):
@@ -159,6 +160,11 @@ def make_layout(
         raise UserError(
             f"a prompt of {longest} tokens and {new_tokens} new ones exceed the context of {config.context_length} "
             f"of {config.name}; use fewer shots (--shots) or a smaller --max_new_tokens"
+        )
+    if odd := sorted({i for prompt in prompts for i in prompt if not 0 <= i < config.vocab_size}):
+        raise UserError(
+            f"a prompt has token {odd[0]}, but {config.name} has {config.vocab_size} rows of embeddings; "
+            "use the tokenizer that belongs to these weights"
         )
     prefill = round_up(longest, bucket)
     return Layout(len(prompts), longest, prefill, round_up(prefill + new_tokens, tile or 1), new_tokens)

@@ -39,19 +39,22 @@ BROKEN = (
 
 
 @contextlib.contextmanager
-def reading(where: Path, remedy: str = AGAIN) -> Iterator[None]:
+def reading(where: Path, remedy: str = AGAIN, kinds: tuple[type[BaseException], ...] = BROKEN) -> Iterator[None]:
     """Turns what a foreign decoder raises on a broken file into one line.
 
     Args:
       where: the file as the user gave it.
       remedy: what to do about it.
+      kinds: what the decoder raises, where it has classes of its own.
 
     Raises:
       UserError: the decoder failed. One that was raised inside stays as it is.
     """
     try:
         yield
-    except BROKEN as error:
+    except UserError:
+        raise
+    except kinds as error:
         raise UserError(f"{where} cannot be read ({explain(error)}); {remedy}") from error
 
 

@@ -33,7 +33,9 @@ class NoScores:
     def label_change(self, text_a, text_b, gold):
         return dict.fromkeys(("strict", "flexible", "numeric"), "same")
 
-    def decode(self, tokens):
+    turn_ends = frozenset()
+
+    def decode_new(self, prompt, new):
         return ""
 
 

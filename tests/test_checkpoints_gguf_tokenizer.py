@@ -212,6 +212,38 @@ def test_sentencepiece_by_its_rule(tmp_path, seed, prefix):
     assert hf.decode([1, *hf.encode("a b", add_special_tokens=False), 2], skip_special_tokens=True) == "a b"
 
 
+@pytest.mark.parametrize("levels", [1, 3, 40])
+def test_shared_scores(tmp_path, levels):
+    """Among equal scores the leftmost pair merges first, whatever its piece: no list of merges says that."""
+    rng = random.Random(levels)
+    fields = sentencepiece_fields(prefix=True, rng=rng, tmp_path=tmp_path)
+    fields[f"{KEY}scores"] = [-float(rng.randrange(levels)) for _ in fields[f"{KEY}scores"]]
+    tokenizer, reference = reader._read_tokenizer(fields, "tiny"), sentencepiece_ids(fields)
+    parts = ["the", " hello", " ", "  ", "\n", "1", "=", "==", "ha", "b", "é", "\U0001f642", "Q", "<b>"]
+    for text in TEXTS + ["".join(rng.choices(parts, k=rng.randint(1, 30))) for _ in range(300)]:
+        assert tokenizer.hf.encode(text, add_special_tokens=False) == reference(text), text
+    offsets = tokenizer.hf(" hello 1", add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    assert [end for _, end in offsets][-1] == len(" hello 1")
+    with pytest.raises(UserError, match=r"cannot be written as tokenizer\.json .*; use the original file"):
+        tokenizer.save(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_runs_of_one_character_that_share_a_score(seed):
+    """As LLaMA-2's and Mistral's runs of spaces: an order of merges does it, so that the tokenizer can be saved."""
+    rng = random.Random(seed)
+    lengths = rng.sample(range(2, 18), rng.randint(1, 12))
+    tokens = ["<unk>", "<s>", "</s>", *BYTES, "ab", SPACE + "a", *(SPACE * n for n in lengths), "a", "b", SPACE]
+    types = [2, 3, 3] + [6] * 256 + [1] * (len(tokens) - 259)
+    scores = [0.0] * 259 + [-1.0, -2.0] + [-1e9] * len(lengths) + [-3.0] * 3
+    columns = {"model": "llama", "tokens": tokens, "token_type": types, "scores": scores}
+    fields = {KEY + name: column for name, column in columns.items()}
+    hf, reference = build_tokenizer(fields, "tiny"), sentencepiece_ids(fields)
+    assert hf.backend_tokenizer.pre_tokenizer is None
+    for text in [left + " " * n + right for n in range(70) for left in ("", "a", "ab") for right in ("", "b", "a  b")]:
+        assert hf.encode(text, add_special_tokens=False) == reference(text), text
+
+
 def test_byte_level_by_its_rule(tmp_path):
     fields = byte_level_fields(tmp_path)
     hf, reference = build_tokenizer(fields, "tiny"), byte_level_ids(fields)
@@ -266,7 +298,6 @@ def test_faults(tmp_path):
     fails(fields | {f"{KEY}tokens": [*tokens[:-1], "hello"]}, f"{len(tokens)} tokens, {len(tokens) - 1} distinct")
     fails(fields | {f"{KEY}bos_token_id": len(tokens)}, "bos_token_id=.* is no token")
     fails(fields | {f"{KEY}remove_extra_whitespaces": True}, "remove_extra_whitespaces is not implemented")
-    fails(fields | {f"{KEY}scores": [0.0] * len(tokens)}, "share a score")
     fails(
         fields | {f"{KEY}token_type": [5 if token == "hello" else k for token, k in zip(tokens, types, strict=True)]},
         "merge into the unused token 'hello'",

@@ -33,8 +33,9 @@ def make_items(lengths=LENGTHS):
 
 def with_stops(checkpoint):
     """The checkpoint with a tokenizer that ends a row at any of STOP_IDS."""
-    decode = lambda ids: "".join(chr(33 + i) for i in ids)  # noqa: E731
-    return dataclasses.replace(checkpoint, tokenizer=types.SimpleNamespace(eos_ids=STOP_IDS, decode=decode))
+    decode_new = lambda prompt, ids: "".join(chr(33 + i) for i in ids)  # noqa: E731
+    tokenizer = types.SimpleNamespace(eos_ids=STOP_IDS, turn_ends=frozenset(STOP_IDS), decode_new=decode_new)
+    return dataclasses.replace(checkpoint, tokenizer=tokenizer)
 
 
 def run(checkpoint, spec=SPEC, precision=FP32, sampler="greedy", items=None, **options):

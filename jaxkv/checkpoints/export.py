@@ -13,10 +13,11 @@ import numpy as np
 from jaxkv.checkpoints.checkpoint import Checkpoint
 from jaxkv.checkpoints.destination import new_directory
 from jaxkv.checkpoints.fill import SourceTensor, cast, flat_paths, tensor_names
-from jaxkv.checkpoints.hf import SAFETENSORS_CODES, read_tokenizer
+from jaxkv.checkpoints.hf import SAFETENSORS_CODES
 from jaxkv.checkpoints.hf_config import transformers_config
+from jaxkv.checkpoints.hf_tokenizer import read_tokenizer
 from jaxkv.checkpoints.rewrite import define_flags, rewrite
-from jaxkv.checkpoints.tokenizer import AnyTokenizer, ByteTokenizer
+from jaxkv.checkpoints.tokenizer import AnyTokenizer, ByteTokenizer, write_transformers
 from jaxkv.cli import run_command
 from jaxkv.config import dtype_from_name
 from jaxkv.errors import UserError
@@ -50,7 +51,7 @@ def export(checkpoint: Checkpoint, destination: str, *, dtype: str = "fp16") -> 
     with new_directory(destination) as partial:
         settings.save_pretrained(partial)
         _write_json(partial / "generation_config.json", _generation(checkpoint.generation, ids))
-        hf.save_pretrained(str(partial))
+        write_transformers(hf, partial)
         _name_plain_class(partial / "tokenizer_config.json")
         _check_tokenizer(checkpoint, partial)
         _write_weights(checkpoint, partial, dtype)

@@ -13,7 +13,8 @@ from jaxkv.checkpoints.checkpoint import Checkpoint, ConfigCheck, Progress, Shar
 from jaxkv.checkpoints.fill import SourceTensor, count_dtypes, fill_state, flat_paths, match_tensors
 from jaxkv.checkpoints.gguf_tokenizer import build_tokenizer
 from jaxkv.checkpoints.hf import as_ids, hash_files
-from jaxkv.checkpoints.tokenizer import Tokenizer
+from jaxkv.checkpoints.hf_tokenizer import check_template
+from jaxkv.checkpoints.tokenizer import Tokenizer, check_special_ids
 from jaxkv.config import ModelConfig, Precision, RopeScaling
 from jaxkv.errors import UserError
 from jaxkv.models.decoder import abstract_decoder
@@ -292,6 +293,7 @@ def read_gguf(
     shapes = {key: leaf.shape for key, leaf in flat_paths(abstract).items()}
     plan = match_tensors(config, shapes, key_table(config.family), tensors, name)
     tokenizer = _read_tokenizer(fields, name)
+    check_special_ids(tokenizer, config.vocab_size, name)
     try:
         state = fill_state(abstract, plan, config, name, sharding, progress)
     except NotImplementedError as error:
@@ -321,6 +323,7 @@ def _read_tokenizer(fields: dict[str, Any], name: str) -> Tokenizer:
     key = "tokenizer.ggml."
     hf = build_tokenizer(fields, name)
     hf.chat_template = fields.get("tokenizer.chat_template")
+    check_template(hf, name)
     add_bos = fields.get(f"{key}add_bos_token")
     stops = as_ids(*(fields.get(f"{key}{word}_token_id") for word in ("eos", "eot", "eom")))
     tokenizer = Tokenizer(hf, add_bos=None if add_bos is None else bool(add_bos), eos_ids=stops)

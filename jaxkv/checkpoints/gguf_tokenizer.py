@@ -4,7 +4,9 @@ Two kinds exist among the models here. `llama` is sentencepiece's BPE: a vocabul
 with the best-scored concatenation is merged first, leftmost among equals. `gpt2` is byte-level BPE with listed merges.
 """
 
+import dataclasses
 import functools
+import heapq
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 from jaxkv.checkpoints.tokenizer import bos_template
 from jaxkv.errors import UserError
 
-_KEY = "tokenizer.ggml."
+KEY = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)  # llama.cpp's token types
 _SPACE = "\u2581"
 _BYTES = tuple(f"<0x{i:02X}>" for i in range(256))
@@ -37,14 +39,14 @@ def build_tokenizer(fields: Mapping[str, Any], name: str) -> Any:
     """
     from transformers import PreTrainedTokenizerFast
 
-    kind, kinds = fields.get(f"{_KEY}model"), {"llama": _sentencepiece, "gpt2": _byte_level}
+    kind, kinds = fields.get(f"{KEY}model"), {"llama": _sentencepiece, "gpt2": _byte_level}
     if kind is None:
         raise UserError(f"{name}: the file holds no tokenizer; use a GGUF file with its tokenizer")
     if kind not in kinds:
         raise UserError(f"{name}: GGUF tokenizer '{kind}' is not implemented; known: {', '.join(kinds)}")
     for option in ("remove_extra_whitespaces", "precompiled_charsmap"):
-        if fields.get(_KEY + option):
-            raise UserError(f"{name}: GGUF option {_KEY}{option} is not implemented; use a model without it")
+        if fields.get(KEY + option):
+            raise UserError(f"{name}: GGUF option {KEY}{option} is not implemented; use a model without it")
     tokens, types = _column(fields, "tokens", str, name), _column(fields, "token_type", int, name)
     vocab = {token: i for i, token in enumerate(tokens)}
     if not len(vocab) == len(tokens) == len(types):
@@ -52,44 +54,62 @@ def build_tokenizer(fields: Mapping[str, Any], name: str) -> Any:
             f"{name}: {len(tokens)} tokens, {len(vocab)} distinct, with {len(types)} types; use an intact GGUF file"
         )
     special = {role: _special_id(fields, role, kind, len(tokens), name) for role in _ROLES}
-    backend, add_bos = kinds[kind](fields, vocab, types, special, name)
-
-    bos = special["bos"] if fields.get(f"{_KEY}add_bos_token", add_bos) else None
-    backend.post_processor = bos_template("" if bos is None else tokens[bos], bos)
+    built = kinds[kind](fields, vocab, types, special, name)
+    bos = special["bos"] if fields.get(f"{KEY}add_bos_token", built.add_bos) else None
+    built.backend.post_processor = bos_template("" if bos is None else tokens[bos], bos)
     named = {_ROLES[role]: tokens[i] for role, i in special.items() if i is not None}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **named)
+    hf = PreTrainedTokenizerFast(tokenizer_object=built.backend, clean_up_tokenization_spaces=False, **named)
+    if built.splitter is not None:  # only now: the class copies its backend, and Python code in it cannot be copied
+        hf.backend_tokenizer.pre_tokenizer = built.splitter
+    return hf
+
+
+@dataclasses.dataclass(frozen=True)
+class _Built:
+    """A tokenizer of the Rust library, whether BOS is its kind's default, and a pre-tokenizer to set at the end."""
+
+    backend: Any
+    add_bos: bool
+    splitter: Any = None
 
 
 def _sentencepiece(
     fields: Mapping[str, Any], vocab: dict[str, int], types: Sequence[int], special: dict[str, int | None], name: str
-) -> tuple[Any, bool]:
-    """The kind `llama`: BPE by score with byte fallback. Also whether BOS is the default."""
-    from tokenizers import decoders, models, normalizers
+) -> _Built:
+    """The kind `llama`: BPE by score with byte fallback."""
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
 
     scores = _column(fields, "scores", float, name)
     if len(scores) != len(types):
         raise UserError(f"{name}: {len(types)} tokens with {len(scores)} scores; use an intact GGUF file")
     tokens = list(vocab)
     unknown = special["unknown"]
+    merges = _merges(vocab, scores, types, name)
     model = models.BPE(
         vocab=vocab,
-        merges=_merges(vocab, scores, types, name),
+        merges=merges or [],
+        ignore_merges=merges is None,  # what the splitter gives are pieces already
         unk_token=None if unknown is None else tokens[unknown],
         fuse_unk=True,
         byte_fallback=all(byte in vocab for byte in _BYTES),
     )
     # llama.cpp and LLaMA-2's tokenizer.json alike put the space before every stretch of text between added tokens.
-    prefix = bool(fields.get(f"{_KEY}add_space_prefix", True))
+    prefix = bool(fields.get(f"{KEY}add_space_prefix", True))
     spaces = normalizers.Replace(" ", _SPACE)
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend = _backend(model, tokens, types)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefix else spaces
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
-    return backend, True
+    if merges is not None:
+        return _Built(backend, True)
+    pieces = {token: scores[i] for token, i in vocab.items() if types[i] == _NORMAL}
+    return _Built(backend, True, pre_tokenizers.PreTokenizer.custom(Greedy(pieces)))
 
 
-def _merges(vocab: dict[str, int], scores: Sequence[float], types: Sequence[int], name: str) -> list[tuple[str, str]]:
-    """Every split of a piece into two pieces, best piece first.
+def _merges(
+    vocab: dict[str, int], scores: Sequence[float], types: Sequence[int], name: str
+) -> list[tuple[str, str]] | None:
+    """Every split of a piece into two pieces, best piece first; None where no order of merges does what scores do.
 
     Pairs of one rank are merged leftmost first by both. For sentencepiece the splits of one piece share a rank too,
     which a list of merges cannot say. Only in runs like `=====` do two splits want the same symbol; those are merged
@@ -100,17 +120,72 @@ def _merges(vocab: dict[str, int], scores: Sequence[float], types: Sequence[int]
     for token in unused:
         if any(token[:cut] in ids and token[cut:] in ids for cut in range(1, len(token))):
             raise UserError(f"{name}: a text can merge into the unused token {token!r}, which is not implemented")
-    ranked = [
-        (-scores[i], i, -cut, token)
-        for token, i in ids.items()
-        for cut in range(1, len(token))
-        if token[:cut] in ids and token[cut:] in ids
-    ]
-    ranked.sort()
-    for one, other in itertools.pairwise(ranked):
-        if one[0] == other[0] and one[3] != other[3]:
-            raise UserError(f"{name}: pieces {one[3]!r} and {other[3]!r} share a score, so that no merge order follows")
-    return [(token[:-cut], token[-cut:]) for _, _, cut, token in ranked]
+    splits = {
+        token: [cut for cut in range(len(token) - 1, 0, -1) if token[:cut] in ids and token[cut:] in ids]
+        for token in ids
+    }
+    results = sorted((token for token in ids if splits[token]), key=lambda token: (-scores[ids[token]], ids[token]))
+    merges: list[tuple[str, str]] = []
+    for _, tied in itertools.groupby(results, key=lambda token: scores[ids[token]]):
+        group = list(tied)
+        if len(group) > 1:
+            if not _is_closed_run(group, merges, results):
+                return None
+            group.sort(key=len, reverse=True)
+        merges += [(token[:cut], token[cut:]) for token in group for cut in splits[token]]
+    return merges
+
+
+def _is_closed_run(group: Sequence[str], better: Sequence[tuple[str, str]], results: Sequence[str]) -> bool:
+    """Whether pieces of one score merge as sentencepiece has it, leftmost pair first, if the longest are listed first.
+
+    They do if they are all the runs of one character (in LLaMA-2 and Mistral: of spaces) and no better piece is made of
+    them. A stretch of that character is then alone with them. Leftmost first, one block grows from the left; all to its
+    right are single characters, and no two blocks to its left merge. Its pair with the block on the left, at least 2
+    long, is longer than that with the character on the right, which is longer than two characters: so the order by
+    length takes the leftmost of the pairs that there are.
+    """
+    letter = group[0][0]
+    runs = {token for token in results if not token.strip(letter)}
+    return set(group) == runs and not any(part in runs for pair in better for part in pair)
+
+
+class Greedy:
+    """Sentencepiece's BPE: the adjacent pair that makes the best-scored piece merges first, leftmost among equals.
+
+    A pre-tokenizer of the Rust library, in Python: for vocabularies whose pieces share scores in a way that no list of
+    merges can say.
+    """
+
+    def __init__(self, scores: Mapping[str, float]):
+        """`scores`: of every piece that a merge may make."""
+        self.scores = scores
+
+    def pre_tokenize(self, text: Any) -> None:
+        """Splits a PreTokenizedString into pieces and characters that are none."""
+        text.split(lambda _, stretch: [stretch[start:end] for start, end in self.cut(str(stretch))])
+
+    def cut(self, text: str) -> list[tuple[int, int]]:
+        """Where each piece starts and ends."""
+        ends = list(range(1, len(text) + 1))  # of the piece that starts there; 0 once it has merged into another
+        starts = list(range(-1, len(text)))  # of the piece before the one that starts there
+        heap: list[tuple[float, int, int, int]] = []
+
+        def offer(left: int) -> None:
+            middle = ends[left] if left >= 0 else len(text)
+            if middle < len(text) and (score := self.scores.get(text[left : ends[middle]])) is not None:
+                heapq.heappush(heap, (-score, left, middle, ends[middle]))
+
+        for left in range(len(text)):
+            offer(left)
+        while heap:
+            _, left, middle, end = heapq.heappop(heap)
+            if ends[left] == middle and ends[middle] == end:  # else one of the two has merged since
+                ends[left], ends[middle] = end, 0
+                starts[end] = left
+                offer(starts[left])
+                offer(left)
+        return [(start, end) for start, end in enumerate(ends) if end]
 
 
 def _gpt2_steps() -> list[Any]:
@@ -143,15 +218,15 @@ _PRE: dict[str, Callable[[], list[Any]]] = {
 
 def _byte_level(
     fields: Mapping[str, Any], vocab: dict[str, int], types: Sequence[int], special: dict[str, int | None], name: str
-) -> tuple[Any, bool]:
-    """The kind `gpt2`: byte-level BPE. Also whether BOS is the default."""
+) -> _Built:
+    """The kind `gpt2`: byte-level BPE."""
     from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-    pre = fields.get(f"{_KEY}pre")
+    pre = fields.get(f"{KEY}pre")
     if pre not in _PRE:
         raise UserError(f"{name}: GGUF pre-tokenizer {pre!r} is not implemented; known: {', '.join(_PRE)}")
-    if fields.get(f"{_KEY}add_space_prefix"):
-        raise UserError(f"{name}: GGUF option {_KEY}add_space_prefix is not implemented for byte-level BPE")
+    if fields.get(f"{KEY}add_space_prefix"):
+        raise UserError(f"{name}: GGUF option {KEY}add_space_prefix is not implemented for byte-level BPE")
     merges = [tuple(merge.split(" ")) for merge in _column(fields, "merges", str, name)]
     if odd := [m for m in merges if len(m) != 2 or not {*m, "".join(m)} <= vocab.keys()]:
         raise UserError(f"{name}: merge {' '.join(odd[0])!r} is not of two tokens into one; use an intact GGUF file")
@@ -161,7 +236,7 @@ def _byte_level(
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.Sequence(_PRE[pre]())
     backend.decoder = decoders.ByteLevel()
-    return backend, llama3
+    return _Built(backend, llama3)
 
 
 def _backend(model: Any, tokens: Sequence[str], types: Sequence[int]) -> Any:
@@ -179,14 +254,14 @@ def _backend(model: Any, tokens: Sequence[str], types: Sequence[int]) -> Any:
 
 
 def _special_id(fields: Mapping[str, Any], role: str, kind: str, count: int, name: str) -> int | None:
-    found = fields.get(f"{_KEY}{role}_token_id", _DEFAULT_IDS.get(role) if kind == "llama" else None)
+    found = fields.get(f"{KEY}{role}_token_id", _DEFAULT_IDS.get(role) if kind == "llama" else None)
     if found is not None and not 0 <= found < count:
-        raise UserError(f"{name}: {_KEY}{role}_token_id={found} is no token of {count}; use an intact GGUF file")
+        raise UserError(f"{name}: {KEY}{role}_token_id={found} is no token of {count}; use an intact GGUF file")
     return None if found is None else int(found)
 
 
 def _column(fields: Mapping[str, Any], key: str, kind: type, name: str) -> list[Any]:
-    column = fields.get(_KEY + key)
+    column = fields.get(KEY + key)
     if not isinstance(column, list) or not all(isinstance(entry, kind) for entry in column):
-        raise UserError(f"{name}: the GGUF metadata lacks {_KEY}{key}; use a GGUF file with its tokenizer")
+        raise UserError(f"{name}: the GGUF metadata lacks {KEY}{key}; use a GGUF file with its tokenizer")
     return column

@@ -19,8 +19,8 @@ import numpy as np
 
 from jaxkv.checkpoints.checkpoint import Checkpoint, ConfigCheck, Progress, Sharding
 from jaxkv.checkpoints.fill import SourceTensor, count_dtypes, fill_state, flat_paths, match_tensors, shorten
-from jaxkv.checkpoints.tokenizer import AnyTokenizer, ByteTokenizer, Tokenizer
-from jaxkv.config import ModelConfig, Precision
+from jaxkv.checkpoints.hf_tokenizer import TOKENIZER_FILES, read_tokenizer
+from jaxkv.config import Precision
 from jaxkv.errors import UserError, offline_example
 from jaxkv.models.decoder import abstract_decoder
 from jaxkv.models.families import PRESETS, key_table, parse_config
@@ -31,7 +31,6 @@ SAFETENSORS_CODES = {name: code for code, name in _NAMES.items()}
 # Buffers that old checkpoints carry; they are functions of the config.
 _BUFFERS = re.compile(r".*rotary_emb\.inv_freq|model\.layers\.\d+\.self_attn\.bias")
 _PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "model.safetensors", "model-*.safetensors")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
@@ -133,21 +132,6 @@ def as_ids(*values: Any) -> tuple[int, ...]:
     return tuple(int(item) for item in flat if item is not None)
 
 
-def read_tokenizer(directory: pathlib.Path, config: ModelConfig, eos_ids: Sequence[int]) -> AnyTokenizer:
-    """The directory's tokenizer; bytes for a byte-sized vocabulary without one. Raises UserError if there is none."""
-    if not any((directory / name).exists() for name in _TOKENIZER_FILES):
-        if config.vocab_size == ByteTokenizer.vocab_size:
-            return ByteTokenizer()
-        raise UserError(f"{directory} has no tokenizer ({', '.join(_TOKENIZER_FILES)}); download its files too")
-    from transformers import AutoTokenizer
-
-    try:
-        hf = AutoTokenizer.from_pretrained(str(directory))
-    except Exception as error:
-        raise UserError(f"cannot read the tokenizer in {directory} ({error}); download its files again") from None
-    return Tokenizer(hf, eos_ids=eos_ids)
-
-
 def read_hf(
     directory: pathlib.Path,
     precision: Precision,
@@ -191,7 +175,7 @@ def read_hf(
     plan = match_tensors(config, shapes, key_table(config.family), tensors, name)
     eos_ids = as_ids(raw.get("eos_token_id"), generation.get("eos_token_id"))
     tokenizer = read_tokenizer(directory, config, eos_ids)
-    used = [directory / "config.json", generation_file, *(directory / n for n in _TOKENIZER_FILES), *files]
+    used = [directory / "config.json", generation_file, *(directory / n for n in TOKENIZER_FILES), *files]
     with concurrent.futures.ThreadPoolExecutor(1) as pool:  # hashing overlaps with reading
         hashes = pool.submit(hash_files, [path for path in used if path.exists()])
         state = fill_state(abstract, plan, config, name, sharding, progress)

@@ -1,13 +1,41 @@
 """One interface to every tokenizer: BOS exactly when it should be, stop ids from wherever they are kept."""
 
+import functools
 import json
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
+
+from jaxkv import files
 from jaxkv.errors import UserError
 
 _OURS = "jaxkv_tokenizer.json"
+# Special tokens that end a turn in the models here, also where their files do not say so.
+TURN_ENDS = frozenset(
+    ("</s>", "<eos>", "<end_of_turn>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
+)
+_CONVERT = "convert the checkpoint again"
+_NO_TEMPLATE = "this checkpoint has no chat template; use plain prompts or an instruction-tuned checkpoint"
+
+Id = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Rules(msgspec.Struct, frozen=True):
+    """What `save` writes beside a tokenizer's own files, and what a record keeps of it.
+
+    Attributes:
+      kind: 'bytes' is `ByteTokenizer`.
+      add_bos, bos_id, eos_ids, vocab_size, has_chat_template: as in `Tokenizer`.
+    """
+
+    kind: Literal["huggingface", "bytes"]
+    add_bos: bool
+    bos_id: Id | None
+    eos_ids: tuple[Id, ...]
+    vocab_size: Id
+    has_chat_template: bool
 
 
 class Tokenizer:
@@ -50,6 +78,33 @@ class Tokenizer:
         """Text of ids, special tokens left out."""
         return self.hf.decode([int(i) for i in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
+    def decode_new(self, prompt: Sequence[int], new: Sequence[int]) -> str:
+        """Text that new ids [n] add to that of a prompt [P]; special tokens left out.
+
+        New ids alone would lose a space: sentencepiece strips one from the start of a text.
+        """
+        return _added_text(self.decode(prompt), self.decode([*prompt, *new]))
+
+    @functools.cached_property
+    def turn_ends(self) -> frozenset[int]:
+        """Ids at which an answer ends: `eos_ids`, special tokens known as turn ends, and the chat template's own."""
+        special = {int(i): str(token) for i, token in self.hf.added_tokens_decoder.items() if token.special}
+        known = {i for i, token in special.items() if token in TURN_ENDS}
+        return frozenset({*self.eos_ids, *known, *self._template_ends(special)})
+
+    def _template_ends(self, special: Mapping[int, str]) -> list[int]:
+        """The special token that the chat template puts after an answer; none where it refuses to show one."""
+        if not self.has_chat_template:
+            return []
+        answer = "jaxkv answers"
+        messages = [{"role": "user", "content": "jaxkv asks"}, {"role": "assistant", "content": answer}]
+        try:
+            text = self.hf.apply_chat_template(messages, tokenize=False)
+        except Exception:  # jinja raises whatever the template's author chose
+            return []
+        rest = text.rpartition(answer)[2].lstrip()
+        return [i for i, token in special.items() if rest.startswith(token)]
+
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Ids of a conversation in the model's template, up to where the model's answer starts.
 
@@ -62,32 +117,28 @@ class Tokenizer:
           UserError: the checkpoint has no template, or the template refuses the messages.
         """
         if not self.has_chat_template:
-            raise UserError(
-                "this checkpoint has no chat template; use plain prompts or an instruction-tuned checkpoint"
-            )
+            raise UserError(_NO_TEMPLATE)
         try:
             ids = self.hf.apply_chat_template(
                 [dict(m) for m in messages], tokenize=True, add_generation_prompt=True, return_dict=False
             )
         except Exception as error:  # jinja raises whatever the template's author chose
-            raise UserError(f"the chat template refuses these messages ({error}); change the roles") from None
+            told = files.explain(error)
+            raise UserError(f"the chat template refuses these messages ({told}); use plain prompts") from error
         ids = [int(i) for i in ids]
         return ids[1:] if self.bos_id is not None and ids[:2] == [self.bos_id] * 2 else ids
 
     def to_json(self) -> dict[str, Any]:
         """The rules that a record needs."""
-        return {
-            "kind": "huggingface",
-            "add_bos": self.add_bos,
-            "bos_id": self.bos_id,
-            "eos_ids": list(self.eos_ids),
-            "vocab_size": self.vocab_size,
-            "has_chat_template": self.has_chat_template,
-        }
+        return _to_json("huggingface", self)
 
     def save(self, directory: str | pathlib.Path) -> None:
-        """Writes the tokenizer and its rules into a directory; `load_tokenizer` reads them."""
-        self.hf.save_pretrained(str(directory))
+        """Writes the tokenizer and its rules into a directory; `load_tokenizer` reads them.
+
+        Raises:
+          UserError: tokenizer.json has no way to say what this one does.
+        """
+        write_transformers(self.hf, directory)
         (pathlib.Path(directory) / _OURS).write_text(json.dumps(self.to_json()))
 
 
@@ -111,9 +162,18 @@ class ByteTokenizer:
         """Text of ids; specials are left out, broken UTF-8 becomes the replacement character."""
         return bytes(int(i) for i in ids if int(i) < 256).decode(errors="replace")
 
+    def decode_new(self, prompt: Sequence[int], new: Sequence[int]) -> str:
+        """Text that new ids add to that of a prompt, as in `Tokenizer`."""
+        return _added_text(self.decode(prompt), self.decode([*prompt, *new]))
+
+    @property
+    def turn_ends(self) -> frozenset[int]:
+        """Ids at which an answer ends."""
+        return frozenset(self.eos_ids)
+
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Raises UserError: bytes have no chat template."""
-        raise UserError("this checkpoint has no chat template; use plain prompts or an instruction-tuned checkpoint")
+        raise UserError(_NO_TEMPLATE)
 
     def to_transformers(self) -> Any:
         """The same ids from a transformers tokenizer, for other programs.
@@ -135,14 +195,7 @@ class ByteTokenizer:
 
     def to_json(self) -> dict[str, Any]:
         """The rules that a record needs."""
-        return {
-            "kind": "bytes",
-            "add_bos": self.add_bos,
-            "bos_id": self.bos_id,
-            "eos_ids": list(self.eos_ids),
-            "vocab_size": self.vocab_size,
-            "has_chat_template": False,
-        }
+        return _to_json("bytes", self)
 
     def save(self, directory: str | pathlib.Path) -> None:
         """Writes the rules into a directory; `load_tokenizer` reads them."""
@@ -152,6 +205,68 @@ class ByteTokenizer:
 
 
 AnyTokenizer = Tokenizer | ByteTokenizer
+
+
+def cut_turn(ids: Sequence[int], turn_ends: Iterable[int]) -> list[int]:
+    """Ids up to the first turn end, which is left out: special tokens are gone from a text before it is searched."""
+    ends = set(turn_ends)
+    return [int(i) for i in ids[: next((n for n, i in enumerate(ids) if int(i) in ends), len(ids))]]
+
+
+def check_ids(ids: Iterable[int], rows: int, tokens: int, what: str) -> None:
+    """Refuses ids without an embedding: XLA would take the last row in their place without a word.
+
+    Args:
+      ids: what the model is to be given.
+      rows: of the embedding.
+      tokens: ids of the tokenizer.
+      what: names the ids in the message, e.g. 'the prompt of problem 3'.
+
+    Raises:
+      UserError: an id is outside 0 to rows - 1.
+    """
+    if odd := sorted({int(i) for i in ids if not 0 <= i < rows}):
+        named = ", ".join(map(str, odd[:4])) + (f" and {len(odd) - 4} more" if len(odd) > 4 else "")
+        raise UserError(
+            f"{what} has token {named}, but the embedding has {rows} rows and the tokenizer {tokens} tokens; "
+            "use the tokenizer that belongs to these weights"
+        )
+
+
+def check_special_ids(tokenizer: AnyTokenizer, rows: int, name: str) -> None:
+    """`check_ids` for BOS, if it comes before prompts, and for the stop ids. What nothing uses may be beyond."""
+    bos = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
+    check_ids(bos, rows, tokenizer.vocab_size, f"{name}: BOS")
+    check_ids(tokenizer.eos_ids, rows, tokenizer.vocab_size, f"{name}: EOS")
+
+
+def _added_text(before: str, after: str) -> str:
+    """What `after` has beyond `before`. Where a character was cut in two, `before` ends in replacement characters."""
+    shared = next((n for n, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(before))
+    return after[shared:]
+
+
+def _to_json(kind: Literal["huggingface", "bytes"], tokenizer: AnyTokenizer) -> dict[str, Any]:
+    return {
+        "kind": kind,
+        "add_bos": tokenizer.add_bos,
+        "bos_id": tokenizer.bos_id,
+        "eos_ids": list(tokenizer.eos_ids),
+        "vocab_size": tokenizer.vocab_size,
+        "has_chat_template": tokenizer.has_chat_template,
+    }
+
+
+def write_transformers(hf: Any, directory: str | pathlib.Path) -> None:
+    """Writes tokenizer.json and what goes with it. Raises UserError if it cannot say what the tokenizer does."""
+    try:
+        hf.save_pretrained(str(directory))
+    except OSError:
+        raise
+    except Exception as error:  # the class that the Rust library raises
+        raise UserError(
+            f"this tokenizer cannot be written as tokenizer.json ({files.explain(error)}); use the original file"
+        ) from error
 
 
 def bos_template(token: str, bos_id: int | None) -> Any:
@@ -173,14 +288,12 @@ def _byte_letters() -> list[str]:
 def load_tokenizer(directory: str | pathlib.Path) -> AnyTokenizer:
     """Reads what `save` wrote. Raises UserError if the directory holds no such tokenizer."""
     path = pathlib.Path(directory)
-    try:
-        rules = json.loads((path / _OURS).read_text())
-    except (OSError, ValueError):
-        raise UserError(f"{path} holds no tokenizer of jaxkv; convert the checkpoint again") from None
-    if rules["kind"] == "bytes":
-        return ByteTokenizer(add_bos=rules["add_bos"])
-    from transformers import PreTrainedTokenizerFast
+    rules = files.read_json(path / _OURS, Rules, _CONVERT)
+    if rules.kind == "bytes":
+        return ByteTokenizer(add_bos=rules.add_bos)
+    from jaxkv.checkpoints.hf_tokenizer import read_plain
 
-    # The plain class runs tokenizer.json as it stands; a model's own class may rebuild the pipeline from its parts.
-    hf = PreTrainedTokenizerFast.from_pretrained(str(path))
-    return Tokenizer(hf, add_bos=rules["add_bos"], eos_ids=rules["eos_ids"])
+    tokenizer = Tokenizer(read_plain(path, _CONVERT), add_bos=rules.add_bos, eos_ids=rules.eos_ids)
+    if tokenizer.to_json() != msgspec.to_builtins(rules) | {"eos_ids": list(rules.eos_ids)}:
+        raise UserError(f"{path / _OURS} does not fit tokenizer.json beside it; {_CONVERT}")
+    return tokenizer

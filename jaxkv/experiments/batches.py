@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxkv.audit import Finding
+from jaxkv.checkpoints.tokenizer import cut_turn
 from jaxkv.config import ModelConfig
 from jaxkv.decode import Arms, Layout, Rows, make_layout, make_rows
 from jaxkv.provenance import hash_tokens
@@ -133,17 +134,32 @@ def describe_setting(
     }
 
 
+class Decoding(Protocol):
+    """What makes text of an answer's tokens."""
+
+    @property
+    def turn_ends(self) -> frozenset[int]:
+        """Ids at which an answer ends."""
+
+    def decode_new(self, prompt: Sequence[int], new: Sequence[int]) -> str:
+        """Text that new ids add to that of a prompt."""
+
+
 def make_arm(
-    tokens: list[int], broke: bool, stop_ids: Sequence[int], tokenizer: Any, scoring: Scoring, gold: str
+    item: Item, tokens: list[int], broke: bool, stop_ids: Sequence[int], tokenizer: Decoding, scoring: Scoring
 ) -> dict[str, Any]:
-    """An arm's own run as a record has it; `broke` where its numbers did not stay finite."""
-    text, cut = scoring.cut(tokenizer.decode([t for t in tokens if t not in stop_ids]))
-    stop = "eos" if tokens and tokens[-1] in stop_ids else "stop_string" if cut else "length"
+    """An arm's own run as a record has it; `broke` where its numbers did not stay finite.
+
+    `tokens` are recorded whole; the text is that of the first turn, as its prompt goes on.
+    """
+    turn = cut_turn(tokens, {*tokenizer.turn_ends, *stop_ids})
+    text, cut = scoring.cut(tokenizer.decode_new(item.prompt, turn))
+    stop = "eos" if tokens and tokens[-1] in stop_ids else "stop_string" if cut or turn != tokens else "length"
     return {
         "tokens": tokens,
         "text": text,
         "stop": "invalid" if broke else stop,
-        "scores": scoring.score(text, gold),
+        "scores": scoring.score(text, item.gold),
     }
 
 

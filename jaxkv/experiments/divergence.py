@@ -25,6 +25,7 @@ from jaxkv.decode import Arms, Layout, Rollout, Rows, round_up, start_rollout
 from jaxkv.drafts import Forced, first_disagreement, free_by_drafts, free_stepwise
 from jaxkv.experiments.batches import (
     Batch,
+    Decoding,
     Item,
     RunSpec,
     Scoring,
@@ -236,14 +237,13 @@ def compare_row(arms: Arms, item: Item, row: int, ran: BatchRun, spec: RunSpec) 
 
 
 def make_record(
-    arms: Arms, item: Item, row: int, ran: BatchRun, spec: RunSpec, tokenizer: Any, scoring: Scoring
+    arms: Arms, item: Item, row: int, ran: BatchRun, spec: RunSpec, tokenizer: Decoding, scoring: Scoring
 ) -> dict[str, Any]:
     """The sample of one row (schema: jaxkv.schemas)."""
     found = compare_row(arms, item, row, ran, spec)
     broke = found["status"] == "invalid"
     scored = {
-        arm: make_arm(tokens, broke, arms.stop_ids, tokenizer, scoring, item.gold)
-        for arm, tokens in found["arms"].items()
+        arm: make_arm(item, tokens, broke, arms.stop_ids, tokenizer, scoring) for arm, tokens in found["arms"].items()
     }
     return {
         "experiment": "divergence",
@@ -260,7 +260,7 @@ def run_divergence(
     state: nnx.State,
     items: Sequence[Item],
     spec: RunSpec,
-    tokenizer: Any,
+    tokenizer: Decoding,
     scoring: Scoring,
     done: frozenset[int] = frozenset(),
 ) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
@@ -271,7 +271,7 @@ def run_divergence(
       state: weights.
       items: the problems.
       spec: what to run.
-      tokenizer: decodes token ids (`decode`).
+      tokenizer: makes text of new tokens.
       scoring: the task's scorers.
       done: problems that have a record; a batch is run whole if any of its problems lacks one, so that its shape, and
         with it every bit, is that of an undisturbed run.

@@ -22,6 +22,7 @@ from jaxkv.audit import Finding, audit_rows
 from jaxkv.compare import compare_logits
 from jaxkv.decode import Arms, Layout, Rollout, Rows
 from jaxkv.experiments.batches import (
+    Decoding,
     Item,
     RunSpec,
     Scoring,
@@ -123,7 +124,7 @@ def make_record(
     reference: Reference,
     changed: Changed | None,
     spec: RunSpec,
-    tokenizer: Any,
+    tokenizer: Decoding,
     scoring: Scoring,
 ) -> dict[str, Any]:
     """The record of one problem under one change (schema: jaxkv.schema_injection); `changed` is None for the clean."""
@@ -151,7 +152,7 @@ def make_record(
         **describe_setting(
             arms, item, reference.layout, int(reference.rows.first[row]), reference.findings[row], spec, fault
         ),
-        "run": make_arm(tokens, fault is not None, arms.stop_ids, tokenizer, scoring, item.gold),
+        "run": make_arm(item, tokens, fault is not None, arms.stop_ids, tokenizer, scoring),
         "teacher_forced": compared,
         "free_running": free,
         # The last token of a run is fed to nobody.
@@ -167,7 +168,7 @@ def run_injection(
     spec: RunSpec,
     changes: Sequence[Change],
     seeds: Sequence[int],
-    tokenizer: Any,
+    tokenizer: Decoding,
     scoring: Scoring,
     done: frozenset[tuple[int, str, int]] = frozenset(),
 ) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
@@ -180,7 +181,7 @@ def run_injection(
       spec: what to run; what it says of the uncached arm, of controls and of stepwise problems has no place here.
       changes: from `make_changes`.
       seeds: of the errors, different ones.
-      tokenizer: decodes token ids (`decode`).
+      tokenizer: makes text of new tokens.
       scoring: the task's scorers.
       done: (problem, change, seed) that have a record; a batch is run whole if any of its problems lacks one.
 

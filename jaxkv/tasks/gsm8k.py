@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxkv.errors import UserError
-from jaxkv.tasks.scoring import STOPS, TURN_ENDS, canonical, parse_number
+from jaxkv.tasks.numerals import canonical, parse_number
+from jaxkv.tasks.scoring import STOPS, TURN_ENDS
 from jaxkv.tasks.sources import Source, check_row, fetch, import_datasets, read_rows
 from jaxkv.tasks.task import BOXED_REQUEST
 from jaxkv.tasks.task import Problem as Problem

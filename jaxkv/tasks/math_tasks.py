@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 from jaxkv.errors import UserError
+from jaxkv.tasks.numerals import match_braces
 from jaxkv.tasks.packages import require, versions
 from jaxkv.tasks.sources import Source, check_row, load_rows
 from jaxkv.tasks.task import BOXED_REQUEST, Problem, Request, Scores, Task, choose_spec, make_simple, refuse_fewshot
@@ -59,14 +60,9 @@ def _make_problem(where: str, index: int, row: Any) -> Problem:
 
 def find_boxed(text: str) -> str | None:
     """Content of the last \\boxed{} whose braces close, without outer spaces; None if there is none."""
-    for match in reversed(list(_BOXED.finditer(text))):
-        depth, at = 1, match.end()
-        while at < len(text) and depth:
-            depth += {"{": 1, "}": -1}.get(text[at], 0) if text[at - 1] != "\\" else 0
-            at += 1
-        if not depth:
-            return text[match.end() : at - 1].strip()
-    return None
+    closers = match_braces(text)
+    boxes = [match.end() for match in _BOXED.finditer(text) if match.end() - 1 in closers]
+    return text[boxes[-1] : closers[boxes[-1] - 1]].strip() if boxes else None
 
 
 @functools.lru_cache(maxsize=4096)  # a change of labels asks for the scores of the same texts again

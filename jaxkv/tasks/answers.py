@@ -13,6 +13,7 @@ _FILLER = (
     r"|approximately|a|total|of|equals?|to)\b|[A-Za-z] ?=)[\s*_`=:~≈,\"'“”({\[]*){0,8}"
 )
 _MARKER = re.compile(rf"####{_FILLER}")
+_CUT_BOX = re.compile(r"\\(?:boxed|fbox) *\{[^{}\n]*\Z")
 _BOXED = re.compile(r"\\(?:boxed|fbox) *\{")
 _STATED = re.compile(
     rf"\banswer\b[^.\n:=]{{0,60}}?\b(?:is|are|equals|would be|should be|will be|comes to)\b{_FILLER}"
@@ -33,14 +34,15 @@ _TIMES = re.compile(r" *([*/x×÷]) *")
 _PLUS = re.compile(r" *([-+]) *")
 _POWER = re.compile(r" ?\^ ?(-?[0-9]{1,2})(?![0-9])")
 _JOINT = re.compile(r"[) ]{0,3}[-+*/x×÷:^][( ]{0,3}")
-_RANGE = re.compile(r" to ")
+_SEVERAL = re.compile(r" to |,|,? (?:dollars?|pounds?|hours?|minutes?|days?|weeks?|years?|feet) and ", re.IGNORECASE)
+_UNFINISHED = re.compile(r"[ )]*=")
 _LIST = re.compile(r"[\s$]*(?:[,;&]|and\b|or\b|to\b)[\s$]*", re.IGNORECASE)
 _EQUATIONS = re.compile(r"(?:[,;&]|\band\b) *[A-Za-z]+ *=", re.IGNORECASE)
 _MOST = 64  # numbers and parentheses of one expression
 
 
 class _NotOneNumber(Exception):
-    """What is settled on is a range, a list or a time of day."""
+    """What is settled on is a range, a list, a time of day or a measure in two units."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +69,9 @@ def extract_numeric(text: str) -> Decimal | None:
 
     Of 'a op b = c' it takes c. Fractions ('3/4', '2 1/2'), '2 million' and arithmetic that is left to do ('9 * 2') are
     evaluated; numbers written as words are not read. A text that settles on a range ('20-30'), on a time of day that
-    is no full hour ('3:30'), on a division by zero or, in a box, on several numbers has no value, so None.
+    is no full hour ('3:30'), on '3 hours and 30 minutes', on a division by zero, on arithmetic cut before its result
+    or, in a box, on several numbers has no value, so None. Digits at the end of a text in a box that never closes are
+    not read: more of them may have been to come.
     """
     answer = _Answer(normalize(text))
     marked = _first(answer.read_leading, _MARKER.finditer(answer.text))
@@ -95,6 +99,8 @@ class _Answer:
     def __init__(self, text: str):
         self.text = text
         self.numbers = find_numbers(text)
+        if self.numbers and self.numbers[-1].end == len(text) and _CUT_BOX.search(text):
+            del self.numbers[-1]  # it may be the first digits of a longer one
         self.places = {number.start: place for place, number in enumerate(self.numbers)}
         self._closers = match_braces(text)
 
@@ -105,7 +111,7 @@ class _Answer:
             return None
         cut = _CLAUSE_END.search(self.text, self.numbers[place].end)
         place = self._skip_equations(place, cut.start() if cut else len(self.text))
-        return self._evaluate(place, at, self._end_line(at), _RANGE)
+        return self._evaluate(place, at, self._end_line(at), _SEVERAL)
 
     def read_box(self, at: int) -> _Settled | None:
         """What a box holds that opens before an offset; None without a number."""
@@ -120,7 +126,7 @@ class _Answer:
     def read_line(self, at: int) -> _Settled | None:
         """As `read_leading`, only where the rest of the line is an expression and at most four words."""
         place = self._find_near(at)
-        found = None if place is None else self._evaluate(place, at, self._end_line(at), _RANGE)
+        found = None if place is None else self._evaluate(place, at, self._end_line(at), _SEVERAL)
         alone = found and found.value is not None and _UNIT_ALONE.match(self.text, found.end)
         return found if alone else None
 
@@ -130,14 +136,18 @@ class _Answer:
             return None
         asides = self._find_asides()
         last = next((p for p in reversed(range(len(self.numbers))) if p not in asides), len(self.numbers) - 1)
-        place, end = last, self.numbers[last].end
+        place, start, end = last, self.numbers[last].start, self.numbers[last].end
+        if last and _SEVERAL.fullmatch(self.text, *self._gap(last)):
+            return _Settled(start, None, end)
         while place > max(0, last - _MOST) and _JOINT.fullmatch(self.text, *self._gap(place)):
             place -= 1
         if place and self.is_mixed(place - 1):
             place -= 1
-        line = self._end_line(end)
-        found = self._evaluate(place, self.numbers[place].start, line, _RANGE)
-        return found if found.end >= end else self._evaluate(last, self.numbers[last].start, line, _RANGE)
+        found = self._evaluate(place, self.numbers[place].start, self._end_line(end), _SEVERAL)
+        if found.end < end:
+            return self._evaluate(last, start, self._end_line(end), _SEVERAL)
+        unfinished = place < last and _UNFINISHED.match(self.text, found.end)
+        return _Settled(found.at, None, found.end) if unfinished else found
 
     def is_mixed(self, place: int) -> bool:
         """Whether a number is the whole of a mixed fraction, 'n a/b' with a below b."""

@@ -273,10 +273,10 @@ def test_processes_that_run_already_are_counted_with_their_threads(tmp_path):
 
 def test_faults(tmp_path, monkeypatch):
     load = functools.partial(load_task, "humaneval", allow_code_execution=True)
-    with pytest.raises(UserError, match="line 1: has no text in 'test'"):
+    with pytest.raises(UserError, match="line 1: field test: expected `str` that is not blank"):
         load(data=write(tmp_path / "a.jsonl", [{**ROW, "test": ""}]))
     (tmp_path / "b.jsonl.gz").write_bytes(b"no gzip")
-    with pytest.raises(UserError, match="is not a gzip file"):
+    with pytest.raises(UserError, match=r"cannot be read .*; copy or download it again"):
         load(data=str(tmp_path / "b.jsonl.gz"))
     with pytest.raises(UserError, match="no few_shot prompt"):
         load(data=write(tmp_path / "a.jsonl"), spec=PromptSpec("few_shot", 2))

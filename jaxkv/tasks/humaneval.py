@@ -6,21 +6,32 @@ The code that a model writes is run, in a child process under limits (`sandbox`)
 import functools
 import json
 import re
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from jaxkv.errors import UserError
 from jaxkv.tasks.code_blocks import defines, find_code
 from jaxkv.tasks.sandbox import Limits, run_program
-from jaxkv.tasks.sources import Source, check_row, load_rows
+from jaxkv.tasks.sources import Source, Text, load_rows, to_row
 from jaxkv.tasks.task import TURN_ENDS, Problem, Prompt, Request, Scores, Task, choose_spec, make_simple, refuse_fewshot
 
-FIELDS = ("task_id", "prompt", "entry_point", "test")
 SHAPE = "rows with 'task_id', 'prompt', 'entry_point' and 'test'"
 SOURCE = Source("HumanEval", SHAPE, "openai/openai_humaneval", None, "test")
 STYLES = ("zero_shot", "chat")
 STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint", *TURN_ENDS)  # Chen et al., section 3
 CHAT_REQUEST = "Complete this Python function. Answer with the whole function in one ```python block.\n\n```python\n"
 _FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
+
+
+class Row(msgspec.Struct, frozen=True):
+    """A row of the file."""
+
+    task_id: Text
+    prompt: Text
+    entry_point: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z_]\w*$")]
+    test: Text
+    canonical_solution: str | None = None
 
 
 def load(request: Request) -> Task:
@@ -58,9 +69,9 @@ def load(request: Request) -> Task:
 
 
 def _make_problem(where: str, index: int, row: Any) -> Problem:
-    check_row(where, row, FIELDS)
-    gold = {name: row[name] for name in ("prompt", "entry_point", "test")}
-    return Problem(index, row["prompt"], json.dumps(gold), row.get("canonical_solution") or "")
+    given = to_row(row, Row, where, SHAPE)
+    gold = {"prompt": given.prompt, "entry_point": given.entry_point, "test": given.test}
+    return Problem(index, given.prompt, json.dumps(gold), given.canonical_solution or "")
 
 
 def ask(style: str, problem: Problem) -> Prompt:

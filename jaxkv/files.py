@@ -136,5 +136,5 @@ def _misfit(error: msgspec.ValidationError, where: Path, remedy: str) -> UserErr
     """'config.json: field hidden_size: expected `int`, got `null`; ...' from msgspec's 'Expected ... - at `$.x`'."""
     told, _, place = str(error).partition(" - at `$")
     place = place.rstrip("`").lstrip(".")
-    told = told[:1].lower() + told[1:]
+    told = (told[:1].lower() + told[1:]).replace(r" matching regex '\\S'", " that is not blank")
     return UserError(f"{where}: {f'field {place}: ' if place else ''}{told}; {remedy}")

@@ -75,17 +75,12 @@ def test_label_changes(tmp_path):
     assert grade("", "the")["exact"] == {"answer": None, "correct": False}
 
 
-@pytest.mark.parametrize(("before", "offset"), [(b"", 4), (b"\xef\xbb\xbf", 7)])
-def test_not_utf8(tmp_path, before, offset):
-    path = write(tmp_path / "latin.txt", before + "föx caf\xe9 ".encode() + b"\xe9 more")
-    offset += len("föx caf\xe9 ".encode()) - 4
-    with pytest.raises(UserError, match=rf"is not UTF-8 \(byte 0xe9 at offset {offset}\); save it as UTF-8") as caught:
+@pytest.mark.parametrize("before", [b"", b"\xef\xbb\xbf"])
+def test_not_utf8(tmp_path, before):
+    path = write(tmp_path / "latin.txt", before + "f\xf6x\ncaf\xe9 ".encode() + b"\xe9 more")
+    with pytest.raises(UserError) as caught:
         load_text(path)
-    assert path in str(caught.value)
-    assert "\n" not in str(caught.value)
-    content = (tmp_path / "latin.txt").read_bytes()
-    assert content[offset] == 0xE9
-    assert content[:offset].decode("utf-8-sig")
+    assert str(caught.value) == f"{path} line 2: is not UTF-8; save the file as UTF-8"
 
 
 def test_faults(tmp_path):

@@ -6,12 +6,13 @@ import json
 import os
 import pathlib
 import sys
+import textwrap
 import time
 
 import pytest
 
 from jaxkv.errors import UserError
-from jaxkv.tasks import PromptSpec, humaneval, load_task
+from jaxkv.tasks import PromptSpec, code_blocks, humaneval, load_task
 from jaxkv.tasks.sandbox import Limits, run_program
 from jaxkv.tasks.sandbox_child import count_tasks
 
@@ -22,6 +23,7 @@ ROW = {
     "canonical_solution": "    return math.pi * r * r\n",
     "test": "def check(candidate):\n    assert abs(candidate(2) - 12.566370614) < 1e-6\n",
 }
+LABELS = ("", "python", "Python", "PYTHON", "python3", " python", "py", "python3.11 ", "{.python}", "python title=a.py")
 SHORT = Limits(seconds=3, cpu_seconds=1, memory_bytes=512 << 20, processes=64)
 
 
@@ -75,6 +77,66 @@ def test_chat_answers(tmp_path, answer, passes):
     (message,) = task.prompt(task.problems[0])
     assert ROW["prompt"].rstrip() in message["content"]
     assert task.score(answer, task.problems[0].answer)["pass"]["correct"] is passes
+
+
+SOLUTION = "def area(r):\n    return math.pi * r**2\n"
+OTHER = "def area(r):\n    return 0\n"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *(f"Sure:\n```{label}\n{SOLUTION}```\nDone." for label in LABELS),
+        f"~~~python\n{SOLUTION}~~~",
+        f"````python\n{SOLUTION}````",
+        f"Here it is: ```python\n{SOLUTION}```",
+        f"Use `area`: ```python\n{SOLUTION}``` and ```pi```.",
+        "1. So:\n" + textwrap.indent(f"```python\n{SOLUTION}```", "   ") + "\n2. Done.",
+        "1. ```python\n" + textwrap.indent(SOLUTION, "   ") + "   ```",
+        f"```python\n{SOLUTION}```".replace("\n", "\r\n"),
+        f"```python\n{SOLUTION.rstrip()}```",
+        f"```python\n{SOLUTION}",  # never closed
+        f"```bash\npip install numpy\n```\n```python\n{SOLUTION}```",
+        f"```text\nThe area of a circle\n```\nSo:\n```\n{SOLUTION}```",
+        f"```text\narea(2) = 12.57\n```\n{SOLUTION}",
+        f"For example\n```python\nprint(area(2))\n```\nwith\n```python\n{SOLUTION}```",
+        f"```python\n{SOLUTION}```\nTo try it:\n```python\nassert area(1) == 3\n```",
+        f"```python\n{SOLUTION}```\nNot so:\n```python\n{OTHER}```",  # the first counts
+        f'You gave\n```python\ndef area(r):\n    """Area."""\n```\nand I\n```python\n{SOLUTION}```',
+        f"You gave\n```python\ndef area(r):\n    pass\n```\nand I\n```python\n{SOLUTION}```",
+        f"```python\nfrom __future__ import annotations\n{SOLUTION}```",
+        '```python\ndef area(r):\n    """As\n    ```\n    area(1)\n    ```\n    """\n    return math.pi * r**2\n```',
+        SOLUTION,
+        f"Here is the function:\n\nimport math\n{SOLUTION}\nExplanation\nIt multiplies. area(2) is 12.57.",
+        "```python\n    return math.pi * r * r\n```",
+        "Usage:\n```python\nprint(area(2))\n```\nThe body:\n```python\n    return math.pi * r * r\n```",
+    ],
+)
+def test_fences(answer):
+    gold = json.dumps({name: ROW[name] for name in ("prompt", "entry_point", "test")})
+    assert humaneval.grade(answer, gold, style="chat")["pass"]["answer"] == "passed"
+
+
+@pytest.mark.parametrize(
+    ("answer", "ended"),
+    [
+        (f"```python\n{OTHER}```\nBetter:\n```python\n{SOLUTION}```", "AssertionError"),
+        (f"```python\n{SOLUTION[:-8]}", "AssertionError"),  # cut inside `r**2`
+        ("```bash\nls\n```", "TypeError"),  # nothing but the prompt's docstring is left, and that returns None
+        ("```python\nprint(area(2))\n```", "TypeError"),
+        ("", "TypeError"),
+    ],
+)
+def test_fences_of_wrong_answers(answer, ended):
+    gold = json.dumps({name: ROW[name] for name in ("prompt", "entry_point", "test")})
+    assert humaneval.grade(answer, gold, style="chat")["pass"]["answer"] == ended
+
+
+@pytest.mark.parametrize("text", ["`" * 10000 + "x`", "```x" * 2500, "~~~ ~" * 2000, " " * 10000 + "x", "```\n" * 2500])
+def test_fences_take_linear_time(text):
+    begin = time.process_time()
+    code_blocks.find_code(text, "area")
+    assert time.process_time() - begin < 0.5
 
 
 def test_a_text_is_run_once(task, monkeypatch):
@@ -211,10 +273,10 @@ def test_processes_that_run_already_are_counted_with_their_threads(tmp_path):
 
 def test_faults(tmp_path, monkeypatch):
     load = functools.partial(load_task, "humaneval", allow_code_execution=True)
-    with pytest.raises(UserError, match="line 1: has no text in 'test'"):
+    with pytest.raises(UserError, match="line 1: field test: expected `str` that is not blank"):
         load(data=write(tmp_path / "a.jsonl", [{**ROW, "test": ""}]))
     (tmp_path / "b.jsonl.gz").write_bytes(b"no gzip")
-    with pytest.raises(UserError, match="is not a gzip file"):
+    with pytest.raises(UserError, match=r"cannot be read .*; copy or download it again"):
         load(data=str(tmp_path / "b.jsonl.gz"))
     with pytest.raises(UserError, match="no few_shot prompt"):
         load(data=write(tmp_path / "a.jsonl"), spec=PromptSpec("few_shot", 2))
@@ -234,3 +296,56 @@ def test_hub(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load)
     task = load_task("humaneval", allow_code_execution=True)
     assert task.score(task.problems[0].solution, task.problems[0].answer)["pass"]["correct"]
+
+
+KINDS = {
+    **{f"```{label}": lambda code, label=label: f"```{label}\n{code}```" for label in LABELS},
+    "tildes": lambda code: f"~~~python\n{code}~~~",
+    "indented": lambda code: "1. So:\n" + textwrap.indent(f"```python\n{code}```", "   "),
+    "CRLF": lambda code: f"Sure:\n```python\n{code}```\n".replace("\n", "\r\n"),
+    "after bash": lambda code: f"```bash\npip install numpy\n```\n```\n{code}```",
+    "after text": lambda code: f"```text\nIt loops.\n```\n```python\n{code}```",
+    "after usage": lambda code: f"```python\nprint(1)\n```\nis printed by\n```python\n{code}```\nDone.",
+    "before another": lambda code: f"```python\n{code}```\nTests:\n```python\nassert False\n```",
+    "open": lambda code: f"```python\n{code}",
+    "no fence": lambda code: code,
+}
+
+
+def read_public():
+    path = os.environ.get("JAXKV_HUMANEVAL")
+    if not path:
+        pytest.skip("set JAXKV_HUMANEVAL to HumanEval.jsonl.gz")
+    with gzip.open(path) as file:
+        return [json.loads(line) for line in file]
+
+
+def trim(code):
+    return [line.rstrip() for line in code.rstrip().split("\n")]
+
+
+@pytest.mark.weights
+@pytest.mark.parametrize("kind", KINDS)
+def test_public_solutions_are_found(kind):
+    rows = read_public()
+    for row in rows:
+        code = row["prompt"] + row["canonical_solution"]
+        found = code_blocks.find_code(KINDS[kind](code), row["entry_point"])
+        assert trim(found) == trim(code), row["task_id"]
+    assert len(rows) == 164
+
+
+@pytest.mark.weights
+@pytest.mark.parametrize(
+    ("style", "answer"),
+    [
+        ("zero_shot", lambda row: row["canonical_solution"]),
+        ("chat", lambda row: KINDS["CRLF"](row["prompt"] + row["canonical_solution"])),
+        ("chat", lambda row: KINDS["```python"](row["canonical_solution"])),
+    ],
+    ids=["plain", "whole functions", "bodies"],
+)
+def test_public_solutions_pass(style, answer):
+    rows = read_public()
+    passed = [humaneval.grade(answer(row), json.dumps(row), style=style)["pass"]["correct"] for row in rows]
+    assert sum(passed) == 164

@@ -208,8 +208,8 @@ def test_letters():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"prompt": ""}, "line 2: has no text in 'prompt'"),
-        ({"key": "x"}, "line 2: is no row of IFEval"),
+        ({"prompt": ""}, "line 2: field prompt: expected `str` that is not blank"),
+        ({"key": "x"}, "line 2: field key: expected `int`, got `str`"),
         ({"kwargs": []}, "line 2: 'instruction_id_list' and 'kwargs' do not go together"),
         ({"instruction_id_list": ["punctuation:no_coma"]}, "does not know the instruction 'punctuation:no_coma'"),
     ],

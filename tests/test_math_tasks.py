@@ -78,9 +78,9 @@ def test_label_changes(task):
 
 def test_faults(tmp_path, monkeypatch):
     for row, message in (
-        ({"prompt": "a"}, "has no text in 'answer'"),
-        ({"answer": "1"}, "has no text in 'problem'"),
-        ([1], "is not a JSON object"),
+        ({"prompt": "a"}, "object missing required field `answer`"),
+        ({"answer": "1"}, "has neither 'prompt' nor 'problem'"),
+        ([1], "expected `object`, got `array`"),
     ):
         with pytest.raises(UserError, match=f"line 2: {message}"):
             load_task("math500", data=write(tmp_path / "a.jsonl", [ROWS[0], row]))

@@ -17,8 +17,9 @@ import hashlib
 import re
 from typing import Any
 
+from jaxkv import files
 from jaxkv.errors import UserError
-from jaxkv.tasks.sources import Source, fetch, hash_rows, read_bytes
+from jaxkv.tasks.sources import Source, fetch, hash_rows
 from jaxkv.tasks.task import TURN_ENDS, Problem, Request, Scores, Task, choose_spec, make_simple, refuse_fewshot
 
 STRINGS = 10
@@ -42,22 +43,14 @@ def load_text(data: str | None, flag: str = "--data") -> tuple[str, dict[str, An
 
     Raises:
       UserError: no network or no `datasets` package for the hub; a file that cannot be read, is not UTF-8 (with the
-        offset of the first such byte) or has no text.
+        line) or has no text.
     """
     remedy = f"{flag} takes a UTF-8 text file"
     if data is None:
         text, name, sha256 = "".join(row["text"] for row in fetch(WIKITEXT, flag)), WIKITEXT.hub, None
     else:
-        content = read_bytes(data, remedy)
-        try:
-            text = content.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            # A byte order mark is not part of what the decoder counts.
-            at = error.start + 3 * content.startswith(b"\xef\xbb\xbf")
-            raise UserError(
-                f"{data}: is not UTF-8 (byte 0x{content[at]:02x} at offset {at}); save it as UTF-8, e.g. "
-                "`iconv -f LATIN1 -t UTF-8`"
-            ) from error
+        content = files.read_bytes(data, remedy)
+        text = files.to_text(content, data)
         name, sha256 = data, hashlib.sha256(content).hexdigest()
     if not text.strip():
         raise UserError(f"{name}: holds no text; {remedy}")

@@ -6,9 +6,12 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
+
 from jaxkv.errors import UserError
-from jaxkv.tasks.scoring import STOPS, TURN_ENDS, canonical, parse_number
-from jaxkv.tasks.sources import Source, check_row, fetch, import_datasets, read_rows
+from jaxkv.tasks.numerals import canonical, parse_number
+from jaxkv.tasks.scoring import STOPS, TURN_ENDS
+from jaxkv.tasks.sources import Source, Text, fetch, import_datasets, read_rows, to_row
 from jaxkv.tasks.task import BOXED_REQUEST
 from jaxkv.tasks.task import Problem as Problem
 from jaxkv.tasks.task import PromptSpec as PromptSpec
@@ -30,6 +33,13 @@ CHAT_REQUEST = (
 
 
 DEFAULT_PROMPT = PromptSpec("few_shot", shots=8)
+
+
+class Row(msgspec.Struct, frozen=True):
+    """A row of the file."""
+
+    question: Text
+    answer: Text
 
 
 def load_problems(
@@ -159,12 +169,12 @@ def _plain(question: str) -> str:
 
 
 def _make_problem(where: str, index: int, row: Any) -> Problem:
-    check_row(where, row, ("question", "answer"))
-    _, marker, gold = row["answer"].rpartition("####")
+    given = to_row(row, Row, where, SOURCE.shape)
+    _, marker, gold = given.answer.rpartition("####")
     value = parse_number(gold) if marker else None
     if value is None:
         raise UserError(f"{where}: the answer does not end in '#### N' with a number N; add that line or drop the row")
-    return Problem(index, row["question"], canonical(value), row["answer"])
+    return Problem(index, given.question, canonical(value), given.answer)
 
 
 def _make_table(problems: Sequence[Problem]) -> Any:

@@ -6,20 +6,32 @@ The code that a model writes is run, in a child process under limits (`sandbox`)
 import functools
 import json
 import re
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from jaxkv.errors import UserError
+from jaxkv.tasks.code_blocks import defines, find_code
 from jaxkv.tasks.sandbox import Limits, run_program
-from jaxkv.tasks.sources import Source, check_row, load_rows
+from jaxkv.tasks.sources import Source, Text, load_rows, to_row
 from jaxkv.tasks.task import TURN_ENDS, Problem, Prompt, Request, Scores, Task, choose_spec, make_simple, refuse_fewshot
 
-FIELDS = ("task_id", "prompt", "entry_point", "test")
 SHAPE = "rows with 'task_id', 'prompt', 'entry_point' and 'test'"
 SOURCE = Source("HumanEval", SHAPE, "openai/openai_humaneval", None, "test")
 STYLES = ("zero_shot", "chat")
 STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint", *TURN_ENDS)  # Chen et al., section 3
 CHAT_REQUEST = "Complete this Python function. Answer with the whole function in one ```python block.\n\n```python\n"
-_BLOCK = re.compile(r"```(?:[Pp]ython|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
+
+
+class Row(msgspec.Struct, frozen=True):
+    """A row of the file."""
+
+    task_id: Text
+    prompt: Text
+    entry_point: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z_]\w*$")]
+    test: Text
+    canonical_solution: str | None = None
 
 
 def load(request: Request) -> Task:
@@ -57,9 +69,9 @@ def load(request: Request) -> Task:
 
 
 def _make_problem(where: str, index: int, row: Any) -> Problem:
-    check_row(where, row, FIELDS)
-    gold = {name: row[name] for name in ("prompt", "entry_point", "test")}
-    return Problem(index, row["prompt"], json.dumps(gold), row.get("canonical_solution") or "")
+    given = to_row(row, Row, where, SHAPE)
+    gold = {"prompt": given.prompt, "entry_point": given.entry_point, "test": given.test}
+    return Problem(index, given.prompt, json.dumps(gold), given.canonical_solution or "")
 
 
 def ask(style: str, problem: Problem) -> Prompt:
@@ -72,16 +84,16 @@ def ask(style: str, problem: Problem) -> Prompt:
 def make_program(text: str, gold: dict[str, str], style: str) -> str:
     """The program that a completion makes, tests included.
 
-    Of a chat answer the first code block is taken (without one, all of it); if that defines the function, it is put
-    behind what stands before the function in the prompt: imports and helpers.
+    Of a chat answer the code is taken (`code_blocks.find_code`); if it defines the function, it is put behind what
+    stands before the function in the prompt: imports and helpers.
     """
-    prompt, name = gold["prompt"], gold["entry_point"]
+    prompt, name, future = gold["prompt"], gold["entry_point"], ""
     if style == "chat":
-        block = _BLOCK.search(text)
-        text = block[1] if block else text
-        if re.search(rf"^def {re.escape(name)}\b", text, re.MULTILINE):
+        text = find_code(text, name)
+        if defines(text, name):
             prompt = prompt[: re.search(rf"^def {re.escape(name)}\b|\Z", prompt, re.MULTILINE).start()]  # type: ignore[union-attr]
-    return f"{prompt}{text}\n{gold['test']}\ncheck({name})\n"
+            future, text = "".join(_FUTURE.findall(text)), _FUTURE.sub("", text)  # must come first in a program
+    return f"{future}{prompt}{text}\n{gold['test']}\ncheck({name})\n"
 
 
 @functools.lru_cache(maxsize=4096)

@@ -16,11 +16,13 @@ import hashlib
 import json
 import string
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from jaxkv.errors import UserError
 from jaxkv.tasks.ifeval_checker import check, describe_checker, list_instructions
-from jaxkv.tasks.sources import Source, check_row, load_rows
+from jaxkv.tasks.sources import Source, Text, load_rows, to_row
 from jaxkv.tasks.task import TURN_ENDS, Problem, Request, Scores, Task, choose_spec, make_simple, refuse_fewshot
 
 SHAPE = "rows with 'key', 'prompt', 'instruction_id_list' and 'kwargs'"
@@ -34,6 +36,15 @@ RULES = {
     "no_length_128": f"without {LETTER} of what is no letter, without {LENGTH}*; of these the {SMALL} keys of smallest "
     "SHA-256, in source order",
 }
+
+
+class Row(msgspec.Struct, frozen=True):
+    """A row of the file: the instructions of a prompt, and what each asks for."""
+
+    key: int
+    prompt: Text
+    instruction_id_list: Annotated[list[str], msgspec.Meta(min_length=1)]
+    kwargs: list[dict[str, Any]]
 
 
 def load(request: Request) -> Task:
@@ -62,18 +73,15 @@ def load(request: Request) -> Task:
 
 
 def _read_gold(where: str, row: Any, known: Iterable[str]) -> dict[str, Any]:
-    check_row(where, row, ("prompt",))
-    key, names, kwargs = row.get("key"), row.get("instruction_id_list"), row.get("kwargs")
-    if not isinstance(key, int) or not isinstance(names, list) or not isinstance(kwargs, list):
-        raise UserError(f"{where}: is no row of IFEval; the file needs {SHAPE}")
-    if not names or len(names) != len(kwargs) or not all(isinstance(asked, dict) for asked in kwargs):
+    given = to_row(row, Row, where, SHAPE)
+    if len(given.instruction_id_list) != len(given.kwargs):
         raise UserError(f"{where}: 'instruction_id_list' and 'kwargs' do not go together; copy the file again")
-    for name in names:
+    for name in given.instruction_id_list:
         if name not in known:
             raise UserError(f"{where}: the checker does not know the instruction '{name}'; correct it or drop the row")
     # The hub's table gives every instruction the arguments of all, null where they are not its own.
-    given = [{name: value for name, value in asked.items() if value is not None} for asked in kwargs]
-    return {"key": key, "prompt": row["prompt"], "instruction_id_list": names, "kwargs": given}
+    kwargs = [{name: value for name, value in asked.items() if value is not None} for asked in given.kwargs]
+    return msgspec.structs.asdict(given) | {"kwargs": kwargs}
 
 
 def draws_letter(gold: Mapping[str, Any]) -> bool:

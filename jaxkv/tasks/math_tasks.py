@@ -8,9 +8,12 @@ import functools
 import re
 from typing import Any
 
+import msgspec
+
 from jaxkv.errors import UserError
+from jaxkv.tasks.numerals import match_braces
 from jaxkv.tasks.packages import require, versions
-from jaxkv.tasks.sources import Source, check_row, load_rows
+from jaxkv.tasks.sources import Source, Text, load_rows, to_row
 from jaxkv.tasks.task import BOXED_REQUEST, Problem, Request, Scores, Task, choose_spec, make_simple, refuse_fewshot
 
 SHAPE = "rows with 'prompt' (or 'problem') and 'answer'"
@@ -20,6 +23,15 @@ SOURCES = {
 }
 STYLES = ("zero_shot", "chat")
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
+
+
+class Row(msgspec.Struct, frozen=True):
+    """A row of the file."""
+
+    answer: Text | int
+    prompt: Text | None = None
+    problem: Text | None = None
+    solution: str | None = None
 
 
 def load_math500(request: Request) -> Task:
@@ -48,25 +60,19 @@ def load(name: str, request: Request) -> Task:
 
 
 def _make_problem(where: str, index: int, row: Any) -> Problem:
-    if not isinstance(row, dict):
-        raise UserError(f"{where}: is not a JSON object; the file needs {SHAPE}")
-    question = "prompt" if "prompt" in row else "problem"
-    row = row | {"answer": str(row["answer"])} if isinstance(row.get("answer"), int) else row
-    check_row(where, row, (question, "answer"))
-    text = row[question] if "\\boxed" in row[question] else f"{row[question].rstrip()}\n{BOXED_REQUEST}"
-    return Problem(index, text, row["answer"].strip(), row.get("solution") or "")
+    given = to_row(row, Row, where, SHAPE)
+    question = given.prompt or given.problem
+    if question is None:
+        raise UserError(f"{where}: has neither 'prompt' nor 'problem'; the file needs {SHAPE}")
+    text = question if "\\boxed" in question else f"{question.rstrip()}\n{BOXED_REQUEST}"
+    return Problem(index, text, str(given.answer).strip(), given.solution or "")
 
 
 def find_boxed(text: str) -> str | None:
     """Content of the last \\boxed{} whose braces close, without outer spaces; None if there is none."""
-    for match in reversed(list(_BOXED.finditer(text))):
-        depth, at = 1, match.end()
-        while at < len(text) and depth:
-            depth += {"{": 1, "}": -1}.get(text[at], 0) if text[at - 1] != "\\" else 0
-            at += 1
-        if not depth:
-            return text[match.end() : at - 1].strip()
-    return None
+    closers = match_braces(text)
+    boxes = [match.end() for match in _BOXED.finditer(text) if match.end() - 1 in closers]
+    return text[boxes[-1] : closers[boxes[-1] - 1]].strip() if boxes else None
 
 
 @functools.lru_cache(maxsize=4096)  # a change of labels asks for the scores of the same texts again

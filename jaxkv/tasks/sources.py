@@ -1,17 +1,23 @@
 """Reads the rows or the text of a task: from a file, or from the Hugging Face hub."""
 
+import contextlib
 import dataclasses
-import gzip
 import hashlib
+import io
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
+import msgspec
+
+from jaxkv import files
 from jaxkv.errors import UserError
 
+T = TypeVar("T")
 Rows = list[tuple[str, Any]]
+Text = Annotated[str, msgspec.Meta(pattern=r"\S")]  # in a row: one that says something
 ROW_FILES = (".jsonl", ".jsonl.gz", ".parquet")
 
 
@@ -71,10 +77,12 @@ def load_rows(source: Source, data: str | None, flag: str = "--data") -> tuple[R
         name = data
     if not rows:
         raise UserError(f"{name}: holds no rows; {flag} takes a file with {source.shape}")
+    with files.reading(name):
+        content = hash_rows([row for _, row in rows])
     return rows, {
         "source": name,
         "sha256": sha256,
-        "content": hash_rows([row for _, row in rows]),
+        "content": content,
         "rows": len(rows),
         "split": source.split,
         "revision": None if data else source.revision,
@@ -89,67 +97,74 @@ def hash_rows(rows: Sequence[Any]) -> str:
 
 def read_rows(source: Source, data: str, flag: str) -> tuple[Rows, str]:
     """Reads a file's rows, and its SHA-256. They may be none. Raises UserError as `load_rows`."""
-    path = Path(data)
-    if not path.name.endswith(ROW_FILES):
-        raise UserError(f"{data}: unknown extension '{path.suffix}'; {flag} takes {source.files}: {source.shape}")
-    content = read_bytes(data, f"{flag} takes a file with {source.shape}")
+    remedy = f"{flag} takes {source.files}: {source.shape}"
+    name = data.lower()
+    if not name.endswith(ROW_FILES) and not Path(data).is_dir():
+        raise UserError(f"{data}: unknown extension '{Path(data).suffix}'; {remedy}")
+    content = files.read_bytes(data, remedy)
     sha256 = hashlib.sha256(content).hexdigest()
-    if path.suffix == ".parquet":
-        return _read_parquet(data, path, source.columns), sha256
-    if path.suffix == ".gz":
-        try:
-            content = gzip.decompress(content)
-        except (OSError, EOFError) as error:
-            raise UserError(f"{data}: is not a gzip file that can be read; copy it again") from error
+    if name.endswith(".parquet"):
+        return _read_parquet(data, content, source, remedy), sha256
     # Read here rather than by `datasets`, whose errors name no line and which stumbles on blank lines.
-    return _read_jsonl(data, content), sha256
-
-
-def read_bytes(data: str, remedy: str) -> bytes:
-    """Reads a file. Raises UserError, with a remedy, if it cannot be read."""
-    try:
-        return Path(data).read_bytes()
-    except OSError as error:
-        raise UserError(f"{data}: cannot be read ({error.strerror}); {remedy}") from error
+    return _read_jsonl(data, files.unzip(content, data) if name.endswith(".gz") else content), sha256
 
 
 def _read_jsonl(data: str, content: bytes) -> Rows:
-    rows = []
-    for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        where = f"{data} line {number}"
-        try:
-            text = line.decode("utf-8").strip()
-            if text:
-                rows.append((where, json.loads(text)))
-        except UnicodeDecodeError as error:
-            raise UserError(f"{where}: is not UTF-8; save the file as UTF-8") from error
-        except json.JSONDecodeError as error:
-            raise UserError(f"{where}: is not JSON ({error.msg}); each line must be one JSON object") from error
-    return rows
+    lines = enumerate(files.to_text(content, data).split("\n"), start=1)
+    placed = ((f"{data} line {number}", line.strip()) for number, line in lines)
+    remedy = "each line must be one JSON object"
+    return [(where, files.decode_json(line, dict[str, Any], where, remedy)) for where, line in placed if line]
 
 
-def _read_parquet(data: str, path: Path, columns: tuple[str, ...] | None) -> Rows:
+def _read_parquet(data: str, content: bytes, source: Source, remedy: str) -> Rows:
     try:
+        import pyarrow
         import pyarrow.parquet
     except ImportError as error:
         raise UserError(f"{data}: Parquet needs pyarrow; run `pip install pyarrow` or give a .jsonl file") from error
-    try:
-        rows = pyarrow.parquet.read_table(path, columns=columns and list(columns)).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(
-            f"{data}: is not a Parquet file that can be read; copy it again or give a .jsonl file"
-        ) from error
+    with _reading_arrow(data, pyarrow.ArrowException):
+        file = pyarrow.parquet.ParquetFile(io.BytesIO(content), page_checksum_verification=True)
+        held, groups = file.schema_arrow.names, file.num_row_groups
+    missing = [name for name in source.columns or () if name not in held]
+    if missing:
+        raise UserError(f"{data}: has no column {_quote(missing)}, but {_quote(held)}; {remedy}")
+    rows: list[dict[str, Any]] = []
+    for group in range(groups):
+        columns = {}
+        for name in source.columns or held:
+            with _reading_arrow(f"{data} row group {group} column '{name}'", pyarrow.ArrowException):
+                columns[name] = file.read_row_group(group, columns=[name])[name].to_pylist()
+        rows += [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     return [(f"{data} row {number}", row) for number, row in enumerate(rows, start=1)]
 
 
-def check_row(where: str, row: Any, fields: Sequence[str]) -> None:
-    """Raises UserError if a row is not a JSON object with text in every one of these fields."""
-    needed = " and ".join(f"'{field}'" for field in fields)
-    if not isinstance(row, dict):
-        raise UserError(f"{where}: is not a JSON object; every row needs {needed}")
-    for field in fields:
-        if not isinstance(row.get(field), str) or not row[field].strip():
-            raise UserError(f"{where}: has no text in '{field}'; every row needs {needed}")
+@contextlib.contextmanager
+def _reading_arrow(where: str, kind: type[Exception]) -> Iterator[None]:
+    """As `files.reading`, for what pyarrow raises as well."""
+    with files.reading(where, f"{files.AGAIN} or give a .jsonl file"):
+        try:
+            yield
+        except kind as error:
+            raise ValueError(str(error)) from error
+
+
+def _quote(names: Iterable[str]) -> str:
+    return " and ".join(f"'{name}'" for name in names) or "none"
+
+
+def to_row(row: Any, kind: type[T], where: str, shape: str) -> T:
+    """A row as a typed value.
+
+    Args:
+      row: what was read.
+      kind: a msgspec.Struct with the fields that the task needs; others are left aside.
+      where: file and line.
+      shape: what a row looks like, for the message.
+
+    Raises:
+      UserError: a field is missing or of another type or, as a `Text`, blank.
+    """
+    return files.convert(row, kind, where, f"the file needs {shape}")
 
 
 def fetch(source: Source, flag: str) -> Any:

@@ -1,0 +1,142 @@
+"""What an answer settles on: fractions, ranges, boxes, and texts made to take long."""
+
+import time
+from decimal import Decimal
+
+import pytest
+
+from jaxkv.tasks.answers import extract_numeric
+from jaxkv.tasks.math_tasks import find_boxed
+from jaxkv.tasks.numerals import match_braces
+from jaxkv.tasks.scoring import score
+
+
+@pytest.mark.parametrize(
+    ("number", "value"),
+    [
+        (r"3\frac{1}{2}", "3.5"),
+        (r"3\tfrac12", "3.5"),
+        (r"3 \dfrac{1}{2}", "3.5"),
+        (r"3\,\frac{1}{2}", "3.5"),
+        (r"3\ \frac 1 2", "3.5"),
+        ("3 1/2", "3.5"),
+        ("3½", "3.5"),
+        ("3 ½", "3.5"),
+        ("3 1⁄2", "3.5"),
+        (r"2\frac12", "2.5"),
+        (r"-2\frac{1}{4}", "-2.25"),
+        (r"\frac{7}{2}", "3.5"),
+        (r"-\frac{7}{2}", "-3.5"),
+        (r"\frac72", "3.5"),
+        (r"\nicefrac{7}{2}", "3.5"),
+        (r"\frac{\frac{1}{2}}{2}", "0.25"),
+        (r"\frac{\text{36}}{2}", "18"),
+        (r"\frac{1+2}{4}", "0.75"),
+        (r"\frac{3 \times 6}{2}", "9"),
+        ("½", "0.5"),
+        (r"\frac{1,200}{4}", "300"),
+        (r"2 \cdot (3 + 4)", "14"),
+        (r"1.5 \times 10^{3}", "1500"),
+        (r"9 \div 2", "4.5"),
+        ("2.5 million", "2500000"),
+    ],
+)
+@pytest.mark.parametrize("place", ["\\boxed{%s}", "#### %s", "The answer is $%s$.", "Answer: %s", "It is %s"])
+def test_values(number, value, place):
+    assert extract_numeric(place.replace("%s", number)) == Decimal(value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "#### 20-30",
+        "#### 20 - 30",
+        "#### 20\u201330",
+        "#### 20 to 30",
+        "The answer is 20-30 minutes.",
+        "It takes 20-30 minutes.",
+        "\\boxed{20-30}",
+        "\\boxed{20 \\text{ to } 30}",
+        "\\boxed{3, 5}",
+        "\\boxed{3 \\text{ and } 5}",
+        "\\boxed{a = 3, b = 5}",
+        "\\boxed{3:30}",
+        "They meet at 3:30.",
+        "The answer is 3:30 pm",
+        "The ratio is 3:2",
+        "#### 1/0",
+        "#### 3,5",
+        "The answer is 3 dollars and 5 cents.",
+        "It takes 3 hours and 30 minutes.",
+        "So 30 * 5 =",
+        "\\boxed{" + "(" * 1000 + "1" + ")" * 1000 + "}",
+        "\\boxed{" + "+".join(["1"] * 1000) + "}",
+    ],
+)
+def test_what_is_not_one_number_has_no_value(text):
+    assert extract_numeric(text) is None
+    for gold in ("20", "30", "3", "5"):
+        assert score(text, gold)["numeric"] == {"answer": None, "correct": False}
+
+
+def test_strict_reads_a_range_as_the_harness_does():
+    assert score("#### 20-30", "20")["strict"] == {"answer": "20", "correct": True}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("#### 3 bags:\n3 * 5 = 15\nso \\boxed{15}", 15),
+        ("so \\boxed{7} each\n#### 18", 18),
+        ("#### 18\n\nIn short, \\boxed{18}", 18),
+        ("\\boxed{12}. Wait: \\boxed{18}", 18),
+        ("\\fbox{18}", 18),
+        ("\\boxed{18 pens", 18),
+        ("33 + 5 = 38, so \\boxed{3", 38),
+        ("The answer is minus 18.", -18),
+        ("So 20 minus 2 is 18.", 18),
+        ("\\boxed{\\$18}", 18),
+        ("\\boxed{18\\text{ dollars}}", 18),
+        ("\\boxed{\\text{18 dollars}}", 18),
+        ("\\boxed{\\mathbf{\\text{18}}}", 18),
+        ("\\boxed{\\text{Mia pays } \\$18}", 18),
+        ("\\boxed{\\left(18\\right)}", 18),
+        ("\\boxed{- 18}", -18),
+        ("\\boxed{50\\%}", 50),
+        ("\\boxed{18 \\text{ cm}^2} of 3 sheets", 18),
+        ("\\boxed{9 \\times 2 = 18}", 18),
+        ("\\boxed{x = 18}", 18),
+        ("\\boxed{} and \\boxed{\\text{N}} were asked for; 18", 18),
+        ("at 3:00 pm", 3),
+        ("#### (2+3)*4 = 20", 20),
+        ("#### 9*2", 18),
+        ("The answer is (18)", 18),
+        ("5 - 15 = -10", -10),
+        ("Answer: 3 - 16 = -13 and 20 - 13 = 7", 7),
+    ],
+)
+def test_settles(text, value):
+    assert extract_numeric(text) == value
+
+
+def test_match_braces():
+    assert match_braces("{a{b}} } {") == {0: 5, 2: 4}
+    assert match_braces(r"{\{1\}}") == {0: 6}
+
+
+LONG = [
+    *("1,1,1,", "1,111,", "1,11,", "-1", "- 1", "1 ", "1-1 ", "####1 ", "#### ", "####", "answer is ", "answer: 5 a "),
+    *("final answer ", "1 (a) ", "(", "a(a", "a (b", "{", "\\frac{", "\\frac1", "1\\frac12", "\\text{", "\\boxed{"),
+    *("\\boxed{}", "\\boxed{1", "\\boxed{\\text{", "$", "= -  ", "1. a\n", "1:1", "1/1", "1 1/2 ", "(1", "1)*", "1^1"),
+    *("½", "3½", "1 million ", "9", "1e5", "step 1 ", " ", "\n", "**1** ", "1 to ", "1'111", "a ="),
+]
+
+
+@pytest.mark.parametrize("unit", LONG)
+def test_ten_thousand_characters_take_linear_time(unit):
+    for before, after in (("", ""), ("x(", ""), ("#### ", ""), ("\\boxed{", "}"), ("The answer is ", "!"), ("1", "x")):
+        text = before + (unit * 10000)[:10000] + after
+        begin = time.process_time()
+        score(text, "18")
+        find_boxed(text)
+        assert time.process_time() - begin < 0.4  # 0.11 s at most seen; what is quadratic takes more than 1 s

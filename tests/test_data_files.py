@@ -1,0 +1,167 @@
+"""Data files that are broken inside: one line with the file and the place, whoever reads them."""
+
+import gzip
+import io
+import json
+import random
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from jaxkv.errors import UserError
+from jaxkv.tasks import load_task
+from jaxkv.tasks.continuation import load_text
+from jaxkv.tasks.gsm8k import load_problems
+
+ROWS = [{"question": f"How many are {n} and 1?", "answer": f"It is {n + 1}.\n#### {n + 1}"} for n in range(400)]
+LINE = json.dumps(ROWS[0]).encode() + b"\n"
+TASKS = {
+    "gsm8k": ROWS[0],
+    "math500": {"problem": "1 + 1", "answer": "2"},
+    "humaneval": {"task_id": "a", "prompt": "def f():\n", "entry_point": "f", "test": "def check(f): pass"},
+    "ifeval": {"key": 1, "prompt": "a", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]},
+}
+
+
+def jsonl(rows=ROWS):
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def parquet(rows=ROWS, **options):
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), buffer, **options)
+    return buffer.getvalue()
+
+
+def refuse(path, content, name="data.jsonl"):
+    """The one line that a file of this content ends in."""
+    file = path / name
+    file.write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        load_problems(str(file))
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith(str(file))
+    return message.removeprefix(str(file))
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b'{"question": ' + b"[" * 100000 + b"]" * 100000 + b"}", "it is nested too deep"),
+        (b"[" * 100000, "expected `object`, got `array`"),
+        (b'{"question": "\\ud800", "answer": "#### 1"}', "is not JSON"),
+        (b'{"question": "\xed\xa0\x80", "answer": "#### 1"}', "is not UTF-8"),
+        (b'{"question": NaN}', "is not JSON"),
+        (b'{"question": 1e400}', "number out of range"),
+        (LINE[:-10], "is not JSON"),
+        (LINE[:-1] + LINE, "is not JSON"),
+        (b'{"question": "q", "answer": 1}', "field answer: expected `str`, got `int`"),
+        (b'{"question": null, "answer": "#### 1"}', "field question: expected `str`, got `null`"),
+        (b'"text"', "expected `object`, got `str`"),
+        (b"\x00", "is not JSON"),
+        (b"\x1f\x8b\x08", "is not UTF-8"),
+    ],
+)
+def test_a_line(tmp_path, content, told):
+    message = refuse(tmp_path, LINE + b"\r\n" + content + b"\n" + LINE)
+    assert message.startswith(" line 3:")
+    assert told in message
+
+
+def test_utf16(tmp_path):
+    assert "line 1: is not UTF-8" in refuse(tmp_path, jsonl().decode().encode("utf-16"))
+
+
+@pytest.mark.parametrize("cut", [5, 40, -200, -8, -1])
+def test_gzip_cut_short(tmp_path, cut):
+    assert "cannot be read" in refuse(tmp_path, gzip.compress(jsonl())[:cut], "data.jsonl.gz")
+
+
+def test_gzip_with_any_byte_changed(tmp_path):
+    """Its CRC notices what the stream does not; the name and time in its head decide nothing."""
+    whole = gzip.compress(jsonl(), mtime=0)
+    rng = random.Random(0)
+    for at in sorted(rng.sample(range(10, len(whole)), 60)):
+        broken = bytearray(whole)
+        broken[at] ^= 1 << rng.randrange(8)
+        assert "cannot be read" in refuse(tmp_path, bytes(broken), "data.jsonl.gz"), at
+
+
+def test_parquet_with_other_columns(tmp_path):
+    message = refuse(tmp_path, parquet([{"prompt": "q", "answer": "#### 1"}]), "data.parquet")
+    assert message.startswith(": has no column 'question', but 'prompt' and 'answer'; --data takes")
+    message = refuse(tmp_path, parquet([{"a": 1}]), "data.parquet")
+    assert message.startswith(": has no column 'question' and 'answer', but 'a'")
+    message = refuse(tmp_path, parquet([{"question": 1, "answer": "#### 1"}]), "data.parquet")
+    assert message.startswith(" row 1: field question: expected `str`, got `int`")
+
+
+def test_parquet_with_any_byte_changed(tmp_path):
+    """With checksums every changed page is noticed, and named; a changed byte elsewhere is at worst not noticed."""
+    whole = parquet(write_page_checksum=True, compression="none", use_dictionary=False, row_group_size=100)
+    file = tmp_path / "data.parquet"
+    page = bytearray(whole)
+    page[whole.index(b"How many are 250")] ^= 1
+    message = refuse(tmp_path, bytes(page), "data.parquet")
+    assert message.startswith(" row group 2 column 'question' cannot be read (could not verify page integrity")
+    rng = random.Random(0)
+    for at in rng.sample(range(len(whole)), 200):
+        broken = bytearray(whole)
+        broken[at] ^= 1 << rng.randrange(8)
+        file.write_bytes(bytes(broken))
+        try:
+            told = [row.solution for row in load_problems(str(file))[0]]
+        except UserError as error:
+            told = str(error)
+        assert told == [row["answer"] for row in ROWS] or (told.startswith(str(file)) and "\n" not in told), at
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_byte_order_mark_and_line_ends_change_nothing(tmp_path, name):
+    plain = json.dumps(TASKS[name]).encode() + b"\n"
+    contents = {
+        "a.jsonl": plain,
+        "b.jsonl": b"\xef\xbb\xbf" + plain,
+        "c.jsonl": b"\r\n" + plain.replace(b"\n", b"\r\n") + b"  \r\n\r\n",
+        "d.jsonl.gz": gzip.compress(b"\xef\xbb\xbf" + plain),
+        "E.JSONL": plain.rstrip(b"\n"),
+    }
+    if name != "ifeval":  # Parquet has no empty struct
+        contents["f.parquet"] = parquet([TASKS[name]])
+    problems = []
+    for file, content in contents.items():
+        (tmp_path / file).write_bytes(content)
+        more = {"allow_code_execution": name == "humaneval"}
+        if name == "gsm8k":
+            (tmp_path / "train.jsonl").write_bytes(b"\xef\xbb\xbf" + jsonl(ROWS[1:9]))
+            more["fewshot_data"] = str(tmp_path / "train.jsonl")
+        problems.append(load_task(name, data=str(tmp_path / file), **more).problems)
+    assert problems == problems[:1] * len(contents)
+
+
+def test_byte_order_mark_of_a_text(tmp_path):
+    for name, content in (("a.txt", "one\ntwo"), ("b.txt", "\ufeffone\ntwo")):
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    texts = [load_text(str(tmp_path / name)) for name in ("a.txt", "b.txt")]
+    assert texts[0][0] == texts[1][0] == "one\ntwo"
+    assert texts[0][1]["content"] == texts[1][1]["content"]
+
+
+@pytest.mark.parametrize("name", ["data.json", "data.csv", "data.gz", "data.jsonl.zip", "data"])
+def test_other_extensions(tmp_path, name):
+    assert "unknown extension" in refuse(tmp_path, jsonl(), name)
+
+
+def test_directories(tmp_path):
+    for name in ("a.jsonl", "b.jsonl.gz", "c.parquet", "d"):
+        (tmp_path / name).mkdir()
+        with pytest.raises(UserError, match=f"{name} is a directory, not a file; --fewshot_data takes"):
+            load_problems(str(tmp_path / name), flag="--fewshot_data")
+        with pytest.raises(UserError, match=f"{name} is a directory, not a file"):
+            load_text(str(tmp_path / name))
+    with pytest.raises(UserError, match="No such file"):
+        load_problems(str(tmp_path / "none.jsonl"))
+    with pytest.raises(UserError, match="is no path"):
+        load_problems("a\0.jsonl")

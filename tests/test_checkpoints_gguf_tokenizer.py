@@ -298,6 +298,11 @@ def test_faults(tmp_path):
     fails(fields | {f"{KEY}tokens": [*tokens[:-1], "hello"]}, f"{len(tokens)} tokens, {len(tokens) - 1} distinct")
     fails(fields | {f"{KEY}bos_token_id": len(tokens)}, "bos_token_id=.* is no token")
     fails(fields | {f"{KEY}remove_extra_whitespaces": True}, "remove_extra_whitespaces is not implemented")
+    fails(fields | {f"{KEY}scores": [float("nan"), *scores[1:]]}, f"{len(tokens) - 1} of them finite")
+    fails(fields | {f"{KEY}bos_token_id": "one"}, "bos_token_id='one' is no token")
+    fails(fields | {f"{KEY}eos_token_id": [1]}, "eos_token_id: expected `int | null`")
+    fails(fields | {"tokenizer.chat_template": 3}, "field tokenizer.chat_template: expected `str | null`")
+    fails(fields | {"tokenizer.chat_template": "{% if %}"}, "chat template has a syntax error in line 1")
     fails(
         fields | {f"{KEY}token_type": [5 if token == "hello" else k for token, k in zip(tokens, types, strict=True)]},
         "merge into the unused token 'hello'",

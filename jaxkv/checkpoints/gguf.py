@@ -319,14 +319,24 @@ def _hf_name(name: str, names: dict[str, str]) -> str:
     return f"{names[parts[0]]}.{parts[1]}" if len(parts) == 2 and parts[0] in names else name
 
 
+class _TokenizerRules(msgspec.Struct, kw_only=True):
+    """What stands beside the columns of a tokenizer; a converter may write a flag as a number."""
+
+    chat_template: str | None = msgspec.field(name="tokenizer.chat_template", default=None)
+    add_bos: bool | int | None = msgspec.field(name="tokenizer.ggml.add_bos_token", default=None)
+    eos: int | None = msgspec.field(name="tokenizer.ggml.eos_token_id", default=None)
+    eot: int | None = msgspec.field(name="tokenizer.ggml.eot_token_id", default=None)
+    eom: int | None = msgspec.field(name="tokenizer.ggml.eom_token_id", default=None)
+
+
 def _read_tokenizer(fields: dict[str, Any], name: str) -> Tokenizer:
-    key = "tokenizer.ggml."
-    hf = build_tokenizer(fields, name)
-    hf.chat_template = fields.get("tokenizer.chat_template")
+    rules = files.convert(fields, _TokenizerRules, name)
+    with files.reading(name, kinds=(Exception,)):  # the Rust library has no class of its own
+        hf = build_tokenizer(fields, name)
+    hf.chat_template = rules.chat_template
     check_template(hf, name)
-    add_bos = fields.get(f"{key}add_bos_token")
-    stops = as_ids(*(fields.get(f"{key}{word}_token_id") for word in ("eos", "eot", "eom")))
-    tokenizer = Tokenizer(hf, add_bos=None if add_bos is None else bool(add_bos), eos_ids=stops)
+    add_bos = None if rules.add_bos is None else bool(rules.add_bos)
+    tokenizer = Tokenizer(hf, add_bos=add_bos, eos_ids=as_ids(rules.eos, rules.eot, rules.eom))
     if (back := tokenizer.decode(tokenizer.encode(_SAMPLE))) != _SAMPLE:
         raise UserError(
             f"{name}: the tokenizer cannot be trusted, it turns {_SAMPLE!r} into {back!r}; use another file"

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -80,8 +81,11 @@ def _sentencepiece(
     from tokenizers import decoders, models, normalizers, pre_tokenizers
 
     scores = _column(fields, "scores", float, name)
-    if len(scores) != len(types):
-        raise UserError(f"{name}: {len(types)} tokens with {len(scores)} scores; use an intact GGUF file")
+    if len(scores) != len(types) or not all(map(math.isfinite, scores)):
+        finite = sum(map(math.isfinite, scores))
+        raise UserError(
+            f"{name}: {len(types)} tokens with {len(scores)} scores, {finite} of them finite; use an intact GGUF file"
+        )
     tokens = list(vocab)
     unknown = special["unknown"]
     merges = _merges(vocab, scores, types, name)
@@ -255,8 +259,8 @@ def _backend(model: Any, tokens: Sequence[str], types: Sequence[int]) -> Any:
 
 def _special_id(fields: Mapping[str, Any], role: str, kind: str, count: int, name: str) -> int | None:
     found = fields.get(f"{KEY}{role}_token_id", _DEFAULT_IDS.get(role) if kind == "llama" else None)
-    if found is not None and not 0 <= found < count:
-        raise UserError(f"{name}: {KEY}{role}_token_id={found} is no token of {count}; use an intact GGUF file")
+    if found is not None and (not isinstance(found, int) or not 0 <= found < count):
+        raise UserError(f"{name}: {KEY}{role}_token_id={found!r} is no token of {count}; use an intact GGUF file")
     return None if found is None else int(found)
 
 

@@ -102,8 +102,10 @@ def read_plain(directory: pathlib.Path, remedy: str = files.AGAIN) -> Any:
     _check_beside(directory, remedy)
     with files.reading(directory / "tokenizer.json", remedy, (Exception,)):  # the Rust library has no class of its own
         hf = PreTrainedTokenizerFast.from_pretrained(str(directory))
-        hf("a")
-    if hf.bos_token is None and (first := hf("a", return_special_tokens_mask=True))["special_tokens_mask"][:1] == [1]:
+        hf("a", verbose=False)
+    if hf.bos_token is None and (first := hf("a", verbose=False, return_special_tokens_mask=True))[
+        "special_tokens_mask"
+    ][:1] == [1]:
         hf.bos_token = hf.convert_ids_to_tokens(first["input_ids"][0])
     return hf
 
@@ -142,7 +144,7 @@ def _find_bos(hf: Any, directory: pathlib.Path) -> bool | None:
     post, config = backend.post_processor or {}, _read_config(directory)
     steps = post.get("processors", []) if post.get("type") == "Sequence" else [post]
     if any(step.get("type") == "TemplateProcessing" for step in steps):
-        return bool(hf("a")["input_ids"][:1] == [hf.bos_token_id])
+        return bool(hf("a", verbose=False)["input_ids"][:1] == [hf.bos_token_id])
     if config.add_bos_token is not None:
         return config.add_bos_token
     if config.tokenizer_class is None:

@@ -60,7 +60,7 @@ class Tokenizer:
         self.hf = hf
         self.bos_id: int | None = hf.bos_token_id
         if add_bos is None:
-            add_bos = self.bos_id is not None and hf("a")["input_ids"][:1] == [self.bos_id]
+            add_bos = self.bos_id is not None and hf("a", verbose=False)["input_ids"][:1] == [self.bos_id]
         self.add_bos = add_bos and self.bos_id is not None
         own = [] if hf.eos_token_id is None else [hf.eos_token_id]
         self.eos_ids: tuple[int, ...] = tuple(sorted({int(i) for i in (*own, *eos_ids)}))

@@ -38,6 +38,7 @@ from jaxkv.tasks.scoring import score
         (r"2 \cdot (3 + 4)", "14"),
         (r"1.5 \times 10^{3}", "1500"),
         (r"9 \div 2", "4.5"),
+        (r"18 \times 10^{-1}", "1.8"),
         ("2.5 million", "2500000"),
     ],
 )
@@ -65,6 +66,7 @@ def test_values(number, value, place):
         "The answer is 3:30 pm",
         "The ratio is 3:2",
         "#### 1/0",
+        "#### " + "9" * 1000 + "^99",
         "#### 3,5",
         "The answer is 3 dollars and 5 cents.",
         "It takes 3 hours and 30 minutes.",

@@ -230,6 +230,7 @@ def test_cut_at_stop():
         ("#### 18", "#### $18", "numeric", "same"),
         ("#### 18", "#### 17", "strict", "answer_changed"),
         ("#### 18", "I do not know", "numeric", "answer_changed"),
+        ("#### 18-30", "I do not know", "strict", "answer_changed"),  # neither settles on a value
     ],
 )
 def test_label_change_kind(a, b, scorer, kind):

@@ -42,7 +42,7 @@ _MOST = 64  # numbers and parentheses of one expression
 
 
 class _NotOneNumber(Exception):
-    """What is settled on is a range, a list, a time of day or a measure in two units."""
+    """What is settled on is a range, a list, a time of day, a measure in two units or beyond all use."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,7 +248,11 @@ class _Expression:
     def _raise(self, at: int) -> tuple[Decimal, int] | None:
         found = self._read(at)
         power = _POWER.match(self._text, found[1], self._end) if found else None
-        return (found[0] ** int(power[1]), power.end()) if found and power else found
+        if found is None or power is None:
+            return found
+        if abs(found[0].adjusted() * int(power[1])) >= 100:
+            raise _NotOneNumber  # no answer, and as plain digits it might fill the disk
+        return found[0] ** int(power[1]), power.end()
 
     def _read(self, at: int) -> tuple[Decimal, int] | None:
         """A number with what belongs to it, or an expression in parentheses."""

@@ -95,4 +95,4 @@ def label_change_kind(
     a, b = score(text_a, gold, stops), score(text_b, gold, stops)
     if a[scorer]["correct"] == b[scorer]["correct"]:
         return "same"
-    return "extraction_only" if a["numeric"]["answer"] == b["numeric"]["answer"] else "answer_changed"
+    return "extraction_only" if a["numeric"]["answer"] == b["numeric"]["answer"] is not None else "answer_changed"

@@ -131,7 +131,7 @@ class Task:
           texts settle on one answer by the last scorer; 'answer_changed' otherwise.
         """
         a, b = self.score(text_a, gold), self.score(text_b, gold)
-        settled = a[list(a)[-1]]["answer"] == b[list(b)[-1]]["answer"]
+        settled = a[list(a)[-1]]["answer"] == b[list(b)[-1]]["answer"] is not None
         changed = "extraction_only" if settled else "answer_changed"
         return {scorer: "same" if a[scorer]["correct"] == b[scorer]["correct"] else changed for scorer in a}
 

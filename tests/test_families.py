@@ -7,6 +7,7 @@ import re
 
 import pytest
 import transformers
+from absl import flags
 
 from jaxkv.checkpoints import load
 from jaxkv.config import ModelConfig, make_precision
@@ -183,6 +184,14 @@ def test_messages_name_public_presets_by_family():
             get_preset(wrong)
         assert "test-" not in str(caught.value).replace(wrong, "")
         assert names in str(caught.value)
+
+
+def test_the_help_names_public_presets_by_family():
+    import jaxkv.launch  # noqa: F401 - defines the flags
+
+    told = flags.FLAGS["model"].help
+    assert public_presets() in told
+    assert "test-" not in told
 
 
 @pytest.mark.parametrize("name", ["test-llama3", "test-qwen2", "test-qwen3"])

@@ -102,6 +102,9 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
 
     def __post_init__(self):
+        sizes = ("vocab_size", "num_layers", "model_dim", "mlp_dim", "num_query_heads", "num_kv_heads", "head_dim")
+        if odd := [f"{key} {getattr(self, key)}" for key in sizes if getattr(self, key) < 1]:
+            raise UserError(f"{self.name}: a model cannot have {', '.join(odd)}; fix the config")
         if self.num_query_heads % self.num_kv_heads:
             raise UserError(
                 f"{self.name}: {self.num_query_heads} query heads do not divide into {self.num_kv_heads} kv heads; "

@@ -22,6 +22,7 @@ from jaxkv.checkpoints.shipped import SHIPPED
 from jaxkv.cli import run_command
 from jaxkv.condition import OWN_PRECISIONS, PARTS, TEXT_EXPERIMENT, name_condition, read_precision
 from jaxkv.errors import UserError, nearest
+from jaxkv.models.families import public_presets
 from jaxkv.study import run_study
 from jaxkv.sweep import run_sweep
 
@@ -36,7 +37,7 @@ FLAGS = flags.FLAGS
 
 _DEFINED = [
     flags.DEFINE_list("model", [], "Presets, e.g. gemma2-2b; weights from the hub unless --checkpoint is set. "
-                      "tiny-gemma2, which ships with the package, if neither is set."),
+                      f"tiny-gemma2, which ships with the package, if neither is set. {public_presets()}."),
     flags.DEFINE_string("checkpoint", None, "Directory, .gguf file, Orbax checkpoint, hub id, or random:SEED."),
     flags.DEFINE_string("revision", None, "Branch, tag or commit of a hub id; the commit is recorded."),
     flags.DEFINE_list("precision", ["fp16", "fp32"], "fp16, bf16, fp32 (true fp32, not TF32), fp64 (a reference). "

@@ -265,7 +265,8 @@ class TorchModel:
             peaks[name] = np.where(inside, wide, 0)
 
         def record_rows(name: str, value: Any) -> None:
-            heads_first = value.ndim == 4 and value.shape[2] == length  # Gemma-3 norms q and k as [B, N, T, H]
+            # Gemma-3 norms q and k as [B, N, T, H], a view of [B, T, N, H], which Qwen3 norms.
+            heads_first = value.ndim == 4 and value.shape[2] == length and value.stride(1) <= value.stride(2)
             record(name, value.abs().amax((1, 3)) if heads_first else value.abs().flatten(2).amax(-1))
 
         with contextlib.ExitStack() as stack:

@@ -22,6 +22,7 @@ PRESETS = {
     "gemma3": "test-gemma3",
     "qwen2": "test-qwen2",
 }
+WINDOWED = [family for family, name in PRESETS.items() if get_preset(name).window is not None]
 VOCAB = 37
 STOP_IDS = (5, 11)
 NEW_TOKENS = 12

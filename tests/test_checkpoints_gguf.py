@@ -1,6 +1,8 @@
 """GGUF files: our tensors are those of transformers to the bit, on tiny written files and on real ones if named."""
 
 import builtins
+import dataclasses
+import math
 import os
 import re
 
@@ -14,7 +16,7 @@ from gguf import GGMLQuantizationType as QuantType
 from jaxkv.checkpoints import gguf as ours
 from jaxkv.checkpoints import load
 from jaxkv.checkpoints.fill import flat_paths
-from jaxkv.config import make_precision
+from jaxkv.config import RopeScaling, make_precision
 from jaxkv.errors import UserError
 from jaxkv.models.families import get_preset, key_table
 
@@ -28,7 +30,11 @@ CONFIGS = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
     "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
 }
+GEMMA = ("gemma2", "gemma3")
+HEAD_DIMS = {"gemma2": 32, "gemma3": 32, "qwen3": 128}  # transformers reads no other from a GGUF of Qwen3
 
 
 def write_gguf(
@@ -38,7 +44,7 @@ def write_gguf(
 
     Args:
       path: the file.
-      arch: 'llama', 'gemma2' or 'gemma3'.
+      arch: one of CONFIGS.
       quant: block type of the matrices.
       permute: how often q and k rows are permuted; once is right for llama.
       trained: gives q and k rows the norms that training leaves.
@@ -50,7 +56,7 @@ def write_gguf(
     config_class, model_class = CONFIGS[arch]
     sizes = {
         "vocab_size": len(TOKENS), "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16 if arch == "llama" else 32,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": HEAD_DIMS.get(arch, 16),
         "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
     }  # fmt: skip
     config = config_class(**(sizes | settings))
@@ -72,9 +78,10 @@ def write_gguf(
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(1e6 if arch == "gemma3" else 10000.0)
-    if arch != "llama":
+    if arch in (*GEMMA, "qwen3"):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
+    if arch in GEMMA:
         writer.add_sliding_window(config.sliding_window)
     if arch == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
@@ -93,15 +100,17 @@ def write_gguf(
     for name, value in state.items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
-        short = f"blk.{layer[1]}.{names[layer[2]]}.weight" if layer else f"{names[name.removesuffix('.weight')]}.weight"
+        layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)", name)
+        short = (
+            f"blk.{layer[1]}.{names[layer[2]]}.{layer[3]}" if layer else f"{names[name.removesuffix('.weight')]}.weight"
+        )
         if short in skip:
             continue
         array = value.float().numpy().copy()
         if arch == "llama" and short.endswith(("attn_q.weight", "attn_k.weight")):
             for _ in range(permute):
                 array = array.reshape(-1, 2, config.head_dim // 2, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
-        if arch != "llama" and short.endswith("norm.weight"):
+        if arch in GEMMA and short.endswith("norm.weight"):
             array = array + np.float32(1)
         kind = quant if array.ndim == 2 else QuantType.F32
         writer.add_tensor(short, gguf.quants.quantize(np.ascontiguousarray(array), kind), raw_dtype=kind)
@@ -139,16 +148,17 @@ def test_same_bits_as_transformers(tmp_path, arch, quant):
     path = tmp_path / "tiny.gguf"
     state = write_gguf(path, arch, quant)
     checkpoint = load(str(path), precision=FP32)
-    if quant == QuantType.F32 and arch == "llama":
+    if quant == QuantType.F32 and arch not in GEMMA:
         assert_same_bits(checkpoint, state)
     theirs, config = read_by_transformers(path)
     assert_same_bits(checkpoint, theirs)
     assert checkpoint.config.rope_theta == (1e6 if arch == "gemma3" else 10000.0)
     assert checkpoint.config.norm_eps == 1e-5
-    assert checkpoint.config.head_dim == config.head_dim
-    assert checkpoint.config.tie_embeddings == (arch != "llama")
+    assert checkpoint.config.head_dim == HEAD_DIMS.get(arch, 16)
+    assert checkpoint.config.tie_embeddings == (arch in GEMMA)
+    assert checkpoint.config.family == arch
     assert checkpoint.provenance["dtypes"][quant.name] > 1
-    if arch != "llama":
+    if arch in GEMMA:
         assert checkpoint.config.window == config.sliding_window
         assert checkpoint.config.attn_softcap == config.attn_logit_softcapping
 
@@ -171,6 +181,95 @@ def test_tied_llama_and_mistral(tmp_path):
     assert load(str(path), precision=FP32).config.tie_embeddings
     write_gguf(path, change=lambda w: w.add_name("Mistral 7B"))
     assert load(str(path), precision=FP32).config.family == "mistral"
+
+
+def factors_of(head_dim, theta, factor, low=1.0, high=4.0, length=8192):
+    """rope_freqs.weight as llama.cpp's converter computes it (convert_hf_to_gguf.py, LlamaModel)."""
+    factors = []
+    for frequency in 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim):
+        wavelength = 2 * math.pi / frequency
+        if wavelength < length / high:
+            factors.append(1)
+        elif wavelength > length / low:
+            factors.append(factor)
+        else:
+            smooth = (length / wavelength - low) / (high - low)
+            factors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(factors, np.float32)
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_llama3_scaling_is_told_from_its_factors(tmp_path, factor):
+    """The file holds factors of frequencies, not the numbers that they come from."""
+    path = tmp_path / "tiny.gguf"
+
+    def change(writer):
+        writer.kv_data[0]["llama.rope.freq_base"].value = 5e5
+
+    factors = factors_of(16, 5e5, factor)
+    assert ((factors > 1.01) & (factors < factor - 0.01)).any()
+    state = write_gguf(path, change=change, extra=[("rope_freqs.weight", factors)])
+    checkpoint = load(str(path), precision=FP32)
+    assert checkpoint.config.rope_scaling == RopeScaling(factor, 1.0, 4.0, 8192)
+    assert_same_bits(checkpoint, state)
+    write_gguf(path, change=change, extra=[("rope_freqs.weight", np.ones(8, "f"))])
+    assert load(str(path), precision=FP32).config.rope_scaling is None
+
+
+def test_other_rope_factors(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    preset = dataclasses.replace(
+        get_preset("test-llama3"), model_dim=64, vocab_size=len(TOKENS), context_length=128, rope_theta=1e4,
+        tie_embeddings=False,
+    )  # fmt: skip
+    known = factors_of(16, 1e4, 8.0, length=64)
+    write_gguf(path, extra=[("rope_freqs.weight", known)])
+    fails(path, "rope_freqs.weight holds a RoPE scaling other than Llama 3's")
+    assert load(str(path), precision=FP32, config=preset).config.rope_scaling == preset.rope_scaling
+    for factors in (known[:-1], known * np.float32(1.01), np.full(8, np.nan, "f"), np.zeros(8, "f")):
+        write_gguf(path, extra=[("rope_freqs.weight", factors)])
+        fails(path, "rope_freqs.weight holds a RoPE scaling other than Llama 3's", config=preset)
+
+
+def test_a_head_of_its_own_beside_a_tied_preset(tmp_path):
+    """As in Qwen2.5's files: what the file holds counts, and the config of the run says so."""
+    path = tmp_path / "tiny.gguf"
+    state = write_gguf(path, "qwen2", num_attention_heads=4, hidden_size=64)
+    preset = dataclasses.replace(
+        get_preset("test-qwen2"), model_dim=64, head_dim=16, query_scale=0.25, vocab_size=len(TOKENS),
+        context_length=128, norm_eps=1e-5, rope_theta=1e4,
+    )  # fmt: skip
+    assert preset.tie_embeddings
+    checkpoint = load(str(path), precision=FP32, config=preset)
+    assert checkpoint.config == dataclasses.replace(preset, tie_embeddings=False)
+    assert_same_bits(checkpoint, state)
+    write_gguf(path, "qwen2", tie_word_embeddings=True)
+    assert load(str(path), precision=FP32, config=preset).config == preset
+    fails(path, "is not a test-qwen2: tie_embeddings True", config=dataclasses.replace(preset, tie_embeddings=False))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("llama.embedding_length", "64", "field embedding_length: expected `int`, got `str`"),
+        ("llama.block_count", 0, "field block_count: expected `int` >= 1"),
+        ("llama.attention.head_count", 0, "field attention.head_count: expected `int` >= 1"),
+        ("llama.attention.head_count_kv", "2", "field attention.head_count_kv: expected"),
+        ("llama.attention.layer_norm_rms_epsilon", float("nan"), "field attention.layer_norm_rms_epsilon"),
+        ("llama.rope.freq_base", -1.0, "field rope.freq_base"),
+        ("llama.context_length", None, "missing required field `context_length`"),
+        ("llama.attention.sliding_window", 8, "sliding_window=8"),
+    ],
+)
+def test_metadata_of_another_type(tmp_path, key, value, words):
+    def change(writer):
+        writer.kv_data[0].pop(key, None)
+        kinds = {str: gguf.GGUFValueType.STRING, int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT32}
+        if value is not None:
+            writer.add_key_value(key, value, kinds[type(value)])
+
+    write_gguf(tmp_path / "tiny.gguf", change=change)
+    fails(tmp_path / "tiny.gguf", words)
 
 
 def test_gemma_window_pattern_and_bases(tmp_path):
@@ -210,8 +309,8 @@ def test_faults(tmp_path):
         path, skip=("blk.1.ffn_up.weight", "output_norm.weight"), extra=[("blk.0.attn_q.bias", np.zeros(64, "f"))]
     )
     fails(path, "2 missing: model.layers.1.mlp.up_proj.weight, model.norm.weight; 1 unknown: .*q_proj.bias")
-    write_gguf(path, extra=[("rope_freqs.weight", np.ones(8, "f"))])
-    fails(path, "rope_freqs.weight .*not implemented")
+    write_gguf(path, extra=[("rope_factors_long.weight", np.ones(8, "f"))])
+    fails(path, "rope_factors_long.weight .*not implemented")
     write_gguf(path, change=lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN))
     fails(path, "llama.rope.scaling.type='yarn' is not implemented")
     write_gguf(path, change=lambda w: w.add_rope_scaling_factor(4.0))
@@ -233,13 +332,13 @@ def test_truncated_and_foreign_files(tmp_path):
         fails(path, "truncated or no GGUF file")
     path.write_bytes(b"something else entirely, long enough to hold a header" * 10)
     fails(path, "truncated or no GGUF file")
-    writer = gguf.GGUFWriter(path, "qwen2")
+    writer = gguf.GGUFWriter(path, "qwen2moe")
     writer.add_block_count(1)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    fails(path, "architecture 'qwen2' is not implemented; known: llama, gemma2, gemma3")
+    fails(path, "architecture 'qwen2moe' is not implemented; known: llama, gemma2, gemma3, qwen2, qwen3$")
 
 
 def test_without_the_gguf_package(tmp_path, monkeypatch):
@@ -280,7 +379,11 @@ def test_bos_rule_of_the_file(tmp_path, add_bos):
 @pytest.mark.weights
 @pytest.mark.parametrize(
     ("variable", "preset", "add_bos"),
-    [("JAXKV_SMOLLM2_GGUF", "smollm2-135m", False), ("JAXKV_GEMMA3_GGUF", "gemma3-270m", True)],
+    [
+        ("JAXKV_SMOLLM2_GGUF", "smollm2-135m", False),
+        ("JAXKV_GEMMA3_GGUF", "gemma3-270m", True),
+        ("JAXKV_QWEN_GGUF", "qwen2.5-coder-0.5b", False),
+    ],
 )
 def test_real_file(variable, preset, add_bos):
     import pathlib
@@ -289,8 +392,12 @@ def test_real_file(variable, preset, add_bos):
         pytest.skip(f"{variable} names no file")
     path = pathlib.Path(os.environ[variable])
     checkpoint = load(str(path), precision=FP32, config=get_preset(preset))  # its RoPE layout is checked on the way
-    assert_same_bits(checkpoint, read_by_transformers(path)[0])
-    assert checkpoint.config == get_preset(preset)
+    theirs, config = read_by_transformers(path)
+    assert_same_bits(checkpoint, theirs)
+    # Qwen's releases tie the head; llama.cpp's files hold one of its own, in another block type.
+    tied = config.tie_word_embeddings
+    assert tied == ("qwen" not in preset and get_preset(preset).tie_embeddings)
+    assert checkpoint.config == dataclasses.replace(get_preset(preset), tie_embeddings=tied)
     tokenizer = checkpoint.tokenizer
     assert tokenizer.add_bos == add_bos
     ids = tokenizer.encode("The sky is blue.")

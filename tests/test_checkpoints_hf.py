@@ -33,6 +33,8 @@ MODELS = {
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": 8}),
     "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM, {"sliding_window": 8}),
     "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM, {"sliding_window": 8}),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {"hidden_size": 64}),  # it has no head_dim
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"tie_word_embeddings": True}),
 }
 
 
@@ -133,12 +135,18 @@ def test_layer_types():
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
-        ({"model_type": "qwen2"}, "model_type 'qwen2'"),
+        ({"model_type": "qwen2_moe"}, "model_type 'qwen2_moe'"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window=True"),
+        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias=True"),
+        (
+            {"model_type": "qwen3", "num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
+            "layer_types='sliding_attention'",
+        ),
         ({}, "model_type 'None'"),
         ({"model_type": "gemma3", "text_config": {}}, "multimodal"),
         (
             {"model_type": "llama", "rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-            "rope_scaling.rope_type='llama3'",
+            "rope_scaling needs factor, low_freq_factor and a greater high_freq_factor",
         ),
         ({"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.rope_type='linear'"),
         ({"model_type": "llama", "rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.rope_type='yarn'"),

@@ -92,7 +92,7 @@ def test_transformers_computes_our_logits(tiny, tmp_path, family, heads):
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
-@pytest.mark.parametrize("preset", ["test-llama2", "test-llama2-gqa", "test-mistral", "test-gemma2", "test-gemma3"])
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name.startswith("test-")])
 def test_round_trip_is_bit_exact(tmp_path, preset, dtype):
     checkpoint = make_random(preset, dtype)
     export.export(checkpoint, str(tmp_path / "dest"), dtype=dtype)
@@ -161,6 +161,9 @@ def test_every_preset_is_the_config_of_its_export(tmp_path):
         ("test-llama2", {"embed_scale": 2.0}, "embed_scale 2.0"),
         ("test-mistral", {"window_pattern": (True, False)}, "MistralConfig .* window_pattern"),
         ("test-mistral", {"qk_norm": True}, "qk_norm True"),
+        ("test-llama3", {"qkv_bias": True}, "LlamaConfig .* qkv_bias True"),
+        ("test-qwen2", {"qkv_bias": False}, "Qwen2Config .* qkv_bias False"),
+        ("test-qwen3", {"qk_norm": False}, "Qwen3Config .* qk_norm False"),
         ("test-gemma2", {"query_scale": 0.3}, "Gemma2Config .* query_scale 0.3"),
         ("test-gemma2", {"activation": "silu"}, "activation silu"),
         ("test-gemma2", {"local_rope_theta": 5e3}, "local_rope_theta 5000"),

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from planted_bugs import input_not_cast
-from small_models import PRESETS, SAMPLERS, STOP_IDS, VOCAB, changed_state, small_config, small_state, taken
+from small_models import PRESETS, SAMPLERS, STOP_IDS, VOCAB, WINDOWED, changed_state, small_config, small_state, taken
 
 from jaxkv import generate
 from jaxkv.cache import KVCache, empty_cache
@@ -168,7 +168,7 @@ BUGS = {
 NARROW = [(b, f, "bf16") for b in ("rotated", "positions", "cast") for f in PRESETS]
 NARROW += [("rotated", "mistral", "fp16"), ("cast", "gemma3", "fp16")]
 STRUCTURAL = [(b, f, "bf16") for b in ("stale", "unwritten") for f in PRESETS]
-STRUCTURAL += [("window", f, "bf16") for f in PRESETS if f != "llama"]
+STRUCTURAL += [("window", f, "bf16") for f in WINDOWED]
 
 
 @pytest.mark.parametrize(("bug", "family", "precision"), NARROW + STRUCTURAL)

@@ -21,13 +21,15 @@ from tiny_models import (
     tiny_config,
     torch_logits,
 )
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from jaxkv.cache import empty_cache
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
-from jaxkv.config import ModelConfig, Precision, make_precision
+from jaxkv.checkpoints.hf_config import transformers_config
+from jaxkv.config import ModelConfig, Precision, RopeScaling, make_precision
 from jaxkv.decode import slot_positions
 from jaxkv.models.decoder import abstract_decoder
-from jaxkv.models.layers import rope_table
+from jaxkv.models.layers import product, rope_frequencies, rope_table
 
 # fp32 rounds each sum of a few units to 1e-7 of it, and three layers carry that to the logits; 8e-6 was seen.
 TRANSFORMERS_TOLERANCE = 2e-5
@@ -148,6 +150,62 @@ def test_rope_tables_are_those_of_transformers(precision, head_dim, theta):
         assert np.mean(found != np.concatenate([expected, expected], -1)) < 1e-4
 
 
+# theta, factor, low, high, original context: as in Llama 3.1 and 3.2, and as no model has them
+LLAMA3_SCALINGS = [(5e5, 8.0, 1.0, 4.0, 8192), (5e5, 32.0, 1.0, 4.0, 8192), (1e4, 7.3, 0.7, 3.1, 10000)]
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize(("theta", "factor", "low", "high", "length"), LLAMA3_SCALINGS)
+def test_llama3_frequencies_are_those_of_transformers(theta, factor, low, high, length, head_dim):
+    """Bit for bit in fp32; tables in 16 bits as above. At some other dims torch's own power is off by a unit."""
+    scaling = RopeScaling(factor, low, high, length)
+    config = dataclasses.replace(tiny_config("llama3"), head_dim=head_dim, rope_theta=theta, rope_scaling=scaling)
+    config = dataclasses.replace(config, context_length=131072, query_scale=head_dim**-0.5)
+    expected, factor_of_attention = ROPE_INIT_FUNCTIONS["llama3"](transformers_config(config))
+    assert factor_of_attention == 1
+    found = rope_frequencies(config.layer_rope(0), head_dim, jnp.float32)
+    np.testing.assert_array_equal(found.view(np.uint32), expected.numpy().view(np.uint32))
+    plain = rope_frequencies((theta, None), head_dim, jnp.float32)
+    assert found[0] == plain[0]
+    assert np.isclose(found[-1], plain[-1] / factor, rtol=1e-6)
+    np.testing.assert_allclose(found, rope_frequencies(config.layer_rope(0), head_dim, jnp.float64), rtol=2e-6)
+    table = rope_table(jnp.arange(4096)[None], config.layer_rope(0), head_dim, make_precision("bf16"))
+    angles = torch.arange(4096).float()[:, None] * expected
+    for ours, theirs in zip(table, (angles.cos(), angles.sin()), strict=True):
+        rounded = theirs.to(torch.bfloat16).float().numpy()
+        assert np.mean(np.asarray(ours[0, :, 0].astype(jnp.float32)) != np.concatenate([rounded] * 2, -1)) < 1e-4
+
+
+def test_the_llama3_scaling_bites(tiny):
+    """The tiny model has waves of each kind, and would compute other logits without it."""
+    checkpoint, fp32 = tiny.checkpoint("llama3"), make_precision("fp32")
+    config, text = checkpoint.config, make_text(checkpoint.config)[:, :TEXT]
+    plain, scaled = (
+        rope_frequencies((config.rope_theta, s), config.head_dim, np.float64) for s in (None, config.rope_scaling)
+    )
+    ratios = plain / scaled
+    assert (ratios == 1).any()
+    assert ((ratios > 1.01) & (ratios < 7.9)).any()
+    assert np.isclose(ratios, config.rope_scaling.factor).any()
+    logits = run_whole(config, fp32, checkpoint.state, text)[0]
+    off = run_whole(dataclasses.replace(config, rope_scaling=None), fp32, checkpoint.state, text)[0]
+    assert np.abs(np.asarray(logits - off)).max() > 0.1
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_a_bias_joins_the_sum_before_it_is_rounded(precision, dtype):
+    """As in torch's `linear`: a second rounding changes every sixth value, torch's own sums a few in a thousand."""
+    rng = np.random.default_rng(0)
+    x, w, bias = (rng.normal(size=shape) * size for shape, size in (((2, 16, 512), 1), ((256, 512), 0.05), (256, 3)))
+    policy = make_precision(precision)
+    ours = product(
+        "btd,fd->btf", *(jnp.asarray(a, policy.activation) for a in (x, w)), policy,
+        bias=nnx.Param(jnp.asarray(bias, policy.param)),
+    )  # fmt: skip
+    theirs = torch.nn.functional.linear(*(torch.tensor(a).to(dtype) for a in (x, w, bias))).float().numpy()
+    assert np.mean(np.asarray(ours, np.float32) != theirs) < 0.01
+
+
 # What each field of ModelConfig is changed to, one at a time, from a model that uses all of them.
 FIELD_CHANGES = {
     "vocab_size": 300,
@@ -172,6 +230,8 @@ FIELD_CHANGES = {
     "window_pattern": (False, True),
     "tie_embeddings": False,
     "embed_scale": 1.0,
+    "qkv_bias": True,
+    "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 64),
 }
 FIELDS_WITHOUT_EFFECT = {"name": "another", "family": "llama", "context_length": 64}
 
@@ -222,6 +282,16 @@ def test_every_config_field_has_an_effect(full_config):
             assert np.abs(after.astype(np.float32) - before[name]).max() > 1e-3, field
 
 
+def test_every_number_of_a_rope_scaling_has_an_effect():
+    scaling = RopeScaling(8.0, 1.0, 4.0, 64)
+    before = rope_frequencies((100.0, scaling), 16, np.float64)
+    changes = {"factor": 4.0, "low_freq_factor": 2.0, "high_freq_factor": 8.0, "original_context": 32}
+    assert set(changes) == {field.name for field in dataclasses.fields(RopeScaling)}
+    for field, value in changes.items():
+        after = rope_frequencies((100.0, dataclasses.replace(scaling, **{field: value})), 16, np.float64)
+        assert np.abs(after / before - 1).max() > 0.01, field
+
+
 def test_every_part_of_a_precision_has_an_effect(full_config):
     changes = {
         "param": "fp32",
@@ -234,6 +304,7 @@ def test_every_part_of_a_precision_has_an_effect(full_config):
         "rope": "fp16",
         "cache": "fp32",
         "logits": "fp32",
+        "scores": "fp32",
     }
     assert {field.name for field in dataclasses.fields(Precision)} == set(changes) | {"name", "dot"}
     fp16 = make_precision("fp16")

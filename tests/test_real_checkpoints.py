@@ -32,6 +32,7 @@ from jaxkv.tasks.gsm8k import PromptSpec, build_prompt, choose_shots, load_probl
 VARIABLES = {
     "JAXKV_SMOLLM2_GGUF": "the GGUF file of SmolLM2-135M-Instruct",
     "JAXKV_GEMMA3_GGUF": "the GGUF file of Gemma-3 270M",
+    "JAXKV_QWEN_GGUF": "the GGUF file of Qwen2.5-Coder-0.5B-Instruct",
     "JAXKV_GSM8K_DIR": "a folder with gsm8k_test.jsonl and gsm8k_train.jsonl",
 }
 # fp32 sums of real logits differ by about this between any two programs. A closer choice is nobody's fault, and this
@@ -51,6 +52,7 @@ class Case:
 
 CASES = {
     "smollm2-chat": Case("JAXKV_SMOLLM2_GGUF", PromptSpec("chat"), 20, 64),
+    "qwen2-chat": Case("JAXKV_QWEN_GGUF", PromptSpec("chat"), 10, 64),
     "gemma3-zero-shot": Case("JAXKV_GEMMA3_GGUF", PromptSpec("zero_shot"), 20, 64),
     "gemma3-8-shots": Case("JAXKV_GEMMA3_GGUF", PromptSpec("few_shot", 8), 2, 16),
 }

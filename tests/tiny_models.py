@@ -30,6 +30,7 @@ WINDOW = 10
 TEXT = 40  # tokens, four windows
 PREFILL = 16
 SLOTS = 48
+K_BIAS = 8.0
 
 _PRESETS = {family: f"test-{family}" for family in FAMILIES} | {"llama": "test-llama2-gqa"}
 _CAPS = {"attn_softcap": 3.0, "final_softcap": 1.5}  # they bite the scores and logits below, and are no powers of 2
@@ -59,8 +60,8 @@ def save_random(config, path):
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if name.endswith(".bias"):
-                value = torch.randn(weight.shape, generator=generator)
+            if name.endswith(".bias"):  # those of k are large in Qwen2.5: up to a hundred and more
+                value = torch.randn(weight.shape, generator=generator) * (K_BIAS if "k_proj" in name else 1)
             elif weight.ndim == 1:
                 value = torch.rand(weight.shape, generator=generator) + 0.5 - config.norm_offset
             else:

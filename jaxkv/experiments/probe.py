@@ -128,6 +128,10 @@ def probe_state(arms: Arms) -> nnx.State:
             found |= {"attn_post_norm/weight": post_norm(), "mlp_post_norm/weight": post_norm()}
         if config.qk_norm:
             found |= {f"attn/{x}_norm/weight": rng.uniform(1, 2, H) - config.norm_offset for x in "qk"}
+        if config.qkv_bias:  # a k has one term, to which a bias adds in the same way in every program
+            k_bias = np.zeros((K, H), np.float32)
+            k_bias[:, kept] = rng.uniform(8, 16, (K, len(kept)))
+            found |= {"attn/q_bias": np.zeros((N, H)), "attn/k_bias": k_bias, "attn/v_bias": np.zeros((K, H))}
         return {f"layers/{layer}/{name}": value for name, value in found.items()}
 
     wanted = flat_paths(arms.abstract_state)

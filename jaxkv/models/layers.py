@@ -88,7 +88,7 @@ def rope_frequencies(rope: Rope, head_dim: int, dtype: DType) -> np.ndarray:
     """[H/2] radians per position (arXiv 2104.09864), scaled operation by operation as transformers does."""
     (theta, scaling), kind = rope, np.dtype(dtype)
     exponents = np.arange(0, head_dim, 2, dtype=kind) / kind.type(head_dim)
-    # NumPy's own fp32 power is off by a unit at every seventh exponent or so, torch's is not: round a wider one.
+    # NumPy's own fp32 power is off by a unit at every seventh exponent or so, torch's hardly ever: round a wider one.
     frequencies: np.ndarray = 1 / np.power(float(theta), exponents.astype(np.float64)).astype(kind)
     if scaling is None:
         return frequencies

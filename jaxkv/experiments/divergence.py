@@ -218,7 +218,9 @@ def compare_row(arms: Arms, item: Item, row: int, ran: BatchRun, spec: RunSpec) 
     def compare(reference: Rollout | None, other: Rollout | None, steps: int = steps) -> dict[str, list] | None:
         if fault or reference is None or other is None:
             return None
-        return compare_logits(reference.logits[row], other.logits[row], steps)
+        chosen = (np.asarray(run.choices[row, :steps]) for run in (reference, other))
+        flips = np.not_equal(*chosen).tolist()
+        return compare_logits(reference.logits[row], other.logits[row], steps) | {"choice_flip": flips}
 
     tokens = {"cached": taken(runs.cached), "uncached": taken(runs.free)}
     return {

@@ -195,7 +195,8 @@ def test_honest_runs_are_rounding(family):
         distance = measure_distance(found)
         assert distance.beyond == 0
         assert 1 / 4 < distance.ratio < 4
-        assert of_model(samples, precision) == ROUNDING
+        equal = all(all(s["teacher_forced"]["bit_equal"]) for s in found)  # kernels of a CPU may round alike
+        assert of_model(samples, precision) == (EQUAL if equal else ROUNDING)
 
 
 def test_one_precision_alone_cannot_tell():

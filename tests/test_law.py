@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxkv.analysis import metrics
-from jaxkv.analysis.law import NEAR, predict, sort_flips
+from jaxkv.analysis.law import NEAR, check_law, predict, sort_flips
 
 
 def draw(noise: float, steps: int = 20000, vocabulary: int = 40, seed: int = 0, dtype=np.float32):
@@ -67,3 +67,18 @@ def test_flips_of_rounded_logits_are_sorted_as_they_stand():
     kinds = sort_flips(found["flip"], found["margin"], found["margin_other"], found["unit"])
     assert sum(kinds.values()) == int(found["flip"].sum())
     assert kinds["tie_in_one"] > 0
+
+
+def test_a_condition_is_its_samples_together():
+    parts = [draw(0.01, steps=300, seed=seed, dtype=np.float16) for seed in (5, 6)]
+    samples = [{name: column.tolist() for name, column in part.items()} for part in parts]
+    found = check_law(samples)
+    margins, shifts = (np.concatenate([part[name] for part in parts]) for name in ("margin", "shift"))
+    assert found.prediction == predict(margins, shifts)
+    assert found.flips == sum(int(part["flip"].sum()) for part in parts) == sum(found.kinds.values())
+    assert found.ties["reference"] == int((margins == 0).sum())
+    assert found.choice_flips is None
+    chosen = [s | {"choice_flip": [True] + [False] * 299} for s in samples]
+    assert check_law(chosen).choice_flips == 2
+    assert check_law([{"margin": [1.0], "flip": [False]}]) is None  # a record of before
+    assert check_law([]) is None

@@ -12,6 +12,8 @@ depends on the margin.
 """
 
 import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -81,3 +83,43 @@ def sort_flips(flip: npt.ArrayLike, margin: npt.ArrayLike, other: npt.ArrayLike,
     near = (ties == 0) & (a <= one) & (b <= one)
     counts = [(ties == 1).sum(), (ties == 2).sum(), near.sum(), ((ties == 0) & ~near).sum()]
     return dict(zip(KINDS, map(int, counts), strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """The law beside what was counted along teacher-forced steps.
+
+    Attributes:
+      prediction: from the condition's own margins and shifts.
+      flips: argmax flips that were counted.
+      kinds: these by how near the two tokens were (`sort_flips`).
+      ties: steps with an exact tie in the reference, in the other arm, and in both.
+      choice_flips: steps at which the arms choose other tokens under the shared noise; None in older records.
+    """
+
+    prediction: Prediction
+    flips: int
+    kinds: dict[str, int]
+    ties: dict[str, int]
+    choice_flips: int | None
+
+
+def check_law(comparisons: Sequence[Mapping[str, Any]]) -> Checked | None:
+    """The law on the comparisons of a condition's samples; None if they lack what it needs or have no step."""
+    kept = [c for c in comparisons if c.get("shift")]
+    if not kept:
+        return None
+    columns = ("margin", "shift", "flip", "margin_other", "unit")
+    margin, shift, flip, other, unit = (np.concatenate([c[name] for c in kept]) for name in columns)
+    chosen = [c["choice_flip"] for c in kept if "choice_flip" in c]
+    return Checked(
+        prediction=predict(margin, shift),
+        flips=int(np.sum(flip)),
+        kinds=sort_flips(flip, margin, other, unit),
+        ties={
+            "reference": int(np.sum(margin == 0)),
+            "other": int(np.sum(other == 0)),
+            "both": int(np.sum((margin == 0) & (other == 0))),
+        },
+        choice_flips=int(np.sum([np.sum(c) for c in chosen])) if len(chosen) == len(kept) else None,
+    )

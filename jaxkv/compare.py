@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-FIELDS = ("flip", "kl", "kl_reverse", "js", "max_abs", "mean_abs", "margin", "bit_equal")
+FIELDS = (
+    "flip", "kl", "kl_reverse", "js", "max_abs", "mean_abs", "margin", "margin_other", "shift", "unit", "bit_equal",
+)  # fmt: skip
 DISTANCE_FIELDS = ("flip", "kl", "rms", "max_abs")
 
 
@@ -27,26 +29,39 @@ def _kl(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(d > 50.0, far, terms))
 
 
+def _unit(value: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Spacing of a dtype's numbers at a value (a power of two); that of its smallest normal number near 0."""
+    kind = jnp.finfo(dtype)
+    exponent = jnp.frexp(jnp.maximum(jnp.abs(value), float(kind.tiny)))[1] - 1
+    return jnp.ldexp(jnp.asarray(float(kind.eps), jnp.float64), exponent)
+
+
 def _compare_step(pair: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
     """Metrics of one step's logits, reference [V] against other [V]."""
     reference, other = pair
     a, b = reference.astype(jnp.float64), other.astype(jnp.float64)
     log_a, log_b = jax.nn.log_softmax(a), jax.nn.log_softmax(b)
     log_mean = jnp.logaddexp(log_a, log_b) - jnp.log(2.0)
-    top = jax.lax.top_k(a, 2)[0]
+    # Not top_k, which orders -0 below 0: ties go to the lowest id, as in the arms.
+    first = jnp.argmax(a)
+    second = jnp.argmax(jnp.where(jnp.arange(a.size) == first, -jnp.inf, a))
+    margin, other_top = a[first] - a[second], jax.lax.top_k(b, 2)[0]
     difference = jnp.abs(a - b)
     equal = jnp.all(_bits(reference) == _bits(other))
     finite = jnp.all(jnp.isfinite(a)) & jnp.all(jnp.isfinite(b))
     # The compiler may evaluate the two softmaxes differently, so that equal logits would be 1e-32 nats apart.
     apart = lambda value: jnp.where(equal, 0.0, value)  # noqa: E731
     return {
-        "flip": jnp.argmax(a) != jnp.argmax(b),
+        "flip": first != jnp.argmax(b),
         "kl": apart(_kl(log_a, log_b)),
         "kl_reverse": apart(_kl(log_b, log_a)),
         "js": apart((_kl(log_a, log_mean) + _kl(log_b, log_mean)) / 2),
         "max_abs": jnp.max(difference),
         "mean_abs": jnp.mean(difference),
-        "margin": top[0] - top[1],
+        "margin": margin,
+        "margin_other": other_top[0] - other_top[1],
+        "shift": b[first] - b[second] - margin,
+        "unit": _unit(a[first], reference.dtype),
         "bit_equal": equal,
         "finite": finite,
     }
@@ -68,7 +83,9 @@ def compare_logits(reference: jax.Array, other: jax.Array, steps: int) -> dict[s
 
     Returns:
       Lists of `steps` values: flip (argmax differs), kl = KL(reference || other), kl_reverse and js in nats, max_abs
-      and mean_abs logit difference, margin (reference's top-1 minus top-2), bit_equal.
+      and mean_abs logit difference, margin (reference's top-1 minus top-2), margin_other (the other arm's own), shift
+      (by how much the gap of the reference's top two is another in the other arm), unit (spacing of the dtype's
+      numbers at the reference's top logit), bit_equal.
 
     Raises:
       ValueError: the dtypes or shapes differ, or a compared logit is not finite (such a sample is invalid, not equal).

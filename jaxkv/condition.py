@@ -296,7 +296,7 @@ def make_run_config(study: Study) -> dict[str, Any]:
         "prompt": task.provenance["prompt"],
         "num_problems": len(study.items),
         "sampling": study.sampler.to_json() | {"seed": study.spec.seed},
-        "decoding": dataclasses.asdict(study.spec) | {"stop_ids": list(study.checkpoint.tokenizer.eos_ids)},
+        "decoding": _describe_decoding(study.spec) | {"stop_ids": list(study.checkpoint.tokenizer.eos_ids)},
         "versions": {package: here["packages"][package] for package in ("jax", "jaxlib")},
         "variables": {k: v for k, v in here["variables"].items() if k != "JAX_PLATFORMS"},
     }
@@ -307,6 +307,11 @@ def make_run_config(study: Study) -> dict[str, Any]:
     if "patching" in settings["experiments"]:
         config["patching"] = {name: settings[f"patch_{name}"] for name in ("layers", "bins")}
     return config | (_torch_config(study) if study.framework == "torch" else _jax_config(study, config["decoding"]))
+
+
+def _describe_decoding(spec: Any) -> dict[str, Any]:
+    """What was run, less what decides no number of the arms."""
+    return {name: value for name, value in dataclasses.asdict(spec).items() if name != "truth_problems"}
 
 
 def _torch_config(study: Study) -> dict[str, Any]:

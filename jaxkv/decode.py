@@ -369,7 +369,7 @@ class Arms:
             if name.startswith(("qk.", "scores.")):
                 seen = visible(positions, positions, self.config.layer_window(int(name.split(".")[1])))
                 magnitude = jnp.where(seen[:, None, None], magnitude, 0)
-            peak = jnp.max(magnitude, axis=tuple(a for a in range(value.ndim) if a not in (0, row_axis)))
+            peak = _peak(magnitude, tuple(a for a in range(value.ndim) if a not in (0, row_axis)))
             largest[name] = jnp.where(positions != EMPTY, peak, 0).astype(jnp.float32)
             return value
 
@@ -379,12 +379,17 @@ class Arms:
         def head(row):  # [B, D]; a few rows at a time, since all of [B, P, V] may not fit
             seen: dict[str, jax.Array] = {}
             model.logits(row[:, None], lambda name, value: seen.setdefault(name, value))
-            return {name: jnp.max(jnp.abs(value.astype(jnp.float32)), axis=(1, 2)) for name, value in seen.items()}
+            return {name: _peak(jnp.abs(value.astype(jnp.float32)), (1, 2)) for name, value in seen.items()}
 
         for name, peak in jax.lax.map(head, jnp.swapaxes(hidden, 0, 1), batch_size=16).items():
             largest[name] = jnp.where(positions != EMPTY, peak.T, 0)
         # Dicts come out of jit sorted by key; numbers keep the order of execution.
         return {f"{number:05d} {name}": peak for number, (name, peak) in enumerate(largest.items())}
+
+
+def _peak(magnitude: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """The largest, NaN if one is: XLA's maximum on a CPU drops NaN where it is vectorized."""
+    return jnp.where(jnp.any(jnp.isnan(magnitude), axis=axes), jnp.nan, jnp.max(magnitude, axis=axes))
 
 
 def start_rollout(arms: Arms, tokens: np.ndarray, rows: Rows, layout: Layout) -> Rollout:

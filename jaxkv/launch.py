@@ -91,6 +91,7 @@ _DEFINED = [
                         "stepwise. draft if not set; stepwise with torch."),
     flags.DEFINE_integer("stepwise_problems", 1, "Both forms of the uncached arm run on this many problems."),
     flags.DEFINE_integer("control_problems", 8, "The controls run on this many problems."),
+    flags.DEFINE_integer("truth_problems", 2, "Each arm's distance to float64 on this many problems, if it fits."),
     flags.DEFINE_integer("patch_layers", 16, "Patching: most layers that are patched one at a time; 0 for none.",
                          lower_bound=0),
     flags.DEFINE_integer("patch_bins", 4, "Patching: position bins of the layer-by-position grid; 0 for no grid.",
@@ -225,7 +226,7 @@ def _check_settings(settings: dict[str, Any]) -> None:
     for name in ("num_problems", "max_new_tokens", "batch_size", "bucket", "tile", "gate_problems"):
         if settings[name] is not None and settings[name] < 1:
             raise UserError(f"--{name}={settings[name]} must be at least 1")
-    for name in ("control_problems", "stepwise_problems"):
+    for name in ("control_problems", "stepwise_problems", "truth_problems"):
         if settings[name] < 0:
             raise UserError(f"--{name}={settings[name]} must not be negative")
     if not -(2**31) <= settings["seed"] < 2**31:

@@ -18,22 +18,29 @@ A sample of experiment 'divergence' is one problem decoded by both arms::
                              "compared_after": int},
      "controls": {"cached_rerun": null | comparison, "uncached_rerun": null | comparison,
                   "uncached_other_length": null | comparison, "uncached_stepwise": null | comparison},
+     "truth": null | {"cached": distance, "uncached": distance},
      "label_change": {scorer: "same" | "answer_changed" | "extraction_only"}}
 
     arm = {"tokens": [int], "text": str, "stop": "eos" | "length" | "stop_string" | "invalid",
            "scores": {scorer: {"answer": str | null, "correct": bool}}}
 
     comparison = {"flip": [bool], "kl": [float], "kl_reverse": [float], "js": [float], "max_abs": [float],
-                  "mean_abs": [float], "margin": [float], "bit_equal": [bool]}
+                  "mean_abs": [float], "margin": [float], "margin_other": [float], "shift": [float],
+                  "unit": [float], "bit_equal": [bool], "choice_flip": [bool]}
 
-The lists of a comparison have one entry a token and equal lengths. `kl` is KL(uncached || cached) in nats and
-`margin` the reference arm's top logit minus its second. `teacher_forced` compares uncached with cached logits at each
-position, along the cached arm's tokens. `tile` is the aligned regime's, null in the plain one. `uncached_stepwise`
-compares the uncached arm's own run by draft and check with brute force. `scorer` is one of the task's, the same in
-both arms: "strict", "flexible" and "numeric" in gsm8k and arith. Samples of the PyTorch path also have
-`framework` "torch" (without the field it is "jax"), `attention` and `versions` (package -> str). `headroom` is the
-largest finite activation of the sample beside its dtype's maximum. In an invalid sample a non-finite number arose: it
-has no comparisons at all, since NaN is not agreement.
+    distance = {"flip": [bool], "kl": [float], "rms": [float], "max_abs": [float]}
+
+`truth` is each arm's distance to a float64 run along the cached arm's tokens, where one was made; older records lack
+the field. The lists of a comparison have one entry a token and equal lengths. `kl` is KL(uncached || cached) in nats
+and `margin` the reference arm's top logit minus its second, `margin_other` the other arm's own; `shift` is by how much
+the gap between the reference's top two is another in the other arm, `unit` the spacing of the dtype at the top logit.
+These three, and `choice_flip` (the arms choose other tokens under the shared noise), are missing in older records.
+`teacher_forced` compares uncached with cached logits at each position, along the cached arm's tokens. `tile` is the
+aligned regime's, null in the plain one. `uncached_stepwise` compares the uncached arm's own run by draft and check
+with brute force. `scorer` is one of the task's, the same in both arms: "strict", "flexible" and "numeric" in gsm8k and
+arith. Samples of the PyTorch path also have `framework` "torch" (without the field it is "jax"), `attention` and
+`versions` (package -> str). `headroom` is the largest finite activation of the sample beside its dtype's maximum. In
+an invalid sample a non-finite number arose: it has no comparisons at all, since NaN is not agreement.
 """
 
 import math
@@ -49,6 +56,7 @@ CONTROLS = ("cached_rerun", "uncached_rerun", "uncached_other_length", "uncached
 LABEL_CHANGES = ("same", "answer_changed", "extraction_only")
 COMPARISON_FLAGS = ("flip", "bit_equal")
 COMPARISON_NUMBERS = ("kl", "kl_reverse", "js", "max_abs", "mean_abs", "margin")
+LAW_NUMBERS = ("margin_other", "shift", "unit")  # missing in records of before 2026-11-29
 
 
 def fail(field: str, message: str) -> None:
@@ -97,11 +105,12 @@ def validate_comparison(record: Any, field: str) -> int:
       ValueError: names the field.
     """
     lengths = set()
-    for name in COMPARISON_FLAGS + COMPARISON_NUMBERS:
+    newer = [name for name in (*LAW_NUMBERS, "choice_flip") if name in get_field(record, field, "dict")]
+    for name in (*COMPARISON_FLAGS, *COMPARISON_NUMBERS, *newer):
         column = get_field(record, f"{field}.{name}", "list")
         lengths.add(len(column))
         for index, value in enumerate(column):
-            if name in COMPARISON_FLAGS:
+            if name in (*COMPARISON_FLAGS, "choice_flip"):
                 if not isinstance(value, bool):
                     fail(f"{field}.{name}[{index}]", f"expected bool, got {value!r:.60}")
             elif isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -226,6 +235,11 @@ def validate_sample(record: Mapping[str, Any]) -> None:
     for name in comparisons:
         if get_field(record, name, "dict", optional=True) is not None:
             validate_comparison(record, name)
+    if record.get("truth") is not None:
+        for arm in ("cached", "uncached"):
+            for name in ("flip", "kl", "rms", "max_abs"):
+                if len(get_field(record, f"truth.{arm}.{name}", "list")) != len(record["arms"]["cached"]["tokens"]):
+                    fail(f"truth.{arm}.{name}", "not one entry for each token of the cached arm")
     validate_free_running(record)
     for scorer in record["arms"]["cached"]["scores"]:
         choose(record, f"label_change.{scorer}", LABEL_CHANGES)

@@ -3,10 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from scipy.special import log_softmax
 
-COLUMNS = ("flip", "kl", "kl_reverse", "js", "max_abs", "mean_abs", "margin", "bit_equal")
+COLUMNS = (
+    "flip", "kl", "kl_reverse", "js", "max_abs", "mean_abs", "margin", "margin_other", "shift", "unit", "bit_equal",
+)  # fmt: skip
 
 
 def compare_logits(reference: np.ndarray, other: np.ndarray) -> dict[str, np.ndarray]:
@@ -23,6 +26,10 @@ def compare_logits(reference: np.ndarray, other: np.ndarray) -> dict[str, np.nda
         js: Jensen-Shannon divergence in nats, at most log 2 (Lin 1991, eq. 3.4 with equal weights).
         max_abs, mean_abs: over V, of other - reference.
         margin: top logit of the reference minus its second; 0 is a tie.
+        margin_other: the same of the other arm.
+        shift: the gap between the reference's top two tokens in the other arm, minus that in the reference. The two
+          swap where margin + shift < 0.
+        unit: spacing of the dtype's numbers at the reference's top logit.
         bit_equal: whether all V logits have the same bits.
       A token with a non-finite logit in either arm is no agreement: flip is True, bit_equal False, the rest NaN.
 
@@ -39,14 +46,21 @@ def compare_logits(reference: np.ndarray, other: np.ndarray) -> dict[str, np.nda
     finite = np.all(np.isfinite(a) & np.isfinite(b), axis=1, keepdims=True)
     a, b, finite = np.where(finite, a, 0.0), np.where(finite, b, 0.0), finite[:, 0]
     log_p, log_q = log_softmax(a, axis=1), log_softmax(b, axis=1)
-    top = np.partition(a, -2, axis=1)
+    order = np.argsort(-a, axis=1, kind="stable")[:, :2]  # the lowest id first among equals
+    first, second = (np.take_along_axis(a, order[:, place, None], 1)[:, 0] for place in (0, 1))
+    gap = np.subtract(*(np.take_along_axis(b, order[:, place, None], 1)[:, 0] for place in (0, 1)))
+    other = np.partition(b, -2, axis=1)
+    kind = ml_dtypes.finfo(reference.dtype)
     numbers = {
         "kl": _divergence(log_p, log_q, log_q - log_p),
         "kl_reverse": _divergence(log_q, log_p, log_p - log_q),
         "js": _jensen_shannon(log_p, log_q),
         "max_abs": np.abs(b - a).max(axis=1),
         "mean_abs": np.abs(b - a).mean(axis=1),
-        "margin": top[:, -1] - top[:, -2],
+        "margin": first - second,
+        "margin_other": other[:, -1] - other[:, -2],
+        "shift": gap - (first - second),
+        "unit": np.ldexp(float(kind.eps), np.frexp(np.maximum(np.abs(first), float(kind.tiny)))[1] - 1),
     }
     result = {name: np.where(finite, column, np.nan) for name, column in numbers.items()}
     result["flip"] = (a.argmax(axis=1) != b.argmax(axis=1)) | ~finite

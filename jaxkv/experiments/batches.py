@@ -55,6 +55,7 @@ class RunSpec:
       control_problems: the controls run on this many of the first batches' problems, at least one batch if above 0.
       uncached: 'draft' has the uncached arm by draft and check, 'stepwise' by recomputing the prefix at every step.
       stepwise_problems: with 'draft', brute force runs beside it on this many problems, as with control_problems.
+      truth_problems: each arm's distance to a float64 run on this many problems, where that fits; as above.
     """
 
     new_tokens: int
@@ -66,6 +67,7 @@ class RunSpec:
     control_problems: int = 8
     uncached: str = "draft"
     stepwise_problems: int = 1
+    truth_problems: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +77,7 @@ class Batch:
     items: tuple[Item, ...]
     controls: bool
     stepwise: bool
+    truth: bool = False
 
 
 def plan_batches(items: Sequence[Item], spec: RunSpec) -> list[Batch]:
@@ -91,7 +94,8 @@ def plan_batches(items: Sequence[Item], spec: RunSpec) -> list[Batch]:
     batches, seen = [], 0
     for chunk in chunks:
         brute = spec.uncached == "draft" and seen < spec.stepwise_problems
-        batches.append(Batch(tuple(chunk), controls=seen < spec.control_problems, stepwise=brute))
+        controls, truth = seen < spec.control_problems, seen < spec.truth_problems
+        batches.append(Batch(tuple(chunk), controls, brute, truth))
         seen += len(chunk)
     return batches
 

@@ -5,7 +5,8 @@ of compounding, and runs freely from its own first disagreement. On some problem
 arm against itself (rules out that a program is not deterministic) and the uncached arm against itself at another padded
 length. A difference in the last shows that a shape alone, without a cache, changes the numbers. None there does not
 show the contrary: two long forwards may share a kernel that one row a step does not use. On some problems the uncached
-arm is also stepped by brute force and compared with its draft-and-check form.
+arm is also stepped by brute force and compared with its draft-and-check form. On a few problems a float64 run says how
+far each arm is from the truth: by rounding both are about equally far, and an arm with a fault is not.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ from flax import nnx
 
 from jaxkv.analysis.metrics import free_running
 from jaxkv.audit import Finding, audit_rows
-from jaxkv.compare import compare_logits
+from jaxkv.compare import compare_logits, measure_distance
 from jaxkv.decode import Arms, Layout, Rollout, Rows, round_up, start_rollout
 from jaxkv.drafts import Forced, first_disagreement, free_by_drafts, free_stepwise
 from jaxkv.experiments.batches import (
@@ -35,6 +36,7 @@ from jaxkv.experiments.batches import (
     make_arm,
     plan_batches,
 )
+from jaxkv.experiments.truth import has_room, share_float64
 from jaxkv.generate import force, run_cached, run_forced, run_uncached, uncached_lengths
 
 
@@ -51,6 +53,7 @@ class Runs:
       forced_again: `forced` again.
       forced_longer: `forced` at another padded length.
       stepwise: `free` by brute force.
+      truth: the uncached float64 model along `cached`'s tokens.
       seconds: wall time by name.
     """
 
@@ -62,6 +65,7 @@ class Runs:
     forced_again: Rollout | None
     forced_longer: Rollout | None
     stepwise: Rollout | None
+    truth: Rollout | None
     seconds: dict[str, float]
 
 
@@ -115,7 +119,14 @@ class ArmRuns:
             again["stepwise"] = self._timed(
                 "uncached_stepwise", run_uncached, start, self.rows, self.layout, self.spec.uncached_length
             )
-        return Runs(self.cached, self.forced, free, drafts, seconds=self.seconds, **again)
+        truth = None
+        if batch.truth and has_room(self.state, self.arms.config, self.layout):
+            truth = self._timed("truth", _follow_in_float64, self.cached, self.rows, self.layout)
+        return Runs(self.cached, self.forced, free, drafts, seconds=self.seconds, truth=truth, **again)
+
+
+def _follow_in_float64(arms: Arms, state: nnx.State, reference: Rollout, rows: Rows, layout: Layout) -> Rollout:
+    return share_float64(arms.config).follow(state, reference, rows, layout)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,7 +229,9 @@ def compare_row(arms: Arms, item: Item, row: int, ran: BatchRun, spec: RunSpec) 
     def compare(reference: Rollout | None, other: Rollout | None, steps: int = steps) -> dict[str, list] | None:
         if fault or reference is None or other is None:
             return None
-        return compare_logits(reference.logits[row], other.logits[row], steps)
+        chosen = (np.asarray(run.choices[row, :steps]) for run in (reference, other))
+        flips = np.not_equal(*chosen).tolist()
+        return compare_logits(reference.logits[row], other.logits[row], steps) | {"choice_flip": flips}
 
     tokens = {"cached": taken(runs.cached), "uncached": taken(runs.free)}
     return {
@@ -232,6 +245,12 @@ def compare_row(arms: Arms, item: Item, row: int, ran: BatchRun, spec: RunSpec) 
             "uncached_other_length": compare(runs.forced_longer, runs.forced),
             # Equal bits at every step are equal tokens, up to the stop token.
             "uncached_stepwise": compare(runs.stepwise, runs.free, brute_steps),
+        },
+        "truth": None
+        if fault or runs.truth is None or runs.truth.nonfinite_step[row] >= 0
+        else {
+            arm: measure_distance(runs.truth.logits[row], run.logits[row], steps)
+            for arm, run in (("cached", runs.cached), ("uncached", runs.forced))
         },
     }
 

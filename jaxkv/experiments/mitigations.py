@@ -221,7 +221,7 @@ def run_mitigations(
     names = [variant.name for variant in variants]
     if len(set(names)) < len(names):
         raise UserError(f"variants {', '.join(names)} name one twice; drop it")
-    spec = dataclasses.replace(spec, control_problems=0, stepwise_problems=0)
+    spec = dataclasses.replace(spec, control_problems=0, stepwise_problems=0, truth_problems=0)
     programs = {v.name: Arms(config, v.precision, sampler, stop_ids, tile=v.tile, backend=backend) for v in variants}
     reference = Float64Model(config, sampler, stop_ids)
     costed: set[str] = set()

@@ -5,6 +5,8 @@ otherwise. It is therefore on inside these functions alone, never across a `yiel
 """
 
 import dataclasses
+import functools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ from flax import nnx
 
 from jaxkv.config import DType, ModelConfig, make_precision
 from jaxkv.decode import Arms, Layout, Rollout, Rows
-from jaxkv.generate import force, run_cached
+from jaxkv.generate import force, run_cached, run_forced
 from jaxkv.sampling import Sampler
 
 
@@ -75,3 +77,37 @@ class Float64Model:
             rounded={name: run.logits for name, run in runs.items()},
             broke={name: np.maximum(given.nonfinite_step, run.nonfinite_step) for name, run in runs.items()},
         )
+
+    def follow(self, state: nnx.State, reference: Rollout, rows: Rows, layout: Layout) -> Rollout:
+        """The uncached float64 model along another run's tokens, in one pass.
+
+        Args:
+          state: the weights as that run had them.
+          reference: whose tokens are followed.
+          rows: of the batch, as they were before forcing.
+          layout: of the batch.
+        """
+        with jax.enable_x64(True):
+            wide = round_weights(state, jnp.float64)
+            return jax.block_until_ready(run_forced(self._arms, wide, reference, rows, layout))
+
+
+@functools.lru_cache(maxsize=4)
+def share_float64(config: ModelConfig) -> Float64Model:
+    """The float64 model of an architecture, whose programs conditions of one process share."""
+    return Float64Model(config, None, ())
+
+
+def has_room(state: nnx.State, config: ModelConfig, layout: Layout) -> bool:
+    """Whether float64 weights and logits fit beside what is there, with half as much again for the work itself."""
+    weights = sum(leaf.size for leaf in jax.tree.leaves(state))
+    logits = layout.batch * layout.new_tokens * config.vocab_size
+    return 1.5 * 8 * (weights + logits) < _free_bytes()
+
+
+def _free_bytes() -> int:
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    found = device.memory_stats() or {}
+    return found.get("bytes_limit", 0) - found.get("bytes_in_use", 0)

@@ -1,0 +1,123 @@
+"""Rounding or a fault: what the plain programs themselves say, beside the aligned gate.
+
+The aligned regime runs neither the prefill nor the one-row step, so that a fault of theirs passes it. Two measures look
+at the plain programs:
+
+* **Distance to float64.** By rounding both arms are about equally far from a float64 run. An arm with a fault is as far
+  as the fault is large: in fp32, where rounding is small, a thousand times farther.
+* **Fall.** From 16 bits to fp32 a rounding difference falls as the dtypes' units do. What does not fall is no rounding.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+EQUAL, ROUNDING, FAULT, CANNOT_TELL = "equal", "rounding", "fault", "cannot tell"
+# An arm was at most 4.4 times as far from float64 as the other at any step of the honest runs behind the tests.
+FACTOR = 16.0
+SHARE, FEWEST = 0.1, 3  # of steps, and steps, beyond FACTOR: one ill-conditioned step is no fault
+UNITS = {"fp16": 2.0**-10, "bf16": 2.0**-7, "fp32": 2.0**-23}
+ORDERS = 1.5  # by which a fall may miss that of the units: kernels sum in other orders and dtypes
+
+
+@dataclasses.dataclass(frozen=True)
+class Distance:
+    """Both arms' distance to float64 in a condition.
+
+    Attributes:
+      sequences: compared.
+      steps: compared.
+      cached: median over steps of the RMS over V of the cached arm's logit error.
+      uncached: the same of the other arm.
+      ratio: median over steps of cached / uncached.
+      nearer: steps at which the cached arm is the nearer one.
+      beyond: steps at which one arm is more than FACTOR times as far as the other.
+    """
+
+    sequences: int
+    steps: int
+    cached: float
+    uncached: float
+    ratio: float
+    nearer: int
+    beyond: int
+
+    @property
+    def faulty(self) -> bool:
+        """Whether rounding cannot be all."""
+        return self.beyond >= max(FEWEST, SHARE * self.steps)
+
+
+def measure_distance(samples: Sequence[Mapping[str, Any]]) -> Distance | None:
+    """Both arms' distance to float64, from samples of 'divergence'; None if none has one."""
+    kept = [s["truth"] for s in samples if s.get("truth") and s["truth"]["cached"]["rms"]]
+    if not kept:
+        return None
+    cached, uncached = (np.concatenate([t[arm]["rms"] for t in kept]) for arm in ("cached", "uncached"))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.where(cached == uncached, 1.0, cached / uncached)
+    return Distance(
+        sequences=len(kept),
+        steps=len(ratio),
+        cached=float(np.median(cached)),
+        uncached=float(np.median(uncached)),
+        ratio=float(np.median(ratio)),
+        nearer=int((cached < uncached).sum()),
+        beyond=int(((ratio > FACTOR) | (ratio < 1 / FACTOR)).sum()),
+    )
+
+
+def falls(narrow: str, narrow_size: float, wide_size: float) -> bool | None:
+    """Whether a difference falls from 16 bits to fp32 as rounding must; None if there is none in 16 bits.
+
+    Args:
+      narrow: 'fp16' or 'bf16'.
+      narrow_size: size of the difference there, linear in the logits.
+      wide_size: size in fp32.
+    """
+    if not narrow_size or narrow not in UNITS:
+        return None
+    if not wide_size:
+        return True
+    return abs(math.log10(narrow_size / wide_size) - math.log10(UNITS[narrow] / UNITS["fp32"])) <= ORDERS
+
+
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+    """What is known of a model's plain programs in one precision.
+
+    Attributes:
+      differs: whether any plain step has other bits.
+      aligned: True if no aligned step differs and enough were tried to set beside the plain ones, False if one does.
+      distances: to float64, of this precision and of the model's other ones on the same device and shapes.
+      wide: whether an fp32 run of the model is among them.
+      falls: from 16 bits to fp32, of each 16-bit precision; None where it cannot be told.
+      full_gate: whether the plain programs passed the gate with weights that nothing rounds.
+    """
+
+    differs: bool
+    aligned: bool | None
+    distances: Sequence[Distance]
+    wide: bool
+    falls: Sequence[bool | None]
+    full_gate: bool
+
+
+def decide(known: Evidence) -> str:
+    """The verdict, one of EQUAL, ROUNDING, FAULT and CANNOT_TELL.
+
+    A fault in any precision is one of the model's code: the others are not called rounding beside it. Rounding takes
+    the aligned regime's word that the cache can be exact, and evidence about the plain programs: float64 distances that
+    include fp32's, and a fall where two precisions were run; or the full gate.
+    """
+    if known.aligned is False or any(d.faulty for d in known.distances):
+        return FAULT
+    if not known.differs:
+        return EQUAL
+    if False in known.falls:
+        return CANNOT_TELL
+    plain = known.full_gate or (known.wide and bool(known.distances))
+    return ROUNDING if known.aligned and plain else CANNOT_TELL

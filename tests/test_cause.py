@@ -1,0 +1,249 @@
+"""Faults in the plain programs, which the aligned gate cannot see: none passes for rounding, and honest runs do."""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+from unittest import mock
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_models import PRESETS, SAMPLERS, VOCAB, small_config, small_state
+
+from jaxkv.analysis.cause import (
+    CANNOT_TELL,
+    EQUAL,
+    FAULT,
+    ROUNDING,
+    Distance,
+    Evidence,
+    decide,
+    falls,
+    measure_distance,
+)
+from jaxkv.config import make_precision
+from jaxkv.decode import Arms
+from jaxkv.experiments.batches import Item, RunSpec, plan_batches
+from jaxkv.experiments.divergence import compare_row, run_batch
+from jaxkv.models import decoder, layers
+
+# Longer than the window, which is 9 here.
+ITEM = Item(0, tuple(np.random.default_rng(0).integers(12, VOCAB, 21).tolist()), "")
+SPEC = RunSpec(new_tokens=12, bucket=8, control_problems=0, stepwise_problems=0, truth_problems=1)
+
+
+@functools.cache
+def clean_arms(family, precision):
+    return Arms(small_config(family), make_precision(precision), SAMPLERS["greedy"], ())
+
+
+def run(arms, family):
+    """Samples as the experiment records them, less the texts."""
+    (batch,) = plan_batches([ITEM], SPEC)
+    ran = run_batch(arms, arms.prepare(small_state(family, arms.precision.name)), batch, SPEC)
+    return [compare_row(arms, ITEM, 0, ran, SPEC)]
+
+
+def planted(family, precision, program, bug):
+    """The arms with one program traced under a bug."""
+    clean = clean_arms(family, precision)
+    traced = getattr(Arms(clean.config, clean.precision, clean.sampler, clean.stop_ids), program)
+
+    def call(*args, **kwargs):
+        with bug():
+            return traced(*args, **kwargs)
+
+    arms = copy.copy(clean)
+    setattr(arms, program, call)
+    return arms
+
+
+def positions_off():
+    """RoPE and mask one position further."""
+    original = decoder.Decoder.__call__
+
+    def call(self, tokens, positions, cache, slot, *rest, **named):
+        return original(self, tokens, jnp.where(positions >= 0, positions + 1, positions), cache, slot, *rest, **named)
+
+    return mock.patch.object(decoder.Decoder, "__call__", call)
+
+
+def rotation_off():
+    original = decoder.rope_table
+    return mock.patch.object(decoder, "rope_table", lambda p, *rest: original(p + 1, *rest))
+
+
+def window_off():
+    original = layers.visible
+    return mock.patch.object(layers, "visible", lambda q, k, window: original(q, k, window and window + 1))
+
+
+def first_key_lost():
+    original = layers.visible
+
+    def visible(q, k, window):
+        return original(q, k, window) & ((k[:, None, :] != 0) | (q[:, :, None] == 0))
+
+    return mock.patch.object(layers, "visible", visible)
+
+
+def softcap_lost():
+    return mock.patch.object(layers, "softcap", lambda x, cap, wide: x)
+
+
+def scaled(name, factor):
+    """An operation's output times a factor, through the hook that every value passes."""
+    original = decoder.Decoder.__call__
+
+    def call(self, tokens, positions, cache, slot, hook=layers.no_hook, **named):
+        def change(value_name, value):
+            return hook(value_name, value * factor if value_name.startswith(name) else value)
+
+        return original(self, tokens, positions, cache, slot, change, **named)
+
+    return mock.patch.object(decoder.Decoder, "__call__", call)
+
+
+def narrowed(name):
+    """An operation's output cut to bf16 and widened again."""
+    original = decoder.Decoder.__call__
+
+    def call(self, tokens, positions, cache, slot, hook=layers.no_hook, **named):
+        def change(value_name, value):
+            cut = value.astype(jnp.bfloat16).astype(value.dtype) if value_name.startswith(name) else value
+            return hook(value_name, cut)
+
+        return original(self, tokens, positions, cache, slot, change, **named)
+
+    return mock.patch.object(decoder.Decoder, "__call__", call)
+
+
+@contextlib.contextmanager
+def narrow_norm():
+    """Every norm computed in bf16."""
+    original = layers.RMSNorm.__call__
+
+    def call(self, x, out):
+        return original(self, x.astype(jnp.bfloat16), out)
+
+    with mock.patch.object(layers.RMSNorm, "__call__", call):
+        yield
+
+
+FAULTS = {
+    "position in the step": ("cached_loop", positions_off),
+    "rotation in the step": ("cached_loop", rotation_off),
+    "rotation in the prefill": ("prefill", rotation_off),
+    "window in the step": ("cached_loop", window_off),
+    "window uncached": ("tile_loop", window_off),
+    "mask in the step": ("cached_loop", first_key_lost),
+    "mask in the prefill": ("prefill", first_key_lost),
+    "softcap in the step": ("cached_loop", softcap_lost),
+    "scale in the step": ("cached_loop", lambda: scaled("qk.", 1.01)),
+    "K in bf16 in the step": ("cached_loop", lambda: narrowed("k.")),
+    "V in bf16 in the prefill": ("prefill", lambda: narrowed("v.")),
+    "norm in bf16 in the step": ("cached_loop", narrow_norm),
+    "cache written in bf16 uncached": ("tile_loop", lambda: narrowed("v.")),
+}
+WINDOWED, CAPPED = ("mistral", "gemma2", "gemma3"), ("gemma2",)
+
+
+def suits(fault, family):
+    return (family in WINDOWED or "window" not in fault) and (family in CAPPED or "softcap" not in fault)
+
+
+def of_model(samples_by_precision, precision):
+    """The verdict on a precision of a model that was run in these."""
+    distances = {p: measure_distance(samples) for p, samples in samples_by_precision.items()}
+    sizes = {
+        p: float(np.median(np.concatenate([s["teacher_forced"]["mean_abs"] for s in samples])))
+        for p, samples in samples_by_precision.items()
+    }
+    return decide(
+        Evidence(
+            differs=any(not all(s["teacher_forced"]["bit_equal"]) for s in samples_by_precision[precision]),
+            aligned=True,  # the gate passes: it runs none of these programs
+            distances=list(distances.values()),
+            wide="fp32" in distances,
+            falls=[falls(p, sizes[p], sizes["fp32"]) for p in sizes if p != "fp32" and "fp32" in sizes],
+            full_gate=False,
+        )
+    )
+
+
+@functools.cache
+def honest(family, precision):
+    return run(clean_arms(family, precision), family)
+
+
+@pytest.mark.parametrize(
+    ("fault", "family"), [(fault, family) for fault in FAULTS for family in PRESETS if suits(fault, family)]
+)
+def test_a_fault_is_never_rounding(fault, family):
+    """Even if fp16, where it can hide below the rounding, shows nothing of it."""
+    program, bug = FAULTS[fault]
+    samples = {"fp16": honest(family, "fp16"), "fp32": run(planted(family, "fp32", program, bug), family)}
+    assert measure_distance(samples["fp32"]).faulty
+    assert {of_model(samples, p) for p in samples} == {FAULT}
+
+
+@pytest.mark.parametrize("family", PRESETS)
+def test_honest_runs_are_rounding(family):
+    samples = {p: honest(family, p) for p in ("fp16", "bf16", "fp32")}
+    for precision, found in samples.items():
+        distance = measure_distance(found)
+        assert distance.beyond == 0
+        assert 1 / 4 < distance.ratio < 4
+        equal = all(all(s["teacher_forced"]["bit_equal"]) for s in found)  # kernels of a CPU may round alike
+        assert of_model(samples, precision) == (EQUAL if equal else ROUNDING)
+
+
+def test_one_precision_alone_cannot_tell():
+    assert of_model({"fp16": honest("gemma2", "fp16")}, "fp16") == CANNOT_TELL
+
+
+FINE = Distance(2, 24, 1e-6, 1e-6, 1.0, 12, 0)
+BAD = dataclasses.replace(FINE, beyond=5)
+PLAIN = Evidence(True, True, [FINE], True, [True], False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict"),
+    [
+        ({}, ROUNDING),
+        ({"distances": [FINE, BAD]}, FAULT),
+        ({"aligned": False}, FAULT),
+        ({"aligned": None}, CANNOT_TELL),
+        ({"wide": False}, CANNOT_TELL),
+        ({"distances": [], "wide": True}, CANNOT_TELL),
+        ({"distances": [], "wide": False, "falls": [], "full_gate": True}, ROUNDING),
+        ({"falls": [False]}, CANNOT_TELL),
+        ({"differs": False}, EQUAL),
+        ({"differs": False, "distances": [BAD]}, FAULT),
+    ],
+)
+def test_each_verdict_has_its_evidence(changes, verdict):
+    assert decide(dataclasses.replace(PLAIN, **changes)) == verdict
+
+
+def test_one_ill_conditioned_step_is_no_fault():
+    assert not dataclasses.replace(FINE, beyond=2).faulty
+    assert dataclasses.replace(FINE, beyond=3).faulty
+    assert not dataclasses.replace(FINE, steps=1000, beyond=99).faulty
+
+
+@pytest.mark.parametrize(
+    ("narrow", "sizes", "said"),
+    [
+        ("fp16", (8e-2, 1e-5), True),  # 3.9 orders, as the units
+        ("fp16", (8e-2, 8e-2), False),
+        ("fp16", (8e-2, 1e-3), False),
+        ("bf16", (6e-1, 1e-5), True),
+        ("bf16", (6e-1, 0.0), True),
+        ("fp16", (0.0, 1e-5), None),
+        ("fp64", (1e-12, 1e-5), None),
+    ],
+)
+def test_a_rounding_falls_as_the_units_do(narrow, sizes, said):
+    assert falls(narrow, *sizes) is said

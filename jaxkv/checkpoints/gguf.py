@@ -84,6 +84,37 @@ class _Metadata(msgspec.Struct, kw_only=True):
     final_softcap: float | None = msgspec.field(name="final_logit_softcapping", default=None)
 
 
+def _read_metadata(fields: dict[str, Any], arch: str, name: str) -> _Metadata:
+    """What stands under the architecture's name. Raises UserError on an option that is not implemented."""
+    for key, value in fields.items():
+        if key.startswith(f"{arch}.rope.scaling.") and not (key.endswith(".type") and value == "none"):
+            if key.endswith(".finetuned") or (key.endswith(".factor") and value in (0.0, 1.0)):
+                continue
+            raise UserError(f"{name}: GGUF option {key}={value!r} is not implemented; use a model without it")
+    found = files.convert(
+        {
+            key.removeprefix(f"{arch}."): _shortest(value) if isinstance(value, float) else value
+            for key, value in fields.items()
+            if key.startswith(f"{arch}.")
+        },
+        _Metadata,
+        f"{name}: GGUF metadata of {arch}",
+        "convert the model again",
+    )
+    if found.expert_count > 0:
+        raise UserError(
+            f"{name}: GGUF option {arch}.expert_count={found.expert_count} is not implemented; use a dense model"
+        )
+    head_dim = found.key_length or found.embedding_length // found.head_count
+    for key, value in (("attention.value_length", found.value_length), ("rope.dimension_count", found.rotated)):
+        if value not in (None, head_dim):
+            raise UserError(
+                f"{name}: GGUF option {arch}.{key}={value} is not implemented beside a head dim of {head_dim}; "
+                "use another model"
+            )
+    return found
+
+
 def read_config(
     fields: dict[str, Any],
     vocab_size: int,
@@ -108,33 +139,9 @@ def read_config(
     arch = fields.get("general.architecture")
     if not isinstance(arch, str) or arch not in _NAMES:
         raise UserError(f"{name}: GGUF architecture '{arch}' is not implemented; known: {', '.join(_NAMES)}")
-    for key, value in fields.items():
-        if key.startswith(f"{arch}.rope.scaling.") and not (key.endswith(".type") and value == "none"):
-            if key.endswith(".finetuned") or (key.endswith(".factor") and value in (0.0, 1.0)):
-                continue
-            raise UserError(f"{name}: GGUF option {key}={value!r} is not implemented; use a model without it")
-    found = files.convert(
-        {
-            key.removeprefix(f"{arch}."): _shortest(value) if isinstance(value, float) else value
-            for key, value in fields.items()
-            if key.startswith(f"{arch}.")
-        },
-        _Metadata,
-        f"{name}: GGUF metadata of {arch}",
-        "convert the model again",
-    )
-    if found.expert_count > 0:
-        raise UserError(
-            f"{name}: GGUF option {arch}.expert_count={found.expert_count} is not implemented; use a dense model"
-        )
-    heads, width, layers = found.head_count, found.embedding_length, found.block_count
+    found = _read_metadata(fields, arch, name)
+    heads, width = found.head_count, found.embedding_length
     head_dim = found.key_length or width // heads
-    for key, value in (("attention.value_length", found.value_length), ("rope.dimension_count", found.rotated)):
-        if value not in (None, head_dim):
-            raise UserError(
-                f"{name}: GGUF option {arch}.{key}={value} is not implemented beside a head dim of {head_dim}; "
-                "use another model"
-            )
     family, window = arch, found.window or None
     label = f"{fields.get('general.name')} {fields.get('general.basename')}".lower()
     if arch == "llama" and ((preset is not None and preset.family == "mistral") or "mistral" in label):
@@ -146,7 +153,7 @@ def read_config(
         "vocab_size": vocab_size,
         "hidden_size": width,
         "intermediate_size": found.feed_forward_length,
-        "num_hidden_layers": layers,
+        "num_hidden_layers": found.block_count,
         "num_attention_heads": heads,
         "num_key_value_heads": found.head_count_kv or heads,
         "head_dim": head_dim,
@@ -157,20 +164,7 @@ def read_config(
         "sliding_window": window,
     }
     if arch in _LAYERS_27B:
-        raw["query_pre_attn_scalar"] = width // heads if layers == _LAYERS_27B[arch] else head_dim
-        for key, cap in (
-            ("attn_logit_softcapping", found.attn_softcap),
-            ("final_logit_softcapping", found.final_softcap),
-        ):
-            if cap is not None:
-                raw[key] = cap or None
-        if found.local_theta is not None:
-            raw["rope_local_base_freq"] = found.local_theta
-        period = found.window_pattern
-        if isinstance(period, list):
-            raw["layer_types"] = ["sliding_attention" if windowed else "full_attention" for windowed in period]
-        elif period is not None:
-            raw["layer_types"] = ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(layers)]
+        raw |= _gemma_options(found, arch, head_dim)
     elif window is not None and family != "mistral":
         raise UserError(
             f"{name}: GGUF option {arch}.attention.sliding_window={window} is not implemented; use a model without it"
@@ -179,6 +173,20 @@ def read_config(
     if rope_factors is None:
         return config
     return dataclasses.replace(config, rope_scaling=_read_scaling(config, rope_factors, preset, name))
+
+
+def _gemma_options(found: _Metadata, arch: str, head_dim: int) -> dict[str, Any]:
+    """Fields of config.json that Gemma alone has; a softcap of 0 is none."""
+    heads, width, layers = found.head_count, found.embedding_length, found.block_count
+    raw: dict[str, Any] = {"query_pre_attn_scalar": width // heads if layers == _LAYERS_27B[arch] else head_dim}
+    caps = {"attn_logit_softcapping": found.attn_softcap, "final_logit_softcapping": found.final_softcap}
+    raw |= {key: cap or None for key, cap in caps.items() if cap is not None}
+    if found.local_theta is not None:
+        raw["rope_local_base_freq"] = found.local_theta
+    if (period := found.window_pattern) is not None:
+        windowed = period if isinstance(period, list) else [(i + 1) % period != 0 for i in range(layers)]
+        raw["layer_types"] = ["sliding_attention" if w else "full_attention" for w in windowed]
+    return raw
 
 
 def _read_scaling(

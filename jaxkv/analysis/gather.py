@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxkv import records
 from jaxkv.errors import UserError
+from jaxkv.files import read_text
 from jaxkv.schemas import DEFAULT_FRAMEWORK
 
 LOCAL = ("--out=", "--compilation_cache=")  # say where, not what
@@ -83,9 +84,9 @@ def read_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Run]:
     runs = []
     for path, name in zip(found, name_runs(found), strict=True):
         run, samples = records.read_run(path)
-        timings, _ = records.read_lines(path / "timing.jsonl")
+        timings = records.read_lines(path / "timing.jsonl")
         flags = path / "run.flags"
-        text = flags.read_text(encoding="utf-8") if flags.exists() else ""
+        text = read_text(flags) if flags.exists() else ""
         runs.append(Run(name, run, samples, timings, text))
     return runs
 

@@ -121,24 +121,28 @@ def _run_all(conditions: Sequence[Settings], directory: pathlib.Path) -> int:
     work = list(zip(entries, conditions, paths, strict=True))
 
     def stop() -> None:
-        for entry in entries:
+        for entry, _, path in work:  # it may have been interrupted anywhere
             entry.status = WAITING if entry.status == RUNNING else entry.status
+            entry.records = _count_records(path)
         write_overview(directory, [*entries, *others])
 
-    with stopping.at_end(stop):
+    with stopping.at_end(stop), contextlib.ExitStack() as last:
+        last.callback(stop)
         for entry, one, path in (*work, *work):
             if entry.status not in (WAITING, ELSEWHERE):
                 continue  # the second time is for those that another process had
             entry.status, entry.records = RUNNING, _count_records(path)
             write_overview(directory, [*entries, *others])
-            try:
-                _run_condition(entry, one, path)
-            finally:
-                entry.records = _count_records(path)
-                write_overview(directory, [*entries, *others])
+            _run_condition(entry, one, path)
+            entry.records = _count_records(path)
     shown = Console(file=sys.stdout)
     shown.print(render_overview([*entries, *others]))
     shown.print(f"overview: {directory / 'overview.md'}", highlight=False, soft_wrap=True)
+    return _tell_faults(entries)
+
+
+def _tell_faults(entries: Sequence[Entry]) -> int:
+    """Names what failed, a fault of several conditions once. Returns the exit code."""
     failed = [entry for entry in entries if entry.fault is not None]
     for fault in dict.fromkeys(entry.fault for entry in failed):
         told = ", ".join(entry.name for entry in failed if entry.fault == fault)

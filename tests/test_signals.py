@@ -12,6 +12,7 @@ import pytest
 from commands import SMALL, run_in_process
 
 from jaxkv import sweep
+from jaxkv.errors import UserError
 from jaxkv.records import RunDirectory, take_lock
 
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
@@ -136,23 +137,13 @@ def read_statuses(directory):
         return []
 
 
-def test_a_sweep_says_what_is_left_and_goes_on(tmp_path, cache):
+def test_a_stopped_sweep_says_what_is_left(tmp_path):
     out = tmp_path / "all"
-    few = [*SMALL, cache, "--num_problems=3", "--gate=off", "--stepwise_problems=0", "--precision=fp16,fp32"]
-    command = [*LAUNCH, *few, f"--out={out}"]
-    process = start(command)
-    samples = out / "test-gemma2-fp16-greedy" / "samples.jsonl"
-    wait_for(lambda: samples.exists() and samples.read_bytes(), process)
-    second = subprocess.run(command, capture_output=True, text=True)
-    assert second.returncode == 2
-    assert second.stderr == (
-        f"error: another process is at work in {out}; wait for it to end or choose another --out\n"
-    )
-    assert "failed" not in read_statuses(out)
+    process = start([*LAUNCH, *SMALL, "--compilation_cache=none", "--precision=fp16,fp32", f"--out={out}"])
+    wait_for(lambda: read_statuses(out) == ["running", "waiting"], process)
     end(process, signal.SIGTERM)
-    assert "running" not in read_statuses(out)
-    run_in_process(*few, f"--out={out}")
-    assert read_statuses(out) == ["done", "done"]
+    assert read_statuses(out) == ["waiting", "waiting"]
+    assert sorted(path.name for path in out.iterdir()) == ["overview.json", "overview.md", "sweep.lock"]
 
 
 @pytest.fixture
@@ -164,6 +155,15 @@ def fake(monkeypatch):
             pass
 
     monkeypatch.setattr(sweep, "run_study", run_study)
+
+
+def test_two_sweeps_on_one_directory_end_in_one_line(fake, tmp_path):
+    command = [f"--out={tmp_path}", "--precision=fp16,fp32"]
+    run_in_process(*command)
+    before = (tmp_path / "overview.json").read_bytes()
+    with take_lock(tmp_path, "sweep.lock"), pytest.raises(UserError, match="another process is at work in"):
+        run_in_process(*command)
+    assert (tmp_path / "overview.json").read_bytes() == before
 
 
 def test_a_condition_that_another_process_runs_has_not_failed(fake, tmp_path, capsys):

@@ -76,6 +76,8 @@ def watch() -> None:
     for number in SAID:
         signal.signal(number, _watch.handle)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    tell = sys.unraisablehook
+    sys.unraisablehook = lambda lost: None if stopped() and lost.exc_type is KeyboardInterrupt else tell(lost)
     os.register_at_fork(after_in_child=_forget)
     threading.Thread(target=_watch.wait, args=(pipe,), daemon=True, name="signals").start()
 

@@ -62,6 +62,15 @@ def swallow(argv):
         except KeyboardInterrupt:
             pass
 
+class Collected:
+    def __del__(self):
+        time.sleep(60)
+
+def collect(argv):
+    print("ready", file=sys.stderr, flush=True)
+    Collected()
+    time.sleep(60)
+
 def compile(argv):
     import ctypes
     print("ready", file=sys.stderr, flush=True)
@@ -87,7 +96,7 @@ run_command({name})
 
 
 @pytest.mark.parametrize("number", CODES)
-@pytest.mark.parametrize("name", ["swallow", "compile", "translate", "ignore"])
+@pytest.mark.parametrize("name", ["swallow", "collect", "compile", "translate", "ignore"])
 def test_what_swallows_an_exception_is_ended(number, name):
     process = start([sys.executable, "-c", STUCK.replace("{name}", name)])
     assert process.stderr.readline() == "ready\n"

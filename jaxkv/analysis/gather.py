@@ -91,6 +91,39 @@ def read_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Run]:
     return runs
 
 
+def drop_copies(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
+    """Runs without those that are copies of others: one run is counted once, however often it is given.
+
+    A copy began in the same moment, of the same configuration, and has the same timings and records, or fewer where the
+    other went on. Runs of one configuration that were made apart differ in their timings at least.
+
+    Returns:
+      The runs, each as the copy that has most, and the names of what was left out.
+    """
+    kept: list[Run] = []
+    notes: list[str] = []
+    for run in runs:
+        for place, other in enumerate(kept):
+            fewer, more = sorted((run, other), key=lambda one: (len(one.records), len(one.timings)))
+            if _is_copy(fewer, more):
+                kept[place] = dataclasses.replace(more, name=other.name)
+                notes.append(f"{run.name} is a copy of {other.name} and counts once")
+                break
+        else:
+            kept.append(run)
+    return kept, notes
+
+
+def _is_copy(fewer: Run, more: Run) -> bool:
+    begun = [[session.get("started") for session in run.run["sessions"][:1]] for run in (fewer, more)]
+    return (
+        fewer.run["fingerprint"] == more.run["fingerprint"]
+        and begun[0] == begun[1]
+        and list(fewer.records) == list(more.records)[: len(fewer.records)]
+        and list(fewer.timings) == list(more.timings)[: len(fewer.timings)]
+    )
+
+
 def describe_command(flags: str) -> str | None:
     """The command of a flagfile, files named without their directories; None without flags."""
     words = []

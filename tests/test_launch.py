@@ -8,6 +8,7 @@ import time
 
 import pytest
 from commands import DATA, SMALL, parse, run_in_process, run_process
+from sample_records import make_invalid
 
 from jaxkv import launch
 from jaxkv.errors import UserError
@@ -215,3 +216,16 @@ def test_doctor_needs_no_model(tmp_path, capsys, monkeypatch):
 def test_another_tile_of_the_gate_is_another_run(finished, cache):
     with pytest.raises(UserError, match=r"decoding\.tile is 8 there, 16 here"):
         run_in_process(*SMALL, cache, f"--out={finished[0]}", "--tile=16")
+
+
+def test_a_run_without_a_valid_problem_fails_and_says_why(tmp_path, monkeypatch, capsys):
+    records = [make_invalid(0), make_invalid(1)]
+    found = iter([(records, {"problems": [0, 1], "seconds": {}})])
+    monkeypatch.setattr("jaxkv.experiments.divergence.run_divergence", lambda *_: found)
+    command = [*SMALL, "--compilation_cache=none", "--gate=off", "--num_problems=2", f"--out={tmp_path / 'run'}"]
+    with pytest.raises(UserError, match=r"none of its 2 samples is valid, all at resid_pre, layer 8 \(inf, cached"):
+        run_in_process(*command)
+    assert "report: " in capsys.readouterr().out
+    monkeypatch.setattr("jaxkv.experiments.divergence.run_divergence", lambda *_: iter(()))
+    with pytest.raises(UserError, match="none of its 2 samples is valid"):
+        run_in_process(*command)

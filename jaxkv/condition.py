@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from jaxkv.config import Precision, make_precision
+from jaxkv.config import ModelConfig, Precision, make_precision
 from jaxkv.errors import UserError
 from jaxkv.provenance import environment, git_revision
 from jaxkv.records import fingerprint
@@ -147,19 +147,21 @@ def load_study(settings: Settings, console: Any) -> Study:
                 settings["task"],
                 data=settings["data"],
                 fewshot_data=settings["fewshot_data"],
-                spec=_prompt_spec(settings, checkpoint.tokenizer.has_chat_template),
+                spec=prompt_spec(settings, checkpoint.tokenizer.has_chat_template),
                 subset=settings["subset"],
                 allow_code_execution=settings["allow_code_execution"],
             )
             chosen = settings["problems"] or range(settings["num_problems"])
-            items = _items(task, checkpoint, chosen, "problems" if settings["problems"] else "num_problems")
+            check_count(settings, len(task.problems))
+            items = _items(task, checkpoint, chosen)
     spec = RunSpec(
         new_tokens=settings["max_new_tokens"],
         **{field.name: settings[field.name] for field in dataclasses.fields(RunSpec) if field.name in settings},
     )
+    check_lengths(settings, checkpoint.config)
     longest = max(items, key=lambda item: len(item.prompt))
     layout = make_layout([list(longest.prompt)], spec.new_tokens, spec.bucket, checkpoint.config)
-    _check_lengths(settings, layout)
+    _check_uncached(settings, layout)
     tile = settings["tile"] or (8 if jax.default_backend() == "cpu" else 16)
     return Study(settings, precision, checkpoint, task, items, spec, sampler, tile, console)
 
@@ -175,7 +177,7 @@ def _weights_device(settings: Settings) -> contextlib.AbstractContextManager:
     return jax.default_device(find_host())
 
 
-def _check_lengths(settings: Settings, layout: Any) -> None:
+def _check_uncached(settings: Settings, layout: Any) -> None:
     """Raises UserError on an uncached length that is none of the framework's."""
     if settings["framework"] == "torch":
         from jaxkv.torch_path import segments
@@ -187,7 +189,33 @@ def _check_lengths(settings: Settings, layout: Any) -> None:
         uncached_lengths(settings["uncached_length"], layout)
 
 
-def _prompt_spec(settings: Settings, has_template: bool) -> Any:
+def check_lengths(settings: Settings, config: ModelConfig) -> None:
+    """Whether lengths that flags ask for fit a model, prompts left aside. Raises UserError."""
+    most, model = config.context_length, config.name
+    new = settings["max_new_tokens"]
+    if settings["experiments"] == [TEXT_EXPERIMENT] and (context := settings["context"]) + new > most:
+        raise UserError(
+            f"--context={context} and --max_new_tokens={new} exceed the context of {most} of {model}; use smaller ones"
+        )
+    kind, _, size = (settings["uncached_length"] or "").partition(":")
+    lengths = {"max_new_tokens": new, "bucket": settings["bucket"]}
+    lengths |= {"uncached_length": int(size)} if kind == "bucket" else {}
+    for flag, length in lengths.items():
+        if length > most:
+            raise UserError(f"--{flag}={settings[flag]} exceeds the context of {most} of {model}; use a smaller one")
+
+
+def check_count(settings: Settings, count: int) -> None:
+    """Whether the data has the problems that are asked for. Raises UserError."""
+    chosen, asked = settings["problems"], settings["num_problems"]
+    if chosen and max(chosen) >= count:
+        raise UserError(f"--problems has {max(chosen)} but the data has {count}; ask for 0 to {count - 1}")
+    if not chosen and asked > count:
+        raise UserError(f"--num_problems={asked} but the data has {count}; ask for at most {count}")
+
+
+def prompt_spec(settings: Settings, has_template: bool) -> Any:
+    """How problems are put to a model (PromptSpec), with what depends on its tokenizer filled in. Raises UserError."""
     from jaxkv.tasks import usual_style
     from jaxkv.tasks.task import PromptSpec
 
@@ -230,16 +258,12 @@ def _load_windows(settings: Settings, checkpoint: Any) -> tuple[Text, list[Any]]
     return Text(windows, {"problems": origin, "shots": None, "prompt": cut}), items
 
 
-def _items(task: Any, checkpoint: Any, chosen: Sequence[int], flag: str) -> list[Any]:
-    """The chosen problems as token ids; `flag` is what chose them."""
+def _items(task: Any, checkpoint: Any, chosen: Sequence[int]) -> list[Any]:
+    """The chosen problems as token ids."""
     from jaxkv.checkpoints.tokenizer import check_ids
     from jaxkv.experiments.batches import Item
 
     tokenizer = checkpoint.tokenizer
-    if max(chosen) >= len(task.problems):
-        asked = f"--num_problems={len(chosen)}" if flag == "num_problems" else f"--problems has {max(chosen)}"
-        most = f"at most {len(task.problems)}" if flag == "num_problems" else f"0 to {len(task.problems) - 1}"
-        raise UserError(f"{asked} but the data has {len(task.problems)}; ask for {most}")
     items = []
     for problem in (task.problems[index] for index in chosen):
         prompt = task.prompt(problem)

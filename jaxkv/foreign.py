@@ -22,6 +22,11 @@ and `top_logits`: for each token a list of [token id, value], the largest first,
 written is described in jaxkv.schema_foreign. Needs no jax.
 """
 
+from jaxkv import stopping
+
+if __name__ == "__main__":
+    stopping.watch()
+
 import argparse
 import json
 import os
@@ -32,6 +37,7 @@ from typing import Any
 
 from jaxkv.analysis.metrics import free_running
 from jaxkv.errors import UserError, nearest
+from jaxkv.files import read_text
 from jaxkv.provenance import environment, git_revision, hash_tokens, sha256_file
 from jaxkv.records import RunDirectory, read_run
 from jaxkv.schema_foreign import (
@@ -197,12 +203,7 @@ def read_foreign(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Raises:
       UserError: one line with file, line, field and remedy.
     """
-    try:
-        lines = pathlib.Path(path).expanduser().read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; check the path") from error
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not UTF-8 text; write JSON lines") from None
+    lines = read_text(pathlib.Path(path).expanduser()).split("\n")
     records: list[dict[str, Any]] = []
     seen: dict[int, int] = {}
     for number, line in enumerate(lines, start=1):
@@ -236,6 +237,8 @@ def _parse(line: str) -> dict[str, Any]:
         values = json.loads(line, parse_constant=refuse)
     except json.JSONDecodeError as error:
         raise _Mendable(f"column {error.colno}: {error.msg}; write one JSON object a line") from None
+    except RecursionError:
+        raise _Mendable("column 1: it is nested too deep; write one JSON object a line") from None
     if not isinstance(values, dict):
         raise _Mendable("column 1: not an object; write one JSON object a line")
     return values

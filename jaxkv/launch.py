@@ -8,26 +8,29 @@ conditions that differ in more. The same command again does only what is missing
 run.
 """
 
+from jaxkv import stopping
+
+if __name__ == "__main__":
+    stopping.watch()  # before the imports below, which take seconds
+
 import copy
 import itertools
-import os
+import math
 import pathlib
 from typing import Any
 
 from absl import flags
 
-from jaxkv.analysis.gather import CHANGED
-from jaxkv.catalog import EXPERIMENTS
 from jaxkv.checkpoints.shipped import SHIPPED
-from jaxkv.cli import run_command
-from jaxkv.condition import OWN_PRECISIONS, PARTS, TEXT_EXPERIMENT, name_condition, read_precision
-from jaxkv.errors import UserError, nearest
+from jaxkv.checks import NAMES, check_condition, check_data, check_settings
+from jaxkv.cli import parse_flags, read_flagfile, run_command
+from jaxkv.condition import OWN_PRECISIONS, TEXT_EXPERIMENT, name_condition
+from jaxkv.errors import UserError
 from jaxkv.models.families import public_presets
+from jaxkv.sampling import TEMPERATURES
 from jaxkv.study import run_study
 from jaxkv.sweep import run_sweep
 
-NAMES = (*EXPERIMENTS, "doctor")
-PROMPTS = ("auto", "chat", "boxed", "few_shot", "zero_shot")
 GRID = ("framework", "model", "precision", "sampler")  # flags whose lists make conditions
 NEW_TOKENS = 256
 NEW_TOKENS_OF = {
@@ -35,74 +38,134 @@ NEW_TOKENS_OF = {
 }  # fmt: skip
 FLAGS = flags.FLAGS
 
+# Bounds of numbers: what lies beyond is a slip of the keyboard, and would fill memory before anything else refused it.
+MOST_TOKENS = 131072  # the longest context of a model that we have
+MOST_PROBLEMS = 10**6
+MOST_ROWS = 4096  # of a batch or a tile
+SEEDS = (-(2**31), 2**31 - 1)
+
+
+class _Items(flags.ListParser):
+    """A list without empty items; of whole numbers, kept as text, where there are bounds."""
+
+    def __init__(self, bounds: tuple[int, int] | None):
+        super().__init__()
+        self._bounds = bounds
+
+    def parse(self, argument: str | list[str]) -> list[str]:
+        items = super().parse(argument)
+        if isinstance(argument, str):
+            if "" in (items or [""]):
+                raise ValueError("an item is empty; drop the comma too many, or leave the flag out")
+            for item in items if self._bounds else ():
+                self._check(item)
+        return items
+
+    def _check(self, item: str) -> None:
+        low, high = self._bounds or SEEDS
+        number = item.removeprefix("-")
+        if not (number.isascii() and number.isdecimal() and len(number) < 20 and low <= int(item) <= high):
+            raise ValueError(f"'{item:.30}' is no whole number in the range [{low}, {high}]")
+
+
+class _Number(flags.FloatParser):
+    """A float in bounds; NaN lies in none."""
+
+    def convert(self, argument: Any) -> float:
+        value = super().convert(argument)
+        if math.isnan(value):
+            raise ValueError("not a number")
+        return value
+
+
+def _define_list(name: str, default: list[str], help: str, bounds: tuple[int, int] | None = None) -> flags.FlagHolder:
+    return flags.DEFINE(_Items(bounds), name, default, help, serializer=flags.CsvListSerializer(","))
+
+
+def _define_integer(name: str, default: int | None, bounds: tuple[int, int], help: str) -> flags.FlagHolder:
+    return flags.DEFINE_integer(name, default, help, *bounds)
+
+
+def _define_float(name: str, bounds: tuple[float, float], help: str) -> flags.FlagHolder:
+    return flags.DEFINE(_Number(*bounds), name, None, help, serializer=flags.ArgumentSerializer())
+
+
 _DEFINED = [
-    flags.DEFINE_list("model", [], "Presets, e.g. gemma2-2b; weights from the hub unless --checkpoint is set. "
-                      f"tiny-gemma2, which ships with the package, if neither is set. {public_presets()}."),
+    _define_list("model", [], "Presets, e.g. gemma2-2b; weights from the hub unless --checkpoint is set. "
+                 f"tiny-gemma2, which ships with the package, if neither is set. {public_presets()}."),
     flags.DEFINE_string("checkpoint", None, "Directory, .gguf file, Orbax checkpoint, hub id, or random:SEED."),
     flags.DEFINE_string("revision", None, "Branch, tag or commit of a hub id; the commit is recorded."),
-    flags.DEFINE_list("precision", ["fp16", "fp32"], "fp16, bf16, fp32 (true fp32, not TF32), fp64 (a reference). "
-                      "mitigations has policies of its own and runs once, whatever is listed."),
+    _define_list("precision", ["fp16", "fp32"], "fp16, bf16, fp32 (true fp32, not TF32), fp64 (a reference). "
+                 "mitigations has policies of its own and runs once, whatever is listed."),
     flags.DEFINE_string("residual", None, "Dtype of the residual stream, if not the precision's."),
     flags.DEFINE_string("accumulation", None, "Dtype products are returned in; the kernel may add in a wider one."),
     flags.DEFINE_string("cache", None, "Dtype of keys and values in both arms, if not the precision's."),
     flags.DEFINE_string("scores", None, "Dtype of q·k up to the softmax, if not the precision's."),
-    flags.DEFINE_list("framework", ["jax"], "jax, or torch: the same arms through transformers' PyTorch models."),
+    _define_list("framework", ["jax"], "jax, or torch: the same arms through transformers' PyTorch models."),
     flags.DEFINE_string("attention", None, "With torch: eager or sdpa; eager if not set."),
-    flags.DEFINE_list("experiments", ["divergence"], f"Which experiments: {', '.join(NAMES)}."),
+    _define_list("experiments", ["divergence"], f"Which experiments: {', '.join(NAMES)}."),
     flags.DEFINE_multi_string("cache_error", [], "With injection and perplexity: error put into the cache, e.g. "
                               "normal:0,0.25; once for each."),
     flags.DEFINE_multi_string("cache_quant", [], "With injection, perplexity and accumulation: quantizer of the "
                               "cache, e.g. kvarn:k2v2; once for each."),
-    flags.DEFINE_list("error_seeds", [], "Seeds of the errors; 0,1,2 if not set."),
-    flags.DEFINE_list("blocks", ["128"], "Accumulation: tokens that are run and packed together, one regime each."),
-    flags.DEFINE_string("task", None, "gsm8k, arith, ifeval, next_string, math500, aime24 or humaneval; arith if not "
-                        "set for the models that ship with the package."),
+    _define_list("error_seeds", [], "Seeds of the errors; 0,1,2 if not set.", SEEDS),
+    _define_list("blocks", ["128"], "Accumulation: tokens that are run and packed together, one regime each.",
+                 (1, MOST_TOKENS)),
+    flags.DEFINE_string("task", None, "gsm8k, arith, ifeval, next_string, math500, aime24 or humaneval; arith if "
+                        "not set for the models that ship with the package."),
     flags.DEFINE_string("subset", "all", "With ifeval: all, or no_length_128: 128 without length instructions."),
     flags.DEFINE_bool("allow_code_execution", False, "With humaneval: run the code that the model wrote."),
-    flags.DEFINE_integer("context", 256, "Perplexity: tokens that a window of the text is given.", lower_bound=2),
-    flags.DEFINE_string("data", None, "File with the problems, JSONL or Parquet, or with the text of next_string and "
-                        "perplexity; the hub's test split if not set."),
+    _define_integer("context", 256, (2, MOST_TOKENS), "Perplexity: tokens that a window of the text is given."),
+    flags.DEFINE_string("data", None, "File with the problems, JSONL or Parquet, or with the text of next_string "
+                        "and perplexity; the hub's test split if not set."),
     flags.DEFINE_string("fewshot_data", None, "File with worked examples; the hub's train split if not set."),
     flags.DEFINE_string("prompt", "auto", "chat, boxed (gsm8k, arith: chat with the answer in \\boxed{}), few_shot, "
                         "zero_shot, or auto: chat if the tokenizer has a template, else few_shot for gsm8k and "
                         "zero_shot for other tasks; always zero_shot for next_string."),
-    flags.DEFINE_integer("shots", None, "Worked examples in the prompt: 8 for few_shot, 0 for others if not set."),
-    flags.DEFINE_integer("shots_seed", None, "Chooses the worked examples; the first ones if not set."),
-    flags.DEFINE_integer("num_problems", None, "How many problems, from the first: 100 if not set."),
-    flags.DEFINE_list("problems", [], "Which problems, by their number in the data from 0; the first ones if not set."),
-    flags.DEFINE_integer("max_new_tokens", None, "Most new tokens for a problem, and tokens scored in a window of "
-                         "perplexity: 256 if not set, or what suits the task."),
-    flags.DEFINE_list("sampler", ["greedy"], "greedy, temperature, top_k, top_p."),
-    flags.DEFINE_float("temperature", None, "0.7 if not set, 1.0 with top_p."),
-    flags.DEFINE_integer("top_k", None, "50 if not set."),
-    flags.DEFINE_float("top_p", None, "0.9 if not set."),
-    flags.DEFINE_integer("seed", 0, "Seed of the sampling noise, which both arms share."),
-    flags.DEFINE_integer("batch_size", 1, "Problems decoded together."),
+    _define_integer("shots", None, (0, 100), "Worked examples in the prompt: 8 for few_shot, 0 for others if not "
+                    "set."),
+    _define_integer("shots_seed", None, SEEDS, "Chooses the worked examples; the first ones if not set."),
+    _define_integer("num_problems", None, (1, MOST_PROBLEMS), "How many problems, from the first: 100 if not set."),
+    _define_list("problems", [], "Which problems, by their number in the data from 0; the first ones if not set.",
+                 (0, MOST_PROBLEMS)),
+    _define_integer("max_new_tokens", None, (1, MOST_TOKENS), "Most new tokens for a problem, and tokens scored in "
+                    "a window of perplexity: 256 if not set, or what suits the task."),
+    _define_list("sampler", ["greedy"], "greedy, temperature, top_k, top_p."),
+    _define_float("temperature", TEMPERATURES, "0.7 if not set, 1.0 with top_p."),
+    _define_integer("top_k", None, (1, MOST_PROBLEMS), "50 if not set."),
+    _define_float("top_p", (1e-06, 1.0), "0.9 if not set."),
+    _define_integer("seed", 0, SEEDS, "Seed of the sampling noise, which both arms share."),
+    _define_integer("batch_size", 1, (1, MOST_ROWS), "Problems decoded together."),
     flags.DEFINE_string("padding", "equal", "equal: batches of one prompt length; left: pad on the left."),
-    flags.DEFINE_integer("bucket", 64, "Prompts are padded to a multiple of this many rows; fewer shapes to compile."),
+    _define_integer("bucket", 64, (1, MOST_TOKENS), "Prompts are padded to a multiple of this many rows; fewer "
+                    "shapes to compile."),
     flags.DEFINE_string("uncached_length", None, "Rows of an uncached step: padded (all slots), bucket:M or, with "
                         "torch, growing (the prefix alone). padded if not set; growing with torch and stepwise."),
     flags.DEFINE_string("regime", "plain", "plain, or aligned: both arms through one program of fixed shape."),
-    flags.DEFINE_integer("tile", None, "Rows of a tile in the aligned regime and the gate: 16 if not set, 8 on a CPU."),
-    flags.DEFINE_string("gate", "on", "on: stop if the aligned arms differ in a bit on a few problems; full: also the "
-                        "plain programs, with weights that nothing rounds and that take a second copy; or off."),
-    flags.DEFINE_integer("gate_problems", 2, "How many problems the gate tries."),
+    _define_integer("tile", None, (1, MOST_ROWS), "Rows of a tile in the aligned regime and the gate: 16 if not "
+                    "set, 8 on a CPU."),
+    flags.DEFINE_string("gate", "on", "on: stop if the aligned arms differ in a bit on a few problems; full: also "
+                        "the plain programs, with weights that nothing rounds and that take a second copy; or off."),
+    _define_integer("gate_problems", 2, (1, MOST_PROBLEMS), "How many problems the gate tries."),
     flags.DEFINE_string("uncached", None, "draft (cached arm drafts, uncached arm checks; same bits in JAX) or "
                         "stepwise. draft if not set; stepwise with torch."),
-    flags.DEFINE_integer("stepwise_problems", 1, "Both forms of the uncached arm run on this many problems."),
-    flags.DEFINE_integer("control_problems", 8, "The controls run on this many problems."),
-    flags.DEFINE_integer("truth_problems", 2, "Each arm's distance to float64 on this many problems, if it fits."),
-    flags.DEFINE_integer("patch_layers", 16, "Patching: most layers that are patched one at a time; 0 for none.",
-                         lower_bound=0),
-    flags.DEFINE_integer("patch_bins", 4, "Patching: position bins of the layer-by-position grid; 0 for no grid.",
-                         lower_bound=0),
-    flags.DEFINE_float("doctor_seconds", None, "The doctor begins no compilation after this, and 12 s sooner none that "
-                       "only fills a table up; what is missing then is listed. Chosen for a minute in all if not set: "
-                       "where kernels are autotuned, on a GPU, a whole table takes minutes.", lower_bound=0.0),
-    flags.DEFINE_string("out", None, "Run directory, or that of a sweep; a name with a hash under runs/ if not set."),
+    _define_integer("stepwise_problems", 1, (0, MOST_PROBLEMS), "Both forms of the uncached arm run on this many "
+                    "problems."),
+    _define_integer("control_problems", 8, (0, MOST_PROBLEMS), "The controls run on this many problems."),
+    _define_integer("truth_problems", 2, (0, MOST_PROBLEMS), "Each arm's distance to float64 on this many "
+                    "problems, if it fits."),
+    _define_integer("patch_layers", 16, (0, 1000), "Patching: most layers that are patched one at a time; 0 for "
+                    "none."),
+    _define_integer("patch_bins", 4, (0, 1000), "Patching: position bins of the layer-by-position grid; 0 for no "
+                    "grid."),
+    _define_float("doctor_seconds", (0.0, 86400.0), "The doctor begins no compilation after this, and 12 s sooner "
+                  "none that only fills a table up; what is missing then is listed. Chosen for a minute in all if "
+                  "not set: where kernels are autotuned, on a GPU, a whole table takes minutes."),
+    flags.DEFINE_string("out", None, "Run directory, or that of a sweep; a name with a hash under runs/ if not "
+                        "set."),
     flags.DEFINE_string("compilation_cache", "~/.cache/jaxkv/xla", "Where to keep compiled programs, or none."),
-    flags.DEFINE_list("conditions", [], "Flagfiles, each a condition or a grid of them, run one after the other in "
-                      "one process; flags beside this one hold for all and override theirs."),
+    _define_list("conditions", [], "Flagfiles, each a condition or a grid of them, run one after the other in one "
+                 "process; flags beside this one hold for all and override theirs."),
 ]  # fmt: skip
 
 
@@ -130,9 +193,6 @@ def _settings(found: flags.FlagValues = FLAGS) -> dict[str, Any]:
 
 def _read_problems(texts: list[str], count: int | None) -> list[int]:
     """The numbers of --problems. Raises UserError."""
-    wrong = next((text for text in texts if not text.strip().isdecimal()), None)
-    if wrong is not None:
-        raise UserError(f"--problems={','.join(texts)}: '{wrong}' is no number of a problem; write 0,3,17")
     numbers = [int(text) for text in texts]
     if len(set(numbers)) != len(numbers):
         raise UserError(f"--problems={','.join(texts)} names a problem twice; drop one")
@@ -164,9 +224,11 @@ def _read_flagfiles(files: list[str]) -> list[dict[str, Any]]:
         found = copy.deepcopy(FLAGS)
         _forget(found)
         try:
-            found(["launch", f"--flagfile={file}", *given])
-        except flags.Error as error:
+            odd = parse_flags(["launch", *read_flagfile(file), *given], found)[1:]
+        except UserError as error:
             raise UserError(f"--conditions={file}: {error}") from error
+        if odd:
+            raise UserError(f"--conditions={file}: '{odd[0]}' is no flag; write one flag a line as --name=value")
         if found["conditions"].present:
             raise UserError(f"--conditions={file}: names --conditions itself; list all flagfiles in the command")
         settings = _settings(found)
@@ -206,117 +268,6 @@ def _fill(one: dict[str, Any]) -> dict[str, Any]:
     return one
 
 
-def _choose(name: str, value: str, known: tuple[str, ...]) -> str:
-    if value not in known:
-        raise UserError(f"--{name}={value} is not known{nearest(value, list(known))}; known: {', '.join(known)}")
-    return value
-
-
-def _check_settings(settings: dict[str, Any]) -> None:
-    """What absl's types do not check."""
-    for name in settings["experiments"]:
-        _choose("experiments", name, NAMES)
-    for name in settings["framework"]:
-        _choose("framework", name, ("jax", "torch"))
-    _choose("prompt", settings["prompt"], PROMPTS)
-    _choose("padding", settings["padding"], ("equal", "left"))
-    _choose("regime", settings["regime"], ("plain", "aligned"))
-    _choose("gate", settings["gate"], ("on", "full", "off"))
-    _choose("uncached", settings["uncached"] or "draft", ("draft", "stepwise"))
-    for name in ("num_problems", "max_new_tokens", "batch_size", "bucket", "tile", "gate_problems"):
-        if settings[name] is not None and settings[name] < 1:
-            raise UserError(f"--{name}={settings[name]} must be at least 1")
-    for name in ("control_problems", "stepwise_problems", "truth_problems"):
-        if settings[name] < 0:
-            raise UserError(f"--{name}={settings[name]} must not be negative")
-    if not -(2**31) <= settings["seed"] < 2**31:
-        raise UserError(f"--seed={settings['seed']} must fit 32 bits; choose another")
-    _check_combinations(settings)
-
-
-def _check_combinations(settings: dict[str, Any]) -> None:
-    """What flags say against each other."""
-    experiments, length = settings["experiments"], settings["uncached_length"] or "padded"
-    if "doctor" in experiments and len(experiments) > 1:
-        raise UserError("--experiments=doctor examines the device, not a model; run it by itself")
-    if settings["regime"] == "aligned" and length != "padded":
-        raise UserError(f"--uncached_length={length} cannot be aligned: both arms need the same slots; use padded")
-    if "mitigations" in experiments:
-        if "fp64" in settings["precision"]:
-            raise UserError(
-                "--precision=fp64 has no place in mitigations, which turn float64 on by themselves, for the truth "
-                "alone; drop it"
-            )
-        for name in PARTS:
-            if settings[name] is not None:
-                raise UserError(f"--{name}={settings[name]}: mitigations compare policies of their own; drop it")
-        if settings["regime"] == "aligned":
-            raise UserError("--regime=aligned: mitigations have the aligned regime as one of their variants; drop it")
-    if "attribution" in experiments and (settings["regime"] == "aligned" or length != "padded"):
-        flag = "--regime=aligned" if settings["regime"] == "aligned" else f"--uncached_length={length}"
-        raise UserError(f"{flag}: attribution explains the plain regime at one padded length; drop it")
-    _check_changes(settings)
-    for name in ("drift", "patching", "parity"):
-        if name in experiments and length != "padded":
-            raise UserError(f"--uncached_length={length}: {name} looks at one padded length; drop it")
-        if name in experiments and name != "drift" and settings["regime"] == "aligned":
-            raise UserError(f"--regime=aligned leaves {name} nothing to explain; drop it")
-    if "torch" not in settings["framework"]:
-        if settings["attention"] is not None and "parity" not in experiments:
-            raise UserError(
-                f"--attention={settings['attention']} has no effect without --framework=torch or parity; drop it"
-            )
-        return
-    if experiments != ["divergence"]:
-        odd = next(name for name in experiments if name != "divergence")
-        raise UserError(f"--experiments={odd} runs in JAX alone; with --framework=torch use divergence")
-    if settings["regime"] == "aligned":
-        raise UserError("--regime=aligned is not there in PyTorch; with --framework=torch use plain")
-
-
-def _check_changes(settings: dict[str, Any]) -> None:
-    """What flags of a changed cache say against others."""
-    experiments = settings["experiments"]
-    if TEXT_EXPERIMENT in experiments and len(experiments) > 1:
-        raise UserError("--experiments=perplexity reads a text, the others problems; run it by itself")
-    users = {"cache_error": CHANGED[:2], "cache_quant": CHANGED, "error_seeds": CHANGED[:2]}
-    for name, wanted in users.items():
-        if settings[name] and not set(experiments) & set(wanted):
-            raise UserError(f"--{name} has no effect without --experiments={' or '.join(wanted)}; drop it")
-    changing = next((name for name in CHANGED if name in experiments), None)
-    if (
-        changing
-        and settings["regime"] == "aligned"
-        and (changing != TEXT_EXPERIMENT or settings["cache_quant"] or settings["cache_error"])
-    ):
-        raise UserError(f"--regime=aligned: a changed cache has no aligned regime; use plain with {changing}")
-
-
-def _check_condition(one: dict[str, Any]) -> None:
-    """Finds out before anything slow what is wrong with one condition."""
-    from jaxkv.models.families import get_preset
-    from jaxkv.sampling import make_sampler
-
-    precision = read_precision(one)
-    make_sampler(one["sampler"], one["temperature"], one["top_k"], one["top_p"])
-    preset = get_preset(one["model"]) if one["model"] else None
-    if set(CHANGED) & set(one["experiments"]):
-        from jaxkv.experiments.accumulation import read_blocks
-        from jaxkv.experiments.changes import make_changes, read_seeds
-
-        make_changes(one["cache_error"], one["cache_quant"], preset, precision)
-        read_blocks(one["blocks"])
-        if one["error_seeds"]:
-            read_seeds(one["error_seeds"])
-    if one["framework"] == "torch" or "parity" in one["experiments"]:
-        from jaxkv.torch_model import check_torch, import_torch
-
-        import_torch()
-        check_torch(preset, precision, one["attention"])
-        # Before JAX starts: it would otherwise take most of a GPU's memory, which torch needs.
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-
-
 def launch(argv: list[str]) -> None:
     """Runs the command. Raises UserError on anything the user can mend, SystemExit if conditions of a sweep failed."""
     if len(argv) > 1:
@@ -324,13 +275,14 @@ def launch(argv: list[str]) -> None:
     files = FLAGS["conditions"].value
     conditions = []
     for settings in _read_flagfiles(files) if files else [_settings()]:
-        _check_settings(settings)
+        check_settings(settings)
         found = _conditions(settings)
         if settings["experiments"] == ["doctor"]:
             found = [found[0] | {"out": settings["out"]}]  # one device, whatever the models
         conditions += found
     for one in conditions:
-        _check_condition(one)
+        check_condition(one)
+    check_data(conditions)
     if len(conditions) == 1:
         run_study(conditions[0])
     elif code := run_sweep(conditions, FLAGS["out"].value):

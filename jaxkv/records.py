@@ -3,8 +3,10 @@
 A run directory holds
 
 * ``run.flags``: an absl flagfile that replays the run;
-* ``run.json``: ``{"format", "config", "fingerprint", "sessions"}``. ``config`` is what decides the numbers; a directory
-  belongs to one config for good. ``sessions`` has one entry for each process that opened the directory, with
+* ``run.json``: ``{"format", "config", "fingerprint", "sessions", "samples"}``. ``config`` is what decides the numbers;
+  a directory belongs to one config for good. ``samples`` is the size and hash of what samples.jsonl had when run.json
+  was written, which is every half minute and when a process closes the directory: of a run that was killed it is an
+  earlier part of the file. ``sessions`` has one entry for each process that opened the directory, with
   ``started`` (UTC) and the provenance it recorded (git revision, versions, device, XLA flags, hashes, sampling);
 * ``samples.jsonl``: one record a line, append-only, each with a natural ``key``;
 * ``timing.jsonl``: timings, apart from the samples, so that the samples of a run that was killed and resumed are byte
@@ -17,18 +19,21 @@ JSON is strict: a non-finite float is written as the string "nan", "inf" or "-in
 import contextlib
 import dataclasses
 import datetime
-import errno
-import hashlib
 import json
 import math
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
+from jaxkv import run_file
 from jaxkv.errors import UserError
+from jaxkv.files import convert, decode_json, reading
+from jaxkv.run_file import FORMAT, check_samples, read_run_file
 from jaxkv.schema_accumulation import validate_accumulation
 from jaxkv.schema_attribution import validate_attribution
 from jaxkv.schema_doctor import validate_doctor
@@ -40,8 +45,9 @@ from jaxkv.schema_parity import validate_parity
 from jaxkv.schema_patching import validate_patching
 from jaxkv.schema_perplexity import validate_perplexity
 from jaxkv.schemas import validate_sample
+from jaxkv.writing import Lines, new_directories, read_complete, write_error
+from jaxkv.writing import write_atomically as write_atomically
 
-FORMAT = 1
 VALIDATORS = {
     "accumulation": validate_accumulation,
     "attribution": validate_attribution,
@@ -56,6 +62,16 @@ VALIDATORS = {
     "perplexity": validate_perplexity,
 }
 Key = tuple[str | int, ...]
+SEALING = 30.0  # seconds after which run.json learns what samples.jsonl has grown to
+# What a process that was killed before it wrote run.json, or that failed, leaves in a directory.
+LEFTOVERS = ("lock", "sweep.lock", "traceback.txt", "run.*.tmp", "overview.*.tmp", ".probe.*")
+# Fields of a session that say what it did, not by what: resuming a run changes them.
+OF_ONE_SESSION = ("started", "done_before", "gate", "asked", "remedy", "seconds")
+AGAIN = "put back a copy, or delete the directory to run it again"
+
+
+class Busy(UserError):
+    """Another process has the run directory open."""
 
 
 def to_plain(value: Any) -> Any:
@@ -82,8 +98,7 @@ def to_line(record: Mapping[str, Any]) -> bytes:
 
 def fingerprint(config: Mapping[str, Any]) -> str:
     """SHA-256 of the config as canonical JSON; the order of keys and tuple against list make no difference."""
-    text = json.dumps(to_plain(config), allow_nan=False, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
+    return run_file.fingerprint(to_plain(config))
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -97,96 +112,56 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def write_atomically(path: pathlib.Path, text: str) -> None:
-    """Replaces a file in one step: a reader, or a kill at any moment, finds the old text or the new one.
-
-    Raises:
-      UserError: the directory is not writable or the disk is full.
-    """
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        try:
-            with open(temporary, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-            _sync_directory(path.parent)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise _write_error(path, error) from error
+class _Keyed(msgspec.Struct):
+    key: Annotated[list[str | int], msgspec.Meta(min_length=1)]
+    experiment: str = ""
 
 
-def _sync_directory(path: pathlib.Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def read_key(record: Mapping[str, Any], where: str = "record", remedy: str = "give it one") -> Key:
+    """The natural key of a record. Raises UserError if it has none that is made of strings and integers."""
+    return tuple(convert(record, _Keyed, where, remedy).key)
 
 
-def _write_error(path: pathlib.Path, error: OSError) -> UserError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return UserError(f"no space left to write {path}; free some and run the same command again, it resumes")
-    return UserError(f"cannot write {path}: {error.strerror or error}; choose another --out")
+def validate(record: Mapping[str, Any]) -> None:
+    """Checks a record against its experiment's schema, where there is one. Raises ValueError with the field."""
+    if check := VALIDATORS.get(record.get("experiment", "")):
+        check(record)
 
 
-def record_key(record: Mapping[str, Any]) -> Key:
-    """Returns the record's natural key. Raises ValueError if it has none, or one that is not strings and integers."""
-    key = record.get("key")
-    if not isinstance(key, list | tuple) or not key:
-        raise ValueError(f"key: a record needs a non-empty list of strings and integers, got {key!r}")
-    if any(isinstance(part, bool) or not isinstance(part, str | int | np.integer) for part in key):
-        raise ValueError(f"key: only strings and integers identify a record, got {key!r}")
-    return tuple(part if isinstance(part, str) else int(part) for part in key)
-
-
-def read_lines(path: pathlib.Path) -> tuple[list[dict[str, Any]], int]:
-    """Reads the complete lines of a records file; what follows the last newline is a torn line and is left out.
-
-    Returns:
-      The records and the length in bytes of the complete lines; ([], 0) if there is no file.
+def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The JSON objects in the complete lines of a file; none if there is no file.
 
     Raises:
       UserError: a complete line is not a JSON object, or the file cannot be read.
     """
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return [], 0
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; check the path") from error
-    length = content.rfind(b"\n") + 1
-    records = []
-    for number, line in enumerate(content[:length].split(b"\n")[:-1], start=1):
-        try:
-            record = json.loads(line, parse_constant=_refuse_constant)
-            if not isinstance(record, dict):
-                raise ValueError("not an object")
-        except ValueError as error:
+    return _decode_lines(read_complete(path), path)
+
+
+def _decode_lines(lines: bytes, path: pathlib.Path) -> list[dict[str, Any]]:
+    found = enumerate(lines.split(b"\n")[:-1], start=1)
+    return [decode_json(line, dict[str, Any], f"{path}, line {number}", AGAIN) for number, line in found]
+
+
+def _read_samples(run: Mapping[str, Any], directory: pathlib.Path) -> dict[Key, dict[str, Any]]:
+    """The records of samples.jsonl by key, in order, each checked against its schema.
+
+    Raises:
+      UserError: a file that was changed, a line that is no record, a record that breaks its schema, or a key twice.
+    """
+    path = directory / "samples.jsonl"
+    lines = read_complete(path)
+    check_samples(run, lines, directory)
+    records: dict[Key, dict[str, Any]] = {}
+    for number, record in enumerate(_decode_lines(lines, path), start=1):
+        key = read_key(record, f"{path}, line {number}", AGAIN)
+        if key in records:
             raise UserError(
-                f"{path}, line {number} is corrupt ({error}); delete that line to have its record run again"
-            ) from error
-        records.append(record)
-    return records, length
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _keys_of(records: Sequence[Mapping[str, Any]], path: pathlib.Path) -> set[Key]:
-    lines: dict[Key, int] = {}
-    for number, record in enumerate(records, start=1):
-        try:
-            key = record_key(record)
-        except ValueError as error:
-            raise UserError(f"{path}, line {number} is corrupt ({error}); delete that line") from error
-        if key in lines:
-            raise UserError(f"{path} has key {list(key)} twice, in lines {lines[key]} and {number}; delete one of them")
-        lines[key] = number
-    return set(lines)
+                f"{path} has key {list(key)} twice, in lines {list(records).index(key) + 1} and {number}; {AGAIN}"
+            )
+        with reading(f"{path}, line {number}", AGAIN):
+            validate(record)
+        records[key] = record
+    return records
 
 
 def read_run(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -196,65 +171,36 @@ def read_run(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[dict[st
       The content of run.json and the complete records of samples.jsonl.
 
     Raises:
-      UserError: not a run directory, another format, or corrupt records.
+      UserError: not a run directory, another format, or one whose files are corrupt or were changed.
     """
     directory = pathlib.Path(path)
-    run = _read_run_json(directory)
+    run = read_run_file(directory)  # before the samples: they may grow meanwhile
     if run is None:
         raise UserError(f"{directory} is not a run directory (it has no run.json); check the path")
-    samples = directory / "samples.jsonl"
-    records, _ = read_lines(samples)
-    _keys_of(records, samples)
-    return run, records
+    return run, list(_read_samples(run, directory).values())
 
 
-def _read_run_json(directory: pathlib.Path) -> dict[str, Any] | None:
-    path = directory / "run.json"
-    try:
-        run = json.loads(path.read_text(encoding="utf-8"))
-        if run["format"] != FORMAT:
-            raise UserError(f"{path} has format {run['format']}, this jaxkv reads {FORMAT}; choose another --out")
-        if not isinstance(run["config"], dict) or not isinstance(run["sessions"], list):
-            raise ValueError("config or sessions missing")
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; check the path") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is corrupt ({error}); delete the directory or choose another --out") from error
-    return run
+def check_place(directory: pathlib.Path) -> None:
+    """Whether a directory is there for a run: new, empty, or a run directory.
+
+    Raises:
+      UserError: it is a file, or holds files that are not ours: nothing of the user's is overwritten.
+      Busy: another process has it open.
+    """
+    if not directory.is_dir():
+        if directory.exists():
+            raise UserError(f"{directory} is a file, not a directory; choose another --out")
+        return
+    if is_locked(directory):
+        raise Busy(f"another process is at work in {directory}; wait for it to end or choose another --out")
+    if not (directory / "run.json").exists() and (odd := find_foreign(directory)):
+        raise UserError(f"{directory} is no run directory and holds {odd}; choose another --out, or move what is there")
 
 
-class _Lines:
-    """An append-only file of JSON lines that survives a kill and a full disk at any byte."""
-
-    def __init__(self, path: pathlib.Path):
-        self.path = path
-        _, self._length = read_lines(path)
-        try:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-            os.ftruncate(self._file, self._length)
-            os.fsync(self._file)
-            _sync_directory(path.parent)
-        except OSError as error:
-            raise _write_error(path, error) from error
-
-    def append(self, line: bytes) -> None:
-        """Writes a line and waits for the disk; on failure the file is cut back to its complete lines."""
-        try:
-            os.ftruncate(self._file, self._length)
-            written = 0
-            while written < len(line):
-                written += os.pwrite(self._file, line[written:], self._length + written)
-            os.fsync(self._file)
-        except OSError as error:
-            with contextlib.suppress(OSError):  # Else the next append or the next open drops the torn line.
-                os.ftruncate(self._file, self._length)
-            raise _write_error(self.path, error) from error
-        self._length += len(line)
-
-    def close(self) -> None:
-        os.close(self._file)
+def find_foreign(directory: pathlib.Path) -> str | None:
+    """The name of something in a directory that no run of ours leaves there before it has begun; None without."""
+    names = (place.name for place in sorted(directory.iterdir()) if not any(map(place.match, LEFTOVERS)))
+    return next(names, None)
 
 
 @dataclasses.dataclass
@@ -265,9 +211,10 @@ class RunDirectory:
     run: dict[str, Any]
     resumed: bool
     _keys: set[Key]
-    _samples: _Lines
-    _timing: _Lines
+    _samples: Lines
+    _timing: Lines
     _lock: int
+    _sealed: float = dataclasses.field(default_factory=time.monotonic)
 
     @classmethod
     def open(
@@ -290,19 +237,23 @@ class RunDirectory:
           UserError: another config, another process at work in the directory, corrupt records, or not writable.
         """
         directory = pathlib.Path(path)
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o666)
-        except FileExistsError as error:
-            raise UserError(f"{directory} is a file, not a directory; choose another --out") from error
-        except OSError as error:
-            raise _write_error(directory, error) from error
-        try:
-            _take_lock(lock, directory)
-            return cls._open_locked(directory, to_plain(config), flags_text, provenance or {}, lock)
-        except BaseException:
-            os.close(lock)
-            raise
+        with new_directories(directory):
+            check_place(directory)
+            try:
+                lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+            except OSError as error:
+                raise write_error(directory, error) from error
+            try:
+                _take_lock(lock, directory)
+                try:
+                    return cls._open_locked(directory, to_plain(config), flags_text, provenance or {}, lock)
+                except BaseException:
+                    if not (directory / "run.json").exists():
+                        (directory / "lock").unlink(missing_ok=True)
+                    raise
+            except BaseException:
+                os.close(lock)
+                raise
 
     @classmethod
     def _open_locked(
@@ -315,31 +266,34 @@ class RunDirectory:
     ) -> "RunDirectory":
         for leftover in directory.glob("run.*.tmp"):
             leftover.unlink(missing_ok=True)
-        run = _read_run_json(directory)
-        records, _ = read_lines(directory / "samples.jsonl")
+        run = read_run_file(directory)
         resumed = run is not None
         if run is None:
-            if records:
-                raise UserError(f"{directory} has samples.jsonl but no run.json; choose another --out or delete it")
             run = {"format": FORMAT, "config": config, "fingerprint": fingerprint(config), "sessions": []}
-        elif fingerprint(run["config"]) != fingerprint(config):
+        elif run["fingerprint"] != fingerprint(config):
             raise UserError(
                 f"{directory} was begun with another configuration: {describe_difference(run['config'], config)};"
                 " choose another --out or delete that directory"
             )
-        keys = _keys_of(records, directory / "samples.jsonl")
-        if flags_text is not None and not (directory / "run.flags").exists():
-            write_atomically(directory / "run.flags", flags_text)
-        started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        keys = set(_read_samples(run, directory))
+        started = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         run["sessions"].append({"started": started, "done_before": len(keys)} | to_plain(provenance))
         write_atomically(directory / "run.json", _pretty(run))
-        samples, timing = _Lines(directory / "samples.jsonl"), _Lines(directory / "timing.jsonl")
+        if flags_text is not None and not (directory / "run.flags").exists():
+            write_atomically(directory / "run.flags", flags_text)
+        samples, timing = Lines(directory / "samples.jsonl"), Lines(directory / "timing.jsonl")
         return cls(directory, run, resumed, keys, samples, timing, lock)
 
     def record_provenance(self, provenance: Mapping[str, Any]) -> None:
         """Adds fields to this session's entry in run.json, e.g. once device and checkpoint are known."""
         self.run["sessions"][-1] |= to_plain(provenance)
+        self._write()
+
+    def _write(self) -> None:
+        """Writes run.json, with what samples.jsonl is now."""
+        self.run["samples"] = self._samples.seal()
         write_atomically(self.path / "run.json", _pretty(self.run))
+        self._sealed = time.monotonic()
 
     def done_keys(self) -> set[Key]:
         """Keys of the records on disk, as tuples."""
@@ -353,13 +307,17 @@ class RunDirectory:
           UserError: disk full or not writable; the records so far stay whole.
         """
         plain = to_plain(record)
-        key = record_key(plain)
+        try:
+            key = read_key(plain)
+        except UserError as error:
+            raise ValueError(str(error)) from error
         if key in self._keys:
             raise ValueError(f"key: {list(key)} is recorded already")
-        if validate := VALIDATORS.get(plain.get("experiment", "")):
-            validate(plain)
+        validate(plain)
         self._samples.append(to_line(plain))
         self._keys.add(key)
+        if time.monotonic() - self._sealed > SEALING:
+            self._write()
 
     def append_timing(self, timing: Mapping[str, Any]) -> None:
         """Adds one line to timing.jsonl. A kill between the two files may lose or repeat a timing, never a sample."""
@@ -367,38 +325,82 @@ class RunDirectory:
 
     def read(self) -> list[dict[str, Any]]:
         """The records on disk, oldest first."""
-        return read_lines(self.path / "samples.jsonl")[0]
+        return read_lines(self.path / "samples.jsonl")
 
     def close(self) -> None:
-        """Closes the files and lets go of the lock."""
-        self._samples.close()
-        self._timing.close()
-        os.close(self._lock)
+        """Writes run.json, closes the files and lets go of the lock."""
+        try:
+            self._write()
+        finally:
+            self._samples.close()
+            self._timing.close()
+            os.close(self._lock)
 
     def __enter__(self) -> "RunDirectory":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        # What went wrong before says more than that run.json could not be written either.
+        with contextlib.suppress(UserError) if kind else contextlib.nullcontext():
+            self.close()
 
 
 def _pretty(values: Mapping[str, Any]) -> str:
     return json.dumps(to_plain(values), allow_nan=False, indent=2) + "\n"
 
 
+@contextlib.contextmanager
+def take_lock(directory: pathlib.Path, name: str) -> Iterator[None]:
+    """Holds a lock file of a directory. Raises Busy if another process holds it, UserError if it cannot be had."""
+    try:
+        lock = os.open(directory / name, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise write_error(directory, error) from error
+    try:
+        _take_lock(lock, directory)
+        yield
+    finally:
+        os.close(lock)
+
+
+LOCK_TRIES, LOCK_PAUSE = 4, 0.05  # a process that asks who has the lock holds it for a moment
+
+
 def _take_lock(descriptor: int, directory: pathlib.Path) -> None:
     import fcntl
 
+    for left in reversed(range(LOCK_TRIES)):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            if not left:
+                told = f"another process is at work in {directory}; wait for it to end or choose another --out"
+                raise Busy(told) from error
+            time.sleep(LOCK_PAUSE)
+        except OSError as error:
+            raise UserError(
+                f"cannot lock {directory}: {error.strerror}; choose another --out on a local file system"
+            ) from error
+
+
+def is_locked(directory: pathlib.Path) -> bool:
+    """Whether a process has a run directory open; one that was killed has not."""
+    import fcntl
+
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise UserError(
-            f"another process is at work in {directory}; wait for it to end or choose another --out"
-        ) from error
-    except OSError as error:
-        raise UserError(
-            f"cannot lock {directory}: {error.strerror}; choose another --out on a local file system"
-        ) from error
+        descriptor = os.open(directory / "lock", os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # taking the lock will tell
+        return False
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def describe_difference(stored: Mapping[str, Any], ours: Mapping[str, Any], most: int = 5) -> str:

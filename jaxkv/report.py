@@ -5,6 +5,11 @@ Several, or a directory that holds several (a sweep), are one study: report.html
 claims judged, go to --out. Runs that differ in their changes of the cache alone are joined.
 """
 
+from jaxkv import stopping
+
+if __name__ == "__main__":
+    stopping.watch()
+
 import argparse
 import pathlib
 import sys
@@ -20,6 +25,10 @@ from jaxkv.analysis.page import write_study
 from jaxkv.analysis.page_changes import changes_alone, list_statements
 from jaxkv.analysis.reports import report_run
 from jaxkv.errors import UserError
+from jaxkv.files import read_json
+from jaxkv.writing import new_directories
+
+STUDY_FILES = ("report.html", "report.md", "summary.json")
 
 
 def _make_table(*names: str) -> Table:
@@ -49,6 +58,20 @@ def render_claims(study: dict[str, Any]) -> Group:
     return Group(*tables)
 
 
+def _check_out(out: pathlib.Path) -> None:
+    """Raises UserError if a study's report would overwrite files that are none."""
+    there = [name for name in STUDY_FILES if (out / name).exists()]
+    if there and not _is_study(out / "summary.json") and not (out / "run.json").exists():
+        raise UserError(f"{out / there[0]} is not of a report of ours; choose another --out, or move it")
+
+
+def _is_study(path: pathlib.Path) -> bool:
+    try:
+        return read_json(path, dict[str, Any]).get("experiment") == "study"
+    except UserError:
+        return False
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Entry point. Returns the exit code: 0, or 2 after a user's mistake."""
     parser = argparse.ArgumentParser(
@@ -68,12 +91,10 @@ def main(arguments: list[str] | None = None) -> int:
                 console.print(f"{found[0] / name}", highlight=False, soft_wrap=True)
             return 0
         out = pathlib.Path(options.out or (options.run[0] if len(options.run) == 1 else "study-report"))
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"cannot write {out}: {error.strerror}; choose another --out") from error
-        console.print(render_claims(write_study(options.run, out)))
-        for name in ("report.html", "report.md", "summary.json"):
+        _check_out(out)
+        with new_directories(out):
+            console.print(render_claims(write_study(options.run, out)))
+        for name in STUDY_FILES:
             console.print(f"{out / name}", highlight=False, soft_wrap=True)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

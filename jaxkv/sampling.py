@@ -6,7 +6,6 @@ step count, the cache or a token's rank, so two arms with equal logits draw equa
 """
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -15,6 +14,8 @@ import jax.numpy as jnp
 from jaxkv.errors import UserError, nearest
 
 KINDS = ("greedy", "temperature", "top_k", "top_p")
+# Beyond them logits / temperature is infinite in float32 for large logits, or lost in the noise for all.
+TEMPERATURES = (1e-4, 1e4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,9 +61,10 @@ def make_sampler(
     if kind == "greedy":
         return Sampler()
     temperature = {"top_p": 1.0}.get(kind, 0.7) if temperature is None else temperature
-    if not 0 < temperature < math.inf:
+    if not TEMPERATURES[0] <= temperature <= TEMPERATURES[1]:
+        low, high = TEMPERATURES
         raise UserError(
-            f"temperature {temperature} must be above 0 and finite; use --sampler=greedy for the limit of 0"
+            f"temperature {temperature} does not lie in [{low:g}, {high:g}]; use --sampler=greedy for the limit of 0"
         )
     top_k = (50 if top_k is None else top_k) if kind == "top_k" else None
     if top_k is not None and top_k < 1:

@@ -89,6 +89,8 @@ def _validate_logits(record: Any, bins: int) -> None:
         fail("logits.places", f"{sum(places)} places of {steps} steps")
     for figure in ("kl", "agree"):
         for index, value in enumerate(_check_column(record, f"logits.{figure}", bins)):
+            if figure == "agree" and value is not None and value > places[index]:
+                fail(f"logits.agree[{index}]", f"{value!r:.60} of {places[index]} steps")
             if (value is None) == bool(places[index]):
                 fail(f"logits.{figure}[{index}]", f"{value!r:.60} beside {places[index]} steps")
     if get_field(record, "logits.kl_sum", "float") < 0:
@@ -105,7 +107,7 @@ def validate_accumulation(record: Mapping[str, Any]) -> None:
       ValueError: starts with the dotted name of the first field at fault.
     """
     choose(record, "experiment", ("accumulation",))
-    problem, quantizer = get_field(record, "problem", "int"), get_field(record, "quantizer", "str")
+    problem, quantizer = get_field(record, "problem", "count"), get_field(record, "quantizer", "str")
     regime = get_field(record, "regime", "str")
     if not REGIMES.fullmatch(regime):
         fail("regime", f"'{regime}' is none of static, accumulated:B, decode")

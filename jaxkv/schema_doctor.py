@@ -74,7 +74,7 @@ def _check_figure(figure: Any, field: str) -> None:
         return
     if not isinstance(figure["differ"], int) or not 0 <= figure["differ"] <= figure["elements"]:
         _fail(f"{field}.differ", f"expected count of at most {figure['elements']}, got {figure['differ']!r:.60}")
-    if not _is_number(figure["max_ulp"]) or (figure["max_ulp"] and not figure["differ"]):
+    if not _is_number(figure["max_ulp"]) or figure["max_ulp"] < 0 or (figure["max_ulp"] and not figure["differ"]):
         _fail(f"{field}.max_ulp", f"{figure['max_ulp']!r:.60} beside {figure['differ']} that differ")
 
 

@@ -105,7 +105,8 @@ def _validate_difference(record: Any, field: str) -> None:
     get_field(record, f"{field}.layer", "count", optional=True)
     get_field(record, f"{field}.position", "count")
     for figure in ("max_abs", "relative"):
-        get_field(record, f"{field}.{figure}", "float")
+        if get_field(record, f"{field}.{figure}", "float") < 0:
+            fail(f"{field}.{figure}", "negative")
     get_field(record, f"{field}.places", "count")
     if len(get_field(record, f"{field}.dtypes", "list")) != 2:
         fail(f"{field}.dtypes", "expected two")
@@ -118,7 +119,7 @@ def validate_drift(record: Mapping[str, Any]) -> None:
       ValueError: starts with the dotted name of the first field at fault.
     """
     choose(record, "experiment", ("drift",))
-    problem = get_field(record, "problem", "int")
+    problem = get_field(record, "problem", "count")
     if list(get_field(record, "key", "list")) != ["drift", problem]:
         fail("key", f"expected ['drift', {problem}], got {record['key']!r:.60}")
     status = validate_setting(record)

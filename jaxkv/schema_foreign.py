@@ -114,7 +114,7 @@ def validate_foreign(record: Mapping[str, Any]) -> None:
       ValueError: starts with the dotted name of the first field at fault.
     """
     choose(record, "experiment", ("foreign",))
-    problem = get_field(record, "problem", "int")
+    problem = get_field(record, "problem", "count")
     if list(get_field(record, "key", "list")) != ["foreign", problem]:
         fail("key", f"expected ['foreign', {problem}], got {record['key']!r:.60}")
     get_field(record, "framework", "str")
@@ -131,7 +131,7 @@ def validate_foreign(record: Mapping[str, Any]) -> None:
         _validate_arm(record, arm)
     if (get_field(record, "free_running", "dict", optional=True) is None) == (len(arms) == 2):
         fail("free_running", "belongs to records of two arms, and to all of them")
-    validate_free_running(record)
+    validate_free_running(record, {arm: arms[arm]["tokens"] for arm in ARMS} if len(arms) == 2 else None)
     if get_field(record, "label_change", "dict", optional=True) is not None:
         for scorer in SCORERS:
             choose(record, f"label_change.{scorer}", LABEL_CHANGES)
@@ -139,3 +139,10 @@ def validate_foreign(record: Mapping[str, Any]) -> None:
         lengths = {len(get_field(record, f"shared_prefix.{n}", "list")) for n in ("flip", "margin", "max_abs")}
         if len(lengths) != 1:
             fail("shared_prefix", f"lists of unequal length: {sorted(lengths)}")
+        most = min(len(arms[arm]["tokens"]) for arm in arms)
+        if len(arms) != 2 or lengths.pop() > most:
+            fail("shared_prefix", f"more entries than the {most} tokens that both arms have")
+        for name in ("margin", "max_abs"):
+            for index, value in enumerate(record["shared_prefix"][name]):
+                if value is not None and (not _is_finite(value) or value < 0):
+                    fail(f"shared_prefix.{name}[{index}]", f"expected a number of at least 0, got {value!r:.60}")

@@ -110,6 +110,13 @@ def validate_saturated(record: Any) -> None:
             fail("saturated", "more than there are elements")
 
 
+def _check_written(record: Any, steps: int) -> None:
+    """Whether the clean cache holds what was fed to it: the prompt and all but the last of its tokens."""
+    fed = record["prompt_tokens"] + max(steps - 1, 0)
+    if record["cache"]["written"] != fed:
+        fail("cache.written", f"{record['cache']['written']} tokens beside {fed} that were fed")
+
+
 def validate_injection(record: Mapping[str, Any]) -> None:
     """Checks a record against the schema above.
 
@@ -117,7 +124,7 @@ def validate_injection(record: Mapping[str, Any]) -> None:
       ValueError: starts with the dotted name of the first field at fault.
     """
     choose(record, "experiment", ("injection",))
-    key = ["injection", get_field(record, "problem", "int"), get_field(record, "change", "str")]
+    key = ["injection", get_field(record, "problem", "count"), get_field(record, "change", "str")]
     key.append(get_field(record, "seed", "int"))
     if list(get_field(record, "key", "list")) != key:
         fail("key", f"expected {key}, got {record['key']!r:.60}")
@@ -135,9 +142,8 @@ def validate_injection(record: Mapping[str, Any]) -> None:
         for name in agreements:
             if get_field(record, name, "dict", optional=True) is not None:
                 fail(name, "the clean arm is compared with nothing; expected null")
-        if record["cache"]["written"] < steps:
-            fail("cache.written", f"{record['cache']['written']} tokens beside {steps} generated ones")
+        _check_written(record, steps)
         return
-    validate_comparison(record, "teacher_forced")
+    _check_written(record, validate_comparison(record, "teacher_forced"))
     get_field(record, "free_running", "dict")
     validate_free_running(record)

@@ -18,16 +18,17 @@ variant's param dtype; `weights` is the distance between these two runs. `kl` is
 `max_abs` are of the logit difference. `held` is how weights and operands lie on the device.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from jaxkv.schemas import (
+    DISTANCE_NUMBERS,
     choose,
     fail,
     get_field,
     require_null,
     validate_comparison,
+    validate_distance,
     validate_free_running,
     validate_setting,
     validate_tokens,
@@ -35,20 +36,7 @@ from jaxkv.schemas import (
 
 REFERENCES = ("given", "rounded")
 ARMS = ("cached", "uncached")
-NUMBERS = ("kl", "rms", "max_abs")
-
-
-def _validate_distance(record: Any, field: str, steps: int) -> None:
-    for name in ("flip", *NUMBERS):
-        column = get_field(record, f"{field}.{name}", "list")
-        if len(column) != steps:
-            fail(f"{field}.{name}", f"{len(column)} entries beside {steps} fp64 tokens")
-        for index, value in enumerate(column):
-            if name == "flip":
-                if not isinstance(value, bool):
-                    fail(f"{field}.flip[{index}]", f"expected bool, got {value!r:.60}")
-            elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                fail(f"{field}.{name}[{index}]", f"expected a finite number of at least 0, got {value!r:.60}")
+NUMBERS = DISTANCE_NUMBERS
 
 
 def validate_mitigation(record: Mapping[str, Any]) -> None:
@@ -58,7 +46,7 @@ def validate_mitigation(record: Mapping[str, Any]) -> None:
       ValueError: starts with the dotted name of the first field at fault.
     """
     choose(record, "experiment", ("mitigations",))
-    key = ["mitigations", get_field(record, "problem", "int"), get_field(record, "variant", "str")]
+    key = ["mitigations", get_field(record, "problem", "count"), get_field(record, "variant", "str")]
     if list(get_field(record, "key", "list")) != key:
         fail("key", f"expected {key}, got {record['key']!r:.60}")
     get_field(record, "precision.name", "str")
@@ -72,8 +60,8 @@ def validate_mitigation(record: Mapping[str, Any]) -> None:
     if validate_comparison(record, "teacher_forced") != steps["cached"]:
         fail("teacher_forced", f"not one entry for each of the {steps['cached']} cached tokens")
     get_field(record, "free_running", "dict")
-    validate_free_running(record)
+    validate_free_running(record, record["tokens"])
     for arm in ARMS:
         for reference in REFERENCES:
-            _validate_distance(record, f"distance.{arm}.{reference}", steps["fp64"])
-    _validate_distance(record, "distance.weights", steps["fp64"])
+            validate_distance(record, f"distance.{arm}.{reference}", steps["fp64"])
+    validate_distance(record, "distance.weights", steps["fp64"])

@@ -63,7 +63,7 @@ def validate_parity(record: Mapping[str, Any]) -> None:
       ValueError: starts with the dotted name of the first field at fault.
     """
     choose(record, "experiment", ("parity",))
-    problem = get_field(record, "problem", "int")
+    problem = get_field(record, "problem", "count")
     if list(get_field(record, "key", "list")) != ["parity", problem]:
         fail("key", f"expected ['parity', {problem}], got {record['key']!r:.60}")
     get_field(record, "attention", "str")

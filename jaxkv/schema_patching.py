@@ -127,7 +127,7 @@ def validate_patching(record: Mapping[str, Any]) -> None:
       ValueError: starts with the dotted name of the first field at fault.
     """
     choose(record, "experiment", ("patching",))
-    problem = get_field(record, "problem", "int")
+    problem = get_field(record, "problem", "count")
     key = ["patching", problem, choose(record, "direction", DIRECTIONS), choose(record, "patch", tuple(PATCHES))]
     if list(get_field(record, "key", "list")) != key:
         fail("key", f"expected {key}, got {record['key']!r:.60}")

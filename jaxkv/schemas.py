@@ -47,6 +47,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from jaxkv.analysis.metrics import free_running
+
 FRAMEWORKS = ("jax", "torch")
 DEFAULT_FRAMEWORK = "jax"
 SAMPLERS = ("greedy", "temperature", "top_k", "top_p")
@@ -56,6 +58,7 @@ CONTROLS = ("cached_rerun", "uncached_rerun", "uncached_other_length", "uncached
 LABEL_CHANGES = ("same", "answer_changed", "extraction_only")
 COMPARISON_FLAGS = ("flip", "bit_equal")
 COMPARISON_NUMBERS = ("kl", "kl_reverse", "js", "max_abs", "mean_abs", "margin")
+DISTANCE_NUMBERS = ("kl", "rms", "max_abs")
 LAW_NUMBERS = ("margin_other", "shift", "unit")  # missing in records of before 2026-11-29
 
 
@@ -115,6 +118,8 @@ def validate_comparison(record: Any, field: str) -> int:
                     fail(f"{field}.{name}[{index}]", f"expected bool, got {value!r:.60}")
             elif isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 fail(f"{field}.{name}[{index}]", f"expected a finite number, got {value!r:.60}")
+            elif value < 0 and name != "shift":
+                fail(f"{field}.{name}[{index}]", f"{value} is below 0")
     if len(lengths) != 1:
         fail(field, f"lists of unequal length: {sorted(lengths)}")
     comparison = get_field(record, field, "dict")
@@ -124,12 +129,28 @@ def validate_comparison(record: Any, field: str) -> int:
     return lengths.pop()
 
 
+def validate_distance(record: Any, field: str, steps: int) -> None:
+    """Checks the distance to a float64 run at a dotted field: an entry for each of `steps` tokens."""
+    for name in ("flip", *DISTANCE_NUMBERS):
+        column = get_field(record, f"{field}.{name}", "list")
+        if len(column) != steps:
+            fail(f"{field}.{name}", f"{len(column)} entries beside {steps} tokens")
+        for index, value in enumerate(column):
+            if name == "flip":
+                if not isinstance(value, bool):
+                    fail(f"{field}.flip[{index}]", f"expected bool, got {value!r:.60}")
+            elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                fail(f"{field}.{name}[{index}]", f"expected a finite number of at least 0, got {value!r:.60}")
+
+
 def validate_tokens(record: Any, field: str) -> int:
     """Checks a list of token ids and returns its length."""
     tokens = get_field(record, field, "list")
     for index, token in enumerate(tokens):
         if isinstance(token, bool) or not isinstance(token, int):
             fail(f"{field}[{index}]", f"expected int, got {token!r:.60}")
+        if token < 0:
+            fail(f"{field}[{index}]", f"{token} is no token id")
     return len(tokens)
 
 
@@ -138,8 +159,9 @@ def find_headline(scorers: Iterable[str]) -> str:
     return next(name for name in HEADLINES if name in scorers)
 
 
-def _validate_arm(record: Any, arm: str) -> None:
-    validate_tokens(record, f"arms.{arm}.tokens")
+def _validate_arm(record: Any, arm: str) -> int:
+    """Checks an arm and returns how many tokens it has."""
+    steps = validate_tokens(record, f"arms.{arm}.tokens")
     get_field(record, f"arms.{arm}.text", "str")
     choose(record, f"arms.{arm}.stop", ("eos", "length", "stop_string", "invalid"))
     scorers = get_field(record, f"arms.{arm}.scores", "dict")
@@ -148,6 +170,7 @@ def _validate_arm(record: Any, arm: str) -> None:
     for scorer in scorers:
         get_field(record, f"arms.{arm}.scores.{scorer}.answer", "str", optional=True)
         get_field(record, f"arms.{arm}.scores.{scorer}.correct", "bool")
+    return steps
 
 
 def validate_setting(record: Any) -> str:
@@ -163,13 +186,15 @@ def validate_setting(record: Any) -> str:
     get_field(record, "shapes.uncached", "str")
     get_field(record, "shapes.tile", "count", optional=True)
     choose(record, "sampling.sampler", SAMPLERS)
-    get_field(record, "sampling.temperature", "float")
+    if get_field(record, "sampling.temperature", "float") <= 0:
+        fail("sampling.temperature", "expected a positive number")
     get_field(record, "sampling.top_k", "count", optional=True)
     get_field(record, "sampling.top_p", "float", optional=True)
     get_field(record, "sampling.seed", "int")
     for name in ("max_abs", "limit"):
-        get_field(record, f"headroom.{name}", "float")
-    if record["headroom"]["limit"] <= 0:
+        if get_field(record, f"headroom.{name}", "float") < 0:
+            fail(f"headroom.{name}", "negative")
+    if record["headroom"]["limit"] == 0:
         fail("headroom.limit", "expected a positive number")
     get_field(record, "headroom.layer", "count", optional=True)
     get_field(record, "headroom.op", "str")
@@ -193,8 +218,13 @@ def require_null(record: Any, fields: Sequence[str]) -> None:
             fail(name, "an invalid sample has no agreement to state; expected null")
 
 
-def validate_free_running(record: Any) -> None:
-    """Checks the free runs of a sample, where it has them."""
+def validate_free_running(record: Any, arms: Mapping[str, Any] | None = None) -> None:
+    """Checks the free runs of a sample, where it has them.
+
+    Args:
+      record: the sample.
+      arms: tokens of its arms 'uncached' and 'cached', where it has both: they say the same.
+    """
     if get_field(record, "free_running", "dict", optional=True) is not None:
         diverged = get_field(record, "free_running.diverged", "bool")
         first = get_field(record, "free_running.first_diverged", "count", optional=True)
@@ -203,6 +233,9 @@ def validate_free_running(record: Any) -> None:
         differing = get_field(record, "free_running.differing_after", "count")
         if differing > get_field(record, "free_running.compared_after", "count"):
             fail("free_running.differing_after", "more than compared_after")
+        for name, value in free_running(arms["uncached"], arms["cached"]).items() if arms else ():
+            if record["free_running"][name] != value:
+                fail(f"free_running.{name}", f"{record['free_running'][name]} beside tokens that say {value}")
 
 
 def validate_sample(record: Mapping[str, Any]) -> None:
@@ -212,7 +245,7 @@ def validate_sample(record: Mapping[str, Any]) -> None:
       ValueError: starts with the dotted name of the first field at fault.
     """
     choose(record, "experiment", ("divergence",))
-    problem = get_field(record, "problem", "int")
+    problem = get_field(record, "problem", "count")
     if list(get_field(record, "key", "list")) != ["divergence", problem]:
         fail("key", f"expected ['divergence', {problem}], got {record['key']!r:.60}")
     if choose({"framework": DEFAULT_FRAMEWORK, **record}, "framework", FRAMEWORKS) != DEFAULT_FRAMEWORK:
@@ -220,8 +253,7 @@ def validate_sample(record: Mapping[str, Any]) -> None:
         for package in get_field(record, "versions", "dict"):
             get_field(record, f"versions.{package}", "str")
     status = validate_setting(record)
-    for arm in ("cached", "uncached"):
-        _validate_arm(record, arm)
+    steps = {arm: _validate_arm(record, arm) for arm in ("cached", "uncached")}
     scorers, others = (set(record["arms"][arm]["scores"]) for arm in ("cached", "uncached"))
     if scorers != others:
         fail("arms.uncached.scores", f"{sorted(others)} beside {sorted(scorers)} of the cached arm")
@@ -233,13 +265,17 @@ def validate_sample(record: Mapping[str, Any]) -> None:
         if record["arms"][arm]["stop"] == "invalid":
             fail(f"arms.{arm}.stop", "'invalid' in a sample with status ok")
     for name in comparisons:
-        if get_field(record, name, "dict", optional=True) is not None:
-            validate_comparison(record, name)
+        if get_field(record, name, "dict", optional=True) is None:
+            continue
+        length = validate_comparison(record, name)
+        if name == "controls.uncached_stepwise":  # of the uncached arm's own run, as far as both forms of it go
+            if length > steps["uncached"]:
+                fail(name, f"{length} entries beside {steps['uncached']} tokens of the uncached arm")
+        elif length != steps["cached"]:
+            fail(name, f"{length} entries beside {steps['cached']} tokens of the cached arm")
     if record.get("truth") is not None:
         for arm in ("cached", "uncached"):
-            for name in ("flip", "kl", "rms", "max_abs"):
-                if len(get_field(record, f"truth.{arm}.{name}", "list")) != len(record["arms"]["cached"]["tokens"]):
-                    fail(f"truth.{arm}.{name}", "not one entry for each token of the cached arm")
-    validate_free_running(record)
+            validate_distance(record, f"truth.{arm}", steps["cached"])
+    validate_free_running(record, {arm: record["arms"][arm]["tokens"] for arm in steps})
     for scorer in record["arms"]["cached"]["scores"]:
         choose(record, f"label_change.{scorer}", LABEL_CHANGES)

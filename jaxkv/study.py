@@ -4,6 +4,7 @@ import dataclasses
 import pathlib
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +23,8 @@ from jaxkv.config import Precision
 from jaxkv.errors import UserError
 from jaxkv.programs import release_programs
 from jaxkv.provenance import environment, git_revision
-from jaxkv.records import RunDirectory, read_lines
+from jaxkv.records import RunDirectory, check_place, read_run
+from jaxkv.writing import check_writable
 
 REPEATED = ("cache_error", "cache_quant")  # flags whose values hold commas of their own
 
@@ -37,6 +39,7 @@ def run_study(settings: Settings) -> pathlib.Path:
 
     console = Console(stderr=True)
     path = run_path(settings)
+    check_place(path)
     check_writable(path)
     _set_up_jax(read_precision(settings), settings["compilation_cache"])
     if settings["experiments"] == ["doctor"]:
@@ -44,18 +47,27 @@ def run_study(settings: Settings) -> pathlib.Path:
     else:
         _run_experiments(settings, path, console)
     _show(path)
+    check_valid(path)
     return path
 
 
-def check_writable(path: pathlib.Path) -> None:
-    """Finds out before the work, not after it, that a directory cannot be written. Raises UserError."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        probe = path / ".probe"
-        probe.write_bytes(b"jaxkv")
-        probe.unlink()
-    except OSError as error:
-        raise UserError(f"cannot write the run directory {path} ({error.strerror}); choose another --out") from error
+def check_valid(path: pathlib.Path) -> None:
+    """Whether a finished run has a figure to show. Raises UserError if the numbers of all its samples broke off."""
+    run, records = read_run(path)
+    samples = [record for record in records if "status" in record]
+    if not samples or any(sample["status"] == "ok" for sample in samples):
+        return
+    found = Counter(_describe_fault(sample["invalid"]) for sample in samples)
+    (fault, times), *_ = found.most_common(1)
+    first = f"all at {fault}" if times == len(samples) else f"{times} at {fault}"
+    found_out = [session["remedy"] for session in run["sessions"] if "remedy" in session]
+    remedy = found_out[-1] if found_out else "use a wider --precision or --residual=fp32"
+    raise UserError(f"{path}: none of its {len(samples)} samples is valid, {first}; {remedy}")
+
+
+def _describe_fault(invalid: Mapping[str, Any]) -> str:
+    layer = "" if invalid.get("layer") is None else f", layer {invalid['layer']}"
+    return f"{invalid['op']}{layer} ({invalid['value']}, {invalid['arm']} arm)"
 
 
 def _flagfile(settings: Settings, out: pathlib.Path) -> str:
@@ -135,7 +147,7 @@ def _run_gate(study: Study, run: RunDirectory) -> None:
 
 def _explain_overflow(study: Study, run: RunDirectory) -> None:
     """Where no sample is valid, finds the part of the policy that mends it, for the report."""
-    records = [r for r in read_lines(run.path / "samples.jsonl")[0] if r["experiment"] == "divergence"]
+    records = [record for record in run.read() if record["experiment"] == "divergence"]
     if not records or any(record["status"] == "ok" for record in records):
         return
     from jaxkv.experiments.overflow import describe_remedy, find_remedy

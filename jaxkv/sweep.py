@@ -5,6 +5,7 @@ what is recorded is not run again, and what failed is tried again. The sweep's d
 `overview.md`, replaced in one step whenever a condition begins or ends.
 """
 
+import contextlib
 import dataclasses
 import gc
 import json
@@ -12,21 +13,27 @@ import pathlib
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import msgspec
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jaxkv import stopping
 from jaxkv.cli import describe_memory
 from jaxkv.condition import Settings, name_condition, run_path
 from jaxkv.errors import UserError
-from jaxkv.records import fingerprint, write_atomically
-from jaxkv.study import check_writable, run_study
+from jaxkv.files import read_json
+from jaxkv.records import Busy, find_foreign, fingerprint, is_locked, take_lock, write_atomically
+from jaxkv.study import run_study
+from jaxkv.writing import new_directories
 
-WAITING, RUNNING, DONE, FAILED = STATUSES = ("waiting", "running", "done", "failed")
+WAITING, RUNNING, ELSEWHERE, DONE, FAILED = "waiting", "running", "running elsewhere", "done", "failed"
+STATUSES = (WAITING, RUNNING, ELSEWHERE, DONE, FAILED)
 TRACEBACK = "traceback.txt"
+OVERVIEW, SWEEP_LOCK = "overview.json", "sweep.lock"
 
 
 @dataclasses.dataclass
@@ -54,6 +61,10 @@ class Entry:
     mendable: bool | None = None
 
 
+class _Overview(msgspec.Struct):
+    conditions: list[Entry]
+
+
 def sweep_path(conditions: Sequence[Settings], out: str | None) -> pathlib.Path:
     """The sweep's directory: --out, or a name with a hash of its conditions."""
     if out:
@@ -75,7 +86,30 @@ def run_sweep(conditions: Sequence[Settings], out: str | None) -> int:
       UserError: the sweep's directory cannot be written.
     """
     directory = sweep_path(conditions, out)
-    check_writable(directory)
+    with _hold(directory):
+        return _run_all(conditions, directory)
+
+
+@contextlib.contextmanager
+def _hold(directory: pathlib.Path) -> Iterator[None]:
+    """Keeps the sweep's directory for this process alone.
+
+    Raises:
+      UserError: it cannot be written, holds files that are not ours, or another process has it.
+    """
+    with new_directories(directory):
+        ours = any((directory / name).exists() for name in (OVERVIEW, "run.json"))
+        if not ours and (odd := find_foreign(directory)):
+            raise UserError(
+                f"{directory} is no sweep's directory and holds {odd}; choose another --out, or move what is there"
+            )
+        with take_lock(directory, SWEEP_LOCK):
+            for leftover in directory.glob("overview.*.tmp"):
+                leftover.unlink(missing_ok=True)
+            yield
+
+
+def _run_all(conditions: Sequence[Settings], directory: pathlib.Path) -> int:
     paths = [run_path(one) for one in conditions]
     names = [name_condition(one) for one in conditions]
     alike = len(set(names)) < len(names)  # of several flagfiles
@@ -83,21 +117,50 @@ def run_sweep(conditions: Sequence[Settings], out: str | None) -> int:
         _begin(None if alike else name, one, path, directory)
         for name, one, path in zip(names, conditions, paths, strict=True)
     ]
-    for entry, one, path in zip(entries, conditions, paths, strict=True):
-        entry.status, entry.records = RUNNING, _count_records(path)
-        write_overview(directory, entries)
-        try:
-            _run_condition(entry, one, path)
-        finally:
+    others = _read_others(directory, entries)
+    work = list(zip(entries, conditions, paths, strict=True))
+
+    def stop() -> None:
+        for entry, _, path in work:  # it may have been interrupted anywhere
+            entry.status = WAITING if entry.status == RUNNING else entry.status
             entry.records = _count_records(path)
-            write_overview(directory, entries)
+        write_overview(directory, [*entries, *others])
+
+    with stopping.at_end(stop), contextlib.ExitStack() as last:
+        last.callback(stop)
+        for entry, one, path in (*work, *work):
+            if entry.status not in (WAITING, ELSEWHERE):
+                continue  # the second time is for those that another process had
+            entry.status, entry.records = RUNNING, _count_records(path)
+            write_overview(directory, [*entries, *others])
+            _run_condition(entry, one, path)
+            entry.records = _count_records(path)
     shown = Console(file=sys.stdout)
-    shown.print(render_overview(entries))
+    shown.print(render_overview([*entries, *others]))
     shown.print(f"overview: {directory / 'overview.md'}", highlight=False, soft_wrap=True)
-    failed = [entry for entry in entries if entry.status == FAILED]
-    for entry in failed:
-        print(f"error: {entry.name}: {entry.fault}", file=sys.stderr)
+    return _tell_faults(entries)
+
+
+def _tell_faults(entries: Sequence[Entry]) -> int:
+    """Names what failed, a fault of several conditions once. Returns the exit code."""
+    failed = [entry for entry in entries if entry.fault is not None]
+    for fault in dict.fromkeys(entry.fault for entry in failed):
+        told = ", ".join(entry.name for entry in failed if entry.fault == fault)
+        print(f"error: {told}: {fault}", file=sys.stderr)
     return 0 if not failed else 2 if all(entry.mendable for entry in failed) else 1
+
+
+def _read_others(directory: pathlib.Path, entries: Sequence[Entry]) -> list[Entry]:
+    """What an earlier overview says of conditions that are not of this command, as far as it is still true."""
+    path = directory / OVERVIEW
+    if not path.exists():
+        return []
+    runs = {entry.run for entry in entries}
+    others = [entry for entry in read_json(path, _Overview, "delete it").conditions if entry.run not in runs]
+    for entry in others:
+        if entry.status in (RUNNING, ELSEWHERE):
+            entry.status = ELSEWHERE if is_locked(directory / entry.run) else WAITING
+    return [entry for entry in others if (directory / entry.run).exists()]
 
 
 def _begin(name: str | None, settings: Settings, path: pathlib.Path, directory: pathlib.Path) -> Entry:
@@ -112,12 +175,19 @@ def _run_condition(entry: Entry, settings: Settings, path: pathlib.Path) -> None
     try:
         run_study(settings)
         entry.status = DONE
+        entry.fault = entry.mendable = None
         (path / TRACEBACK).unlink(missing_ok=True)
+    except Busy as error:
+        entry.status, entry.fault, entry.mendable = ELSEWHERE, str(error), True
     except UserError as error:
         entry.status, entry.fault, entry.mendable = FAILED, str(error), True
     except Exception as error:
+        if stopping.stopped():
+            entry.status = WAITING
+            raise
         message = describe_memory(error) or " ".join(f"{type(error).__name__}: {error}".split())[:300]
         entry.status, entry.fault, entry.mendable = FAILED, f"{message} (see {path / TRACEBACK})", False
+        path.mkdir(parents=True, exist_ok=True)
         write_atomically(path / TRACEBACK, traceback.format_exc())
     except KeyboardInterrupt:
         entry.status = WAITING
@@ -137,7 +207,7 @@ def write_overview(directory: pathlib.Path, entries: Sequence[Entry]) -> None:
     """Writes overview.json and overview.md. Raises UserError if the directory cannot be written."""
     counts = {status: sum(entry.status == status for entry in entries) for status in STATUSES}
     values = {"counts": counts, "conditions": [dataclasses.asdict(entry) for entry in entries]}
-    write_atomically(directory / "overview.json", json.dumps(values, indent=2) + "\n")
+    write_atomically(directory / OVERVIEW, json.dumps(values, indent=2) + "\n")
     lines = ["# Overview", "", ", ".join(f"{n} {status}" for status, n in counts.items() if n) + ".", ""]
     rows = [_HEADER, ["---"] * len(_HEADER), *map(_cells, entries)]
     lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]

@@ -10,6 +10,7 @@ from absl import flags
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxkv import launch
+from jaxkv.cli import parse_flags
 
 CACHING = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
 DATA = pathlib.Path(__file__).parent / "data"
@@ -22,7 +23,7 @@ SMALL = [
 def parse(*arguments):
     """Settings that the command makes of arguments, after those of an earlier call are forgotten."""
     launch._forget(flags.FLAGS)
-    flags.FLAGS(["launch", *arguments])
+    parse_flags(["launch", *arguments])
     return launch._settings()
 
 

@@ -56,7 +56,7 @@ def make_record(problem, change=CLEAN, spec=None, seed=0, right=True, kl=0.5, fl
         "free_running": None if clean else free,
         "cache": {
             "bytes": 4096,
-            "written": 26,
+            "written": 25,
             "bits": bits or own,
             "exact_bits": 16.0,
             "packed": 0.0 if own == 16 else 1.0,

@@ -8,6 +8,7 @@ import time
 
 import pytest
 from commands import DATA, SMALL, parse, run_in_process, run_process
+from sample_records import make_invalid
 
 from jaxkv import launch
 from jaxkv.errors import UserError
@@ -104,23 +105,23 @@ MISTAKES = {
     "unknown padding": (["--padding=right"], "known: equal, left"),
     "bad length": (["--uncached_length=bucket:x"], "use padded or bucket:M"),
     "too many problems": (["--num_problems=99"], "the data has"),
-    "no problems": (["--num_problems=0"], "must be at least 1"),
+    "no problems": (["--num_problems=0"], "--num_problems=0: 0 is not an integer in the range [1, 1000000]"),
     "no such problem": (["--problems=0,1,2,3,99"], "ask for 0 to"),
-    "no number of a problem": (["--problems=3,-1"], "write 0,3,17"),
+    "no number of a problem": (["--problems=3,-1"], "'-1' is no whole number in the range [0, 1000000]"),
     "a problem twice": (["--problems=3,3"], "names a problem twice"),
     "two numbers of problems": (["--problems=3,4", "--num_problems=1"], "say different things"),
-    "prompt too long": (["--max_new_tokens=600"], "exceed the context of 512"),
+    "prompt too long": (["--max_new_tokens=600"], "--max_new_tokens=600 exceeds the context of 512"),
     "missing data": (["--data=nowhere.jsonl"], "nowhere.jsonl"),
     "missing checkpoint": (["--checkpoint=./nowhere"], "does not exist"),
-    "random weights of nothing": (["--model=", "--checkpoint=random:0"], "name a model"),
+    "random weights of nothing": (["--model="], "--model=: an item is empty"),
     "twice the same": (["--precision=fp16,fp16"], "names a value twice"),
     "one typo of two": (["--precision=fp16,fp23"], "did you mean 'fp32'"),
     "doctor and a study": (["--experiments=doctor,divergence"], "run it by itself"),
     "unknown regime": (["--regime=algned"], "did you mean 'aligned'"),
     "unknown gate": (["--gate=of"], "did you mean 'off'"),
     "unknown uncached": (["--uncached=drafts"], "did you mean 'draft'"),
-    "no tile": (["--tile=0"], "must be at least 1"),
-    "less than none": (["--stepwise_problems=-1"], "must not be negative"),
+    "no tile": (["--tile=0"], "--tile=0"),
+    "less than none": (["--stepwise_problems=-1"], "--stepwise_problems=-1"),
     "aligned lengths": (["--regime=aligned", "--uncached_length=bucket:64"], "use padded"),
     "mitigations in fp64": (["--experiments=mitigations", "--precision=fp16,fp64"], "--precision=fp64"),
     "mitigations of a part": (["--experiments=mitigations", "--residual=fp32"], "--residual=fp32"),
@@ -129,7 +130,7 @@ MISTAKES = {
     "mitigations aligned": (["--experiments=divergence,mitigations", "--regime=aligned"], "one of their variants"),
     "attribution aligned": (["--experiments=attribution", "--regime=aligned"], "plain regime"),
     "attribution of lengths": (["--experiments=attribution", "--uncached_length=bucket:8"], "one padded length"),
-    "seed too large": (["--seed=3000000000"], "must fit 32 bits"),
+    "seed too large": (["--seed=3000000000"], "--seed=3000000000"),
 }
 
 
@@ -143,8 +144,8 @@ def test_mistakes_end_in_one_line(name, tmp_path):
 
 
 def test_an_empty_flag_is_an_unset_one():
-    settings = parse("--padding=", "--sampler=", "--compilation_cache=", "--model=", "--seed=4")
-    assert (settings["padding"], settings["sampler"], settings["model"]) == ("equal", ["greedy"], ["tiny-gemma2"])
+    settings = parse("--padding=", "--compilation_cache=", "--seed=4")
+    assert settings["padding"] == "equal"
     assert settings["compilation_cache"] == launch.FLAGS["compilation_cache"].default
     assert settings["seed"] == 4
 
@@ -215,3 +216,16 @@ def test_doctor_needs_no_model(tmp_path, capsys, monkeypatch):
 def test_another_tile_of_the_gate_is_another_run(finished, cache):
     with pytest.raises(UserError, match=r"decoding\.tile is 8 there, 16 here"):
         run_in_process(*SMALL, cache, f"--out={finished[0]}", "--tile=16")
+
+
+def test_a_run_without_a_valid_problem_fails_and_says_why(tmp_path, monkeypatch, capsys):
+    records = [make_invalid(0), make_invalid(1)]
+    found = iter([(records, {"problems": [0, 1], "seconds": {}})])
+    monkeypatch.setattr("jaxkv.experiments.divergence.run_divergence", lambda *_: found)
+    command = [*SMALL, "--compilation_cache=none", "--gate=off", "--num_problems=2", f"--out={tmp_path / 'run'}"]
+    with pytest.raises(UserError, match=r"none of its 2 samples is valid, all at resid_pre, layer 8 \(inf, cached"):
+        run_in_process(*command)
+    assert "report: " in capsys.readouterr().out
+    monkeypatch.setattr("jaxkv.experiments.divergence.run_divergence", lambda *_: iter(()))
+    with pytest.raises(UserError, match="none of its 2 samples is valid"):
+        run_in_process(*command)

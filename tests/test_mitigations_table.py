@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 from sample_records import make_invalid, make_sample
 
+from jaxkv.analysis.metrics import free_running
 from jaxkv.analysis.mitigations import render, summarize_mitigations, to_markdown
 from jaxkv.schema_mitigations import validate_mitigation
 
@@ -96,12 +97,18 @@ def test_each_figure_stands_in_its_place():
     assert rounded[:6] == ["fp32+param=fp16", "0.25", "0.5", "0.5", "no", "difference"]
 
 
+def part(record, at):
+    """Has the uncached arm take another token."""
+    record["tokens"]["uncached"][at] += 100
+    record["free_running"] = free_running(record["tokens"]["uncached"], record["tokens"]["cached"])
+
+
 @pytest.mark.parametrize(
     ("change", "where"),
     [
         (lambda r: r["teacher_forced"]["flip"].__setitem__(0, True), "1 of "),
         (lambda r: r["teacher_forced"]["kl"].__setitem__(0, 7.0), None),
-        (lambda r: r["free_running"].update(diverged=True, first_diverged=3), "1 of 3"),
+        (lambda r: part(r, at=3), "1 of 3"),
         (lambda r: r["distance"]["cached"]["given"]["rms"].__setitem__(0, 9.0), None),
         (lambda r: r["distance"]["uncached"]["given"]["kl"].__setitem__(0, 9.0), None),
         (lambda r: r["distance"]["uncached"]["rounded"]["rms"].__setitem__(0, 9.0), None),

@@ -1,6 +1,7 @@
 """Run directories: resuming, killing, locking, refusing; and the sample schema."""
 
 import errno
+import hashlib
 import json
 import os
 import pathlib
@@ -15,11 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_records import make_invalid, make_sample
+from sealing import reseal
 
 from jaxkv import provenance, records
+from jaxkv.analysis.gather import read_runs
 from jaxkv.errors import UserError
 from jaxkv.records import RunDirectory
 from jaxkv.schemas import validate_sample
+from jaxkv.writing import check_writable
 
 CONFIG = {"model": {"name": "tiny", "layers": 2}, "precision": "fp16", "lengths": (1, 2)}
 
@@ -75,7 +79,7 @@ def test_two_processes_on_one_directory_end_in_one_error(tmp_path):
     """
     with RunDirectory.open(tmp_path, CONFIG) as run:
         child = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
-        assert "UserError: another process is at work" in child.stderr
+        assert "Busy: another process is at work" in child.stderr
         with pytest.raises(UserError, match="another process"):
             RunDirectory.open(tmp_path, CONFIG)
         run.append(record(1))
@@ -89,6 +93,7 @@ def test_any_torn_tail_is_dropped_and_run_again(tmp_path_factory, cut):
     fill(path, range(5))
     whole = (path / "samples.jsonl").read_bytes()
     (path / "samples.jsonl").write_bytes(whole[:cut])
+    reseal(path, 0)
     with RunDirectory.open(path, CONFIG) as run:
         assert run.done_keys() == {("other", i) for i in range(whole[:cut].count(b"\n"))}
     assert (path / "samples.jsonl").read_bytes() == whole[: whole[:cut].rfind(b"\n") + 1]
@@ -114,9 +119,10 @@ def test_a_corrupt_complete_line_is_an_error_naming_the_line(tmp_path, junk):
     lines = (tmp_path / "samples.jsonl").read_bytes().split(b"\n")
     lines[1] = junk
     (tmp_path / "samples.jsonl").write_bytes(b"\n".join(lines))
-    with pytest.raises(UserError, match=r"samples\.jsonl, line 2 is corrupt"):
+    reseal(tmp_path)
+    with pytest.raises(UserError, match=r"samples\.jsonl, line 2: "):
         RunDirectory.open(tmp_path, CONFIG)
-    with pytest.raises(UserError, match=r"samples\.jsonl, line 2 is corrupt"):
+    with pytest.raises(UserError, match=r"samples\.jsonl, line 2: "):
         records.read_run(tmp_path)
 
 
@@ -133,7 +139,7 @@ def test_duplicate_keys_are_an_error(tmp_path):
 
 @pytest.mark.parametrize("key", [None, [], "text", [1.5], [True], [None]])
 def test_a_record_needs_a_natural_key(tmp_path, key):
-    with RunDirectory.open(tmp_path, CONFIG) as run, pytest.raises(ValueError, match="key: "):
+    with RunDirectory.open(tmp_path, CONFIG) as run, pytest.raises(ValueError, match="key"):
         run.append({"key": key})
 
 
@@ -195,7 +201,7 @@ def test_a_bad_run_json_is_one_line(tmp_path, text):
 def test_records_without_their_config_are_not_adopted(tmp_path):
     fill(tmp_path, [1])
     (tmp_path / "run.json").unlink()
-    with pytest.raises(UserError, match=r"samples\.jsonl but no run\.json"):
+    with pytest.raises(UserError, match=r"is no run directory and holds samples\.jsonl"):
         RunDirectory.open(tmp_path, CONFIG)
 
 
@@ -268,7 +274,7 @@ def test_valid_samples_pass_and_are_written(tmp_path):
         run.append(make_invalid(2))
         broken = make_sample(4)
         broken["teacher_forced"]["kl"][2] = float("nan")
-        with pytest.raises(ValueError, match=r"^teacher_forced\.kl\[2\]: expected a finite number, got 'nan'"):
+        with pytest.raises(ValueError, match=r"^teacher_forced\.kl\[2\]: expected a finite .*, got 'nan'"):
             run.append(broken)
         assert run.done_keys() == {("divergence", 1), ("divergence", 2)}
 
@@ -333,3 +339,144 @@ def test_a_missing_field_is_named():
         del target[last]
         with pytest.raises(ValueError, match=rf"^{path}: missing"):
             validate_sample(sample)
+
+
+# Files that were changed by hand.
+
+
+def write_samples(path):
+    with RunDirectory.open(path, CONFIG, "--seed=1\n") as run:
+        for index in range(3):
+            run.append(make_sample(index))
+    return path
+
+
+RUN_JSON = {
+    "sessions junk": (lambda run: run.update(sessions=[1, "x"]), "sessions"),
+    "sessions null": (lambda run: run.update(sessions=None), "sessions"),
+    "experiments null": (lambda run: run["config"].update(experiments=None), "config.experiments"),
+    "model a list": (lambda run: run["config"].update(model=[]), "config.model"),
+    "config a list": (lambda run: run.update(config=[]), "config"),
+    "a gate of text": (lambda run: run["sessions"][0].update(gate="passed"), "gate"),
+    "half a gate": (lambda run: run["sessions"][0].update(gate={"passed": True}), "gate"),
+    "a format of text": (lambda run: run.update(format="1"), "format"),
+    "a negative size": (lambda run: run["samples"].update(bytes=-1), "samples.bytes"),
+    "another config": (lambda run: run["config"].update(precision="fp32"), "changed by hand"),
+    "another fingerprint": (lambda run: run.update(fingerprint="0" * 64), "changed by hand"),
+}
+
+
+@pytest.mark.parametrize("name", RUN_JSON)
+def test_a_changed_run_json_is_one_line(tmp_path, name):
+    change, said = RUN_JSON[name]
+    write_samples(tmp_path)
+    run = json.loads((tmp_path / "run.json").read_text())
+    change(run)
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    for read in (lambda: records.read_run(tmp_path), lambda: RunDirectory.open(tmp_path, CONFIG)):
+        with pytest.raises(UserError, match=r"run\.json") as caught:
+            read()
+        assert said in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"[" * 100000, b'{"format": 1, "format"'])
+def test_a_binary_run_json_is_one_line(tmp_path, content):
+    write_samples(tmp_path)
+    (tmp_path / "run.json").write_bytes(content)
+    with pytest.raises(UserError, match=r"run\.json"):
+        records.read_run(tmp_path)
+
+
+def test_binary_run_flags_are_one_line(tmp_path):
+    write_samples(tmp_path)
+    (tmp_path / "run.flags").write_bytes(b"--seed=1\n\xff\xfe")
+    with pytest.raises(UserError, match=r"run\.flags line 2: is not UTF-8"):
+        read_runs([tmp_path])
+
+
+RECORDS = {
+    "an experiment of no name": (lambda r: r.update(experiment=[]), "experiment"),
+    "tokens shortened": (lambda r: r["arms"]["cached"]["tokens"].pop(), "tokens"),
+    "both arms shortened": (lambda r: [arm["tokens"].pop() for arm in r["arms"].values()], "3 tokens"),
+    "a negative kl": (lambda r: r["teacher_forced"]["kl"].__setitem__(1, -1e-3), r"teacher_forced\.kl\[1\]"),
+    "NaN as text": (lambda r: r["teacher_forced"]["js"].__setitem__(1, "nan"), r"teacher_forced\.js\[1\]"),
+    "a negative token": (lambda r: r["arms"]["uncached"]["tokens"].__setitem__(0, -1), "-1 is no token id"),
+    "a token changed": (lambda r: r["arms"]["uncached"]["tokens"].__setitem__(0, 77), "tokens that say True"),
+    "a control shortened": (lambda r: [c.pop() for c in r["controls"]["cached_rerun"].values()], "cached_rerun"),
+    "no temperature": (lambda r: r["sampling"].update(temperature=0.0), r"sampling\.temperature"),
+    "a negative problem": (lambda r: r.update(problem=-1, key=["divergence", -1]), "problem"),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_record_that_contradicts_itself_is_refused_when_read(tmp_path, name):
+    change, said = RECORDS[name]
+    write_samples(tmp_path)
+    lines = (tmp_path / "samples.jsonl").read_text().splitlines()
+    record = json.loads(lines[1])
+    change(record)
+    lines[1] = json.dumps(record)
+    (tmp_path / "samples.jsonl").write_text("\n".join(lines) + "\n")
+    with pytest.raises(UserError, match=r"samples\.jsonl was changed by hand"):
+        records.read_run(tmp_path)
+    reseal(tmp_path)
+    for read in (lambda: records.read_run(tmp_path), lambda: RunDirectory.open(tmp_path, CONFIG)):
+        with pytest.raises(UserError, match=rf"samples\.jsonl, line 2.*{said}"):
+            read()
+
+
+def test_lines_that_are_gone_or_others_are_noticed(tmp_path):
+    write_samples(tmp_path)
+    whole = (tmp_path / "samples.jsonl").read_bytes()
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert run["samples"] == {"bytes": len(whole), "sha256": hashlib.sha256(whole).hexdigest()}
+    first, rest = whole.split(b"\n", 1)
+    for changed in (rest, first + b"\n", whole.replace(b"0.5", b"0.6", 1), b""):
+        (tmp_path / "samples.jsonl").write_bytes(changed)
+        with pytest.raises(UserError, match=r"samples\.jsonl was changed by hand"):
+            records.read_run(tmp_path)
+        with pytest.raises(UserError, match=r"samples\.jsonl was changed by hand"):
+            RunDirectory.open(tmp_path, CONFIG)
+        assert (tmp_path / "samples.jsonl").read_bytes() == changed
+    (tmp_path / "samples.jsonl").write_bytes(whole)
+    assert len(records.read_run(tmp_path)[1]) == 3
+
+
+def test_run_json_learns_of_samples_while_they_are_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "SEALING", -1.0)
+    with RunDirectory.open(tmp_path, CONFIG) as run:
+        for index in range(2):
+            run.append(make_sample(index))
+            known = json.loads((tmp_path / "run.json").read_text())["samples"]["bytes"]
+            assert known == (tmp_path / "samples.jsonl").stat().st_size
+
+
+def test_a_run_of_an_older_version_is_read(tmp_path):
+    write_samples(tmp_path)
+    run = json.loads((tmp_path / "run.json").read_text())
+    del run["samples"]
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    assert len(records.read_run(tmp_path)[1]) == 3
+    with RunDirectory.open(tmp_path, CONFIG) as run:
+        assert len(run.done_keys()) == 3
+
+
+@pytest.mark.parametrize("name", ["report.md", "summary.json", "samples.jsonl", "notes.txt", "folder"])
+def test_a_folder_of_the_user_is_left_alone(tmp_path, name):
+    if name == "folder":
+        (tmp_path / name).mkdir()
+    else:
+        (tmp_path / name).write_text("mine")
+    with pytest.raises(UserError, match=f"is no run directory and holds {name}; choose another --out"):
+        RunDirectory.open(tmp_path, CONFIG)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_what_fails_leaves_no_directory(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "write_atomically", lambda *_: (_ for _ in ()).throw(UserError("no space left")))
+    with pytest.raises(UserError, match="no space left"):
+        RunDirectory.open(tmp_path / "runs" / "run", CONFIG)
+    assert not list(tmp_path.iterdir())
+    check_writable(tmp_path / "runs" / "run")
+    assert not list(tmp_path.iterdir())

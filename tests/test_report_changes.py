@@ -6,6 +6,7 @@ import json
 import accumulation_records
 import pytest
 from injection_records import ERROR, error, make_change, make_control, some
+from sealing import reseal
 from study_records import make_run, make_samples
 
 from jaxkv.analysis.document import to_markdown
@@ -160,6 +161,7 @@ def write_run(directory, run):
     (directory / "run.json").write_text(json.dumps(run.run))
     (directory / "run.flags").write_text(run.flags)
     (directory / "samples.jsonl").write_text("".join(json.dumps(record) + "\n" for record in run.records))
+    reseal(directory)
 
 
 def test_a_report_of_directories_joins_them(tmp_path):

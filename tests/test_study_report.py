@@ -4,8 +4,10 @@ import dataclasses
 import html.parser
 import json
 import re
+import shutil
 import subprocess
 import sys
+import time
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -19,7 +21,9 @@ from jaxkv.analysis.curves import bin_steps, divergence_over_tokens, margin_poin
 from jaxkv.analysis.document import Bullets, Code, Figure, Fold, Heading, Paragraph, Table, to_html, to_markdown
 from jaxkv.analysis.gather import describe_command, find_runs, name_runs
 from jaxkv.analysis.joining import join_runs
-from jaxkv.analysis.page import write_blocks
+from jaxkv.analysis.metrics import free_running
+from jaxkv.analysis.page import write_blocks, write_study
+from jaxkv.analysis.report import write_report
 from jaxkv.analysis.study import summarize_study
 from jaxkv.errors import UserError
 from jaxkv.report import main
@@ -57,14 +61,21 @@ def rendered():
 
 # Figures come from records.
 
+
+def take(sample, arm, step, token):
+    """Has an arm take another token, and the free runs say so."""
+    sample["arms"][arm]["tokens"][step] = token
+    sample["free_running"] = free_running(*(sample["arms"][name]["tokens"] for name in ("uncached", "cached")))
+
+
 CHANGES = {
     "a flip": lambda s: s[1]["teacher_forced"]["flip"].__setitem__(3, True),
     "a KL": lambda s: s[1]["teacher_forced"]["kl"].__setitem__(3, 0.25),
     "a margin": lambda s: s[1]["teacher_forced"]["margin"].__setitem__(3, 2e-3),
     "a tie": lambda s: s[1]["teacher_forced"]["margin"].__setitem__(2, 1.0),
     "an answer": lambda s: s[1]["arms"]["cached"]["scores"]["numeric"].__setitem__("correct", False),
-    "a token": lambda s: s[1]["arms"]["cached"]["tokens"].__setitem__(6, 77),
-    "a divergence": lambda s: s[0]["free_running"].__setitem__("first_diverged", 7),
+    "a token": lambda s: take(s[1], "cached", 6, 77),
+    "a divergence": lambda s: take(s[0], "uncached", 5, s[0]["arms"]["cached"]["tokens"][5]),
     "a rerun": lambda s: s[1]["controls"]["cached_rerun"]["bit_equal"].__setitem__(0, False),
 }
 
@@ -344,3 +355,48 @@ def test_commands_name_no_place():
 def test_records_without_a_section_are_named():
     run = make_run([*make_samples(), {"experiment": "later", "key": ["later", 1]}])
     assert "Records this report has no section for: fp16: later." in render([run])[2]
+
+
+def test_a_copy_of_a_run_is_the_same_run(tmp_path):
+    run = make_run(make_samples(count=4))
+    write(tmp_path / "a", run)
+    shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    time.sleep(0.01)  # runs of one configuration begin in another millisecond
+    write(tmp_path / "again", run)
+    once = write_study([tmp_path / "a"], tmp_path)
+    study = write_study([tmp_path / name for name in ("a", "copy")], tmp_path)
+    assert study["copies"] == ["copy is a copy of a and counts once"]
+    assert len(study["conditions"]) == 1
+    assert study["claims"] == once["claims"]
+    assert "copy is a copy of a and counts once." in (tmp_path / "report.md").read_text()
+    assert len(write_study([tmp_path / "a", tmp_path / "again"], tmp_path)["replicates"]) == 1
+    with records.RunDirectory.open(tmp_path / "copy", run.run["config"]) as directory:
+        directory.append(make_samples(count=5)[4])
+    study = write_study([tmp_path / "a", tmp_path / "copy"], tmp_path)
+    assert [condition["divergence"]["problems"]["total"] for condition in study["conditions"]] == [5]
+
+
+def test_a_report_does_not_overwrite_the_users(tmp_path):
+    write(tmp_path / "runs" / "a", make_run(make_samples(count=2)))
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "report.md").write_text("mine")
+    assert main([str(tmp_path / "runs"), "--out", str(out)]) == 2
+    assert [path.read_text() for path in out.iterdir()] == ["mine"]
+    (out / "report.md").unlink()
+    for _ in range(2):
+        assert main([str(tmp_path / "runs"), "--out", str(out)]) == 0
+
+
+def test_resuming_is_no_difference(tmp_path):
+    run = make_run(make_samples(count=2))
+    for number, more in enumerate(({"gate": {"passed": True, "problems": 2, "steps": 4, "tile": 8}}, {})):
+        with records.RunDirectory.open(tmp_path, run.run["config"], provenance={"git": "f" * 40}) as directory:
+            directory.append(run.records[number])
+            directory.record_provenance({**more, "seconds": 1.5 + number, "asked": {"injection": [["none", number]]}})
+    write_report(tmp_path)
+    assert "sessions of this run differ" not in (tmp_path / "report.md").read_text()
+    with records.RunDirectory.open(tmp_path, run.run["config"], provenance={"git": "e" * 40}):
+        pass
+    write_report(tmp_path)
+    assert "sessions of this run differ" in (tmp_path / "report.md").read_text()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 from sample_records import make_invalid, make_sample
+from sealing import reseal
 
 from jaxkv import records
 from jaxkv.analysis.format import format_number, format_percent, format_share
@@ -52,6 +53,9 @@ def build(problem, flips=(), tokens=100, length=4, correct=(True, True), diverge
             "differing_after": after // 2,
             "compared_after": after,
         }
+        own = sample["arms"]["uncached"]["tokens"]
+        for step in range(first, first + 1 + after // 2):
+            own[step] += 1000
     for arm, right in zip(("cached", "uncached"), correct, strict=True):
         for score in sample["arms"][arm]["scores"].values():
             score["correct"] = right
@@ -311,6 +315,9 @@ def test_faults_of_a_run_are_one_line(tmp_path):
     write_run(tmp_path)
     lines = (tmp_path / "samples.jsonl").read_text().replace('"seed":0', '"seed":null', 1)
     (tmp_path / "samples.jsonl").write_text(lines)
+    with pytest.raises(UserError, match=r"samples\.jsonl was changed by hand"):
+        write_report(tmp_path)
+    reseal(tmp_path)
     with pytest.raises(UserError, match=r"sampling\.seed: expected int"):
         write_report(tmp_path)
 

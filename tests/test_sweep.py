@@ -11,6 +11,7 @@ from absl import flags
 from commands import SMALL, parse, run_in_process
 
 from jaxkv import condition, launch, sweep
+from jaxkv.checks import check_condition, check_settings
 from jaxkv.errors import UserError
 from jaxkv.records import read_run
 
@@ -33,15 +34,16 @@ def fails(*arguments):
 def test_a_condition_that_fails_stops_no_other(tmp_path, cache, capsys):
     command = [*SMALL, cache, *FEW, f"--out={tmp_path}", "--precision=fp16,bf16,fp32", "--regime=aligned"]
     broken, *sound = (f"test-gemma2-{precision}-greedy" for precision in ("fp16", "bf16", "fp32"))
+    sweep.write_overview(tmp_path, [])  # of a sweep that was there before the file
     (tmp_path / broken).write_text("in the way")
     assert fails(*command) == 2
     shown = capsys.readouterr()
     (line,) = [line for line in shown.err.splitlines() if line.startswith("error: ")]
-    assert line.startswith(f"error: {broken}: cannot write the run directory")
+    assert line.startswith(f"error: {broken}: {tmp_path / broken} is a file, not a directory")
     assert f"overview: {tmp_path / 'overview.md'}" in shown.out
     entries, counts = overview(tmp_path)
     assert list(entries) == [broken, *sound]
-    assert counts == {"waiting": 0, "running": 0, "done": 2, "failed": 1}
+    assert counts == {"waiting": 0, "running": 0, "running elsewhere": 0, "done": 2, "failed": 1}
     assert [entries[name]["records"] for name in entries] == [0, 1, 1]
     samples = {}
     for name, precision in zip(sound, ("bf16", "fp32"), strict=True):
@@ -58,7 +60,7 @@ def test_a_condition_that_fails_stops_no_other(tmp_path, cache, capsys):
     (tmp_path / broken).unlink()
     run_in_process(*command)
     assert capsys.readouterr().err.count("1 of 1 records of divergence are done already") == 2
-    assert overview(tmp_path)[1] == {"waiting": 0, "running": 0, "done": 3, "failed": 0}
+    assert overview(tmp_path)[1] == {"waiting": 0, "running": 0, "running elsewhere": 0, "done": 3, "failed": 0}
     assert {name: (tmp_path / name / "samples.jsonl").read_bytes() for name in sound} == samples
 
 
@@ -118,7 +120,7 @@ def test_users_mistakes_alone_are_exit_code_2(fake, tmp_path, capsys):
     told |= dict.fromkeys(("fp16", "bf16"), UserError("no; do"))
     assert fails(f"--out={tmp_path}", "--precision=fp16,bf16,fp32") == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert errors == [f"error: tiny-gemma2-{precision}-greedy: no; do" for precision in ("fp16", "bf16")]
+    assert errors == ["error: tiny-gemma2-fp16-greedy, tiny-gemma2-bf16-greedy: no; do"]
 
 
 def test_a_stopped_sweep_says_what_it_was_at(fake, tmp_path):
@@ -143,10 +145,10 @@ def test_a_sweep_without_a_directory_gets_one_of_its_own(fake, tmp_path, monkeyp
 
 def conditions(*arguments):
     settings = parse(*arguments)
-    launch._check_settings(settings)
+    check_settings(settings)
     found = launch._conditions(settings)
     for one in found:
-        launch._check_condition(one)
+        check_condition(one)
     return {sweep.name_condition(one): one for one in found}
 
 
@@ -241,7 +243,7 @@ def test_the_flagfiles_of_changed_caches_go_together():
     )
     found = launch._read_flagfiles(flags.FLAGS.conditions)
     for settings in found:
-        launch._check_settings(settings)
+        check_settings(settings)
         (one,) = launch._conditions(settings)
         assert one["cache_quant"] == ["int8,first=16"]
         assert (one["batch_size"], one["bucket"], one["max_new_tokens"]) == (32, 256, 256)  # one layout, one program

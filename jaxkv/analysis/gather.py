@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxkv import records
 from jaxkv.errors import UserError
+from jaxkv.files import read_text
 from jaxkv.schemas import DEFAULT_FRAMEWORK
 
 LOCAL = ("--out=", "--compilation_cache=")  # say where, not what
@@ -83,11 +84,44 @@ def read_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Run]:
     runs = []
     for path, name in zip(found, name_runs(found), strict=True):
         run, samples = records.read_run(path)
-        timings, _ = records.read_lines(path / "timing.jsonl")
+        timings = records.read_lines(path / "timing.jsonl")
         flags = path / "run.flags"
-        text = flags.read_text(encoding="utf-8") if flags.exists() else ""
+        text = read_text(flags) if flags.exists() else ""
         runs.append(Run(name, run, samples, timings, text))
     return runs
+
+
+def drop_copies(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
+    """Runs without those that are copies of others: one run is counted once, however often it is given.
+
+    A copy began in the same moment, of the same configuration, and has the same timings and records, or fewer where the
+    other went on. Runs of one configuration that were made apart differ in their timings at least.
+
+    Returns:
+      The runs, each as the copy that has most, and the names of what was left out.
+    """
+    kept: list[Run] = []
+    notes: list[str] = []
+    for run in runs:
+        for place, other in enumerate(kept):
+            fewer, more = sorted((run, other), key=lambda one: (len(one.records), len(one.timings)))
+            if _is_copy(fewer, more):
+                kept[place] = dataclasses.replace(more, name=other.name)
+                notes.append(f"{run.name} is a copy of {other.name} and counts once")
+                break
+        else:
+            kept.append(run)
+    return kept, notes
+
+
+def _is_copy(fewer: Run, more: Run) -> bool:
+    begun = [[session.get("started") for session in run.run["sessions"][:1]] for run in (fewer, more)]
+    return (
+        fewer.run["fingerprint"] == more.run["fingerprint"]
+        and begun[0] == begun[1]
+        and list(fewer.records) == list(more.records)[: len(fewer.records)]
+        and list(fewer.timings) == list(more.timings)[: len(fewer.timings)]
+    )
 
 
 def describe_command(flags: str) -> str | None:

@@ -32,7 +32,7 @@ from jaxkv.analysis.format import (
     format_points,
     format_share,
 )
-from jaxkv.analysis.gather import read_runs
+from jaxkv.analysis.gather import drop_copies, read_runs
 from jaxkv.analysis.joining import join_parts
 from jaxkv.analysis.mitigations import make_tables
 from jaxkv.analysis.page_changes import METHOD as CHANGES_METHOD
@@ -340,6 +340,7 @@ def _write_missing(study: Study) -> list[Block]:
     odd = [f"{c['name']}: {', '.join(c['not_reported'])}" for c in study["conditions"] if c.get("not_reported")]
     lines = [f"Records this report has no section for: {'; '.join(odd)}."] if odd else []
     lines += [f"Not joined: {note}." for note in study.get("apart", ())]
+    lines += [f"{note}." for note in study.get("copies", ())]
     return [Paragraph(line, "note") for line in lines]
 
 
@@ -379,8 +380,9 @@ def write_study(paths: Sequence[str | os.PathLike[str]], out: str | os.PathLike[
     Raises:
       UserError: no runs, corrupt records, or not writable.
     """
-    runs, apart = join_parts(read_runs(paths))
-    study = summarize_study(runs) | {"apart": apart}
+    once, copies = drop_copies(read_runs(paths))
+    runs, apart = join_parts(once)
+    study = summarize_study(runs) | {"apart": apart, "copies": copies}
     directory = pathlib.Path(out)
     blocks = write_blocks(study)
     title = CHANGES_TITLE if changes_alone(study) else TITLE

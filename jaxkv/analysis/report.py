@@ -259,9 +259,7 @@ def _caveats(summary: Summary, run: Mapping[str, Any]) -> list[str]:
         notes.append("Sampled tokens can differ without an argmax flip, so no divergence is derived from flips.")
     if 0 < summary["problems"]["ok"] < 30:
         notes.append(f"Only {summary['problems']['ok']} valid problems: the intervals say how little that settles.")
-    sessions = [
-        {k: v for k, v in s.items() if k not in ("started", "done_before")} for s in run["sessions"] if "started" in s
-    ]
+    sessions = [{k: v for k, v in s.items() if k not in records.OF_ONE_SESSION} for s in run["sessions"]]
     if changes := [records.describe_difference(a, b) for a, b in itertools.pairwise(sessions) if a != b]:
         notes.append(f"The sessions of this run differ (before = there, after = here): {'; '.join(changes)}.")
     return ["## Caveats", "", *(f"- {note}" for note in notes), ""]

@@ -15,8 +15,9 @@ Shown = tuple[Any, str]  # what a terminal shows, and the name of the file
 
 def _report(path: pathlib.Path, run: Run, name: str) -> Shown:
     if name == "doctor":
-        record = run.of("doctor")[0]
-        records.VALIDATORS["doctor"](record)
+        if not (found := run.of("doctor")):
+            raise UserError(f"{path}: the device was not examined to the end; run the same command again")
+        record = found[0]
         records.write_atomically(path / "report.md", doctor.to_markdown(record))
         return doctor.render(record), "report.md"
     experiment = EXPERIMENTS[name]

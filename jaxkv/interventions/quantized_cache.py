@@ -61,8 +61,8 @@ class QuantizedLayer:
         sides = zip(self.plans, self.stores, rows, self._pack(rows), strict=True)
         written = [self._write_side(*side, slot) for side in sides]
         stores, views, ends = zip(*written, strict=True)
-        left: Pair = tuple(x if _packs_late(plan, x) else None for plan, x in zip(self.plans, rows, strict=True))
-        return dataclasses.replace(self, stores=stores, rows=left, views=views, ends=ends)
+        late_k, late_v = (x if _packs_late(plan, x) else None for plan, x in zip(self.plans, rows, strict=True))
+        return dataclasses.replace(self, stores=stores, rows=(late_k, late_v), views=views, ends=ends)
 
     def read(self) -> tuple[jax.Array, jax.Array]:
         """As in LayerCache."""

@@ -4,15 +4,15 @@
 #   WEIGHTS_DIR=DIR DATA=wikitext2_test.txt OUT=DIR launch/ablation.sh
 #
 # WEIGHTS_DIR holds gemma3-270m-q4_k_m.gguf and smollm2-135m-q4_1.gguf. The same command again goes on where it ended.
-# JOBS (8): processes at once. LIMIT (0, none): no process runs longer than that many seconds after the start.
+# JOBS (7): processes at once. LIMIT (0, none): no process runs longer than that many seconds after the start.
 # PARTS: some of those below. MODELS: gemma3-270m smollm2-135m. FLAGS: more flags for each run.
 set -u
 cd "$(dirname "$0")/.."
 : "${WEIGHTS_DIR:?}" "${DATA:?}" "${OUT:?}"
-JOBS=${JOBS:-8} LIMIT=${LIMIT:-0} MODELS=${MODELS:-gemma3-270m smollm2-135m}
+JOBS=${JOBS:-7} LIMIT=${LIMIT:-0} MODELS=${MODELS:-gemma3-270m smollm2-135m}
 PARTS=${PARTS:-kvarn-32 kivi kvarn-128 k-32 v-32 layers turboquant k-128 v-128 kivi-rotated three-bits mixed quarot published}
 export XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_autotune_level=0" XLA_PYTHON_CLIENT_PREALLOCATE=false
-export XLA_PYTHON_CLIENT_MEM_FRACTION=${MEM_FRACTION:-0.12}
+export XLA_PYTHON_CLIENT_MEM_FRACTION=${MEM_FRACTION:-0.135}
 mkdir -p "$OUT"
 
 run_part() { # MODEL PART

@@ -96,8 +96,8 @@ def test_layers_that_are_left_hold_what_the_clean_cache_does(layers):
     config = wide_config("gemma2")
     assert set(config.windowed_layers) == {True, False}
     arms = wide_arms("gemma2")
-    _, clean = generate(arms, new_tokens=0)
-    _, cache = generate(quantized(arms, f"int4,layers={layers}"), new_tokens=0)
+    _, clean = generate(arms, new_tokens=1)
+    _, cache = generate(quantized(arms, f"int4,layers={layers}"), new_tokens=1)
     for layer, windowed in enumerate(config.windowed_layers):
         packed = windowed == (layers == "windowed")
         assert isinstance(cache.k[layer], SideStore) == isinstance(cache.v[layer], SideStore) == packed

@@ -245,12 +245,9 @@ def write_runs(kept: Mapping[str, Kept]) -> str:
         packages, device = origin["packages"], origin["device"]
         row = [model, f"{len(cells)}", " to ".join(map(str, valid[:: max(1, len(valid) - 1)])), device["kind"]]
         row += [f"jax {packages['jax']}", ", ".join(dict.fromkeys(origin["date"]))]
-        rows.append(
-            [
-                *row,
-                *(f"`{part[:12]}`" for part in (origin["checkpoint"]["sha256"], origin["data"]["problems"]["sha256"])),
-            ]
-        )
+        files = origin["checkpoint"]["files"].items()
+        weights = [digest for name, digest in files if name.endswith((".gguf", ".safetensors"))]
+        rows.append([*row, *(f"`{digest[:12]}`" for digest in (*weights[:1], origin["data"]["problems"]["sha256"]))])
     return write_table(
         ["model", "caches", "valid windows", "device", "versions", "date", "weights, SHA-256", "text, SHA-256"], rows
     )

@@ -102,7 +102,8 @@ def test_the_page(script):
     cells["int4"] = make_cell()
     provenance = {
         "command": "python -m jaxkv.launch", "date": ["2026-12-01"], "device": {"kind": "cpu"},
-        "packages": {"jax": "0.0"}, "checkpoint": {"sha256": "ab" * 32}, "data": {"problems": {"sha256": "cd" * 32}},
+        "packages": {"jax": "0.0"}, "checkpoint": {"files": {"x.gguf": "ab" * 32}},
+        "data": {"problems": {"sha256": "cd" * 32}},
     }  # fmt: skip
     page = script.render({"gemma": {"provenance": provenance, "cells": cells}})
     effect = f"{math.exp(0.4):.4g} [{math.exp(0.4):.4g}, {math.exp(0.4):.4g}]"

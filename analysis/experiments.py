@@ -9,6 +9,7 @@ import json
 import pathlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from main_job import describe_origin
 
@@ -18,15 +19,21 @@ from jaxkv.analysis.joining import join_runs
 from jaxkv.errors import UserError
 
 
-def keep(name: str, sources: Sequence[pathlib.Path], destination: str) -> list[pathlib.Path]:
-    """Writes DESTINATION/EXPERIMENT/PLATFORM_NAME.json for each experiment of runs: the summary and its origin."""
-    run, written = join_runs(name, read_runs(sources)), []
+def join_origins(sources: Sequence[pathlib.Path]) -> dict[str, Any]:
+    """What the figures of runs joined into one came from: of several, each command, all dates and revisions."""
     origins = [describe_origin(source) for source in sources]
     provenance = dict(origins[0])
     if len(origins) > 1:
         provenance["command"] = [origin["command"] for origin in origins]
         for part in ("date", "git"):
             provenance[part] = sorted({value for origin in origins for value in origin[part]})
+    return provenance
+
+
+def keep(name: str, sources: Sequence[pathlib.Path], destination: str) -> list[pathlib.Path]:
+    """Writes DESTINATION/EXPERIMENT/PLATFORM_NAME.json for each experiment of runs: the summary and its origin."""
+    run, written = join_runs(name, read_runs(sources)), []
+    provenance = join_origins(sources)
     for experiment in sorted({record["experiment"] for record in run.records} & set(EXPERIMENTS) - {"divergence"}):
         path = pathlib.Path(destination) / experiment / f"{provenance['device']['platform']}_{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -131,7 +131,8 @@ def time_blocks(work: Work) -> dict[str, Any]:
     from jaxkv.interventions.quantized_cache import make_plans
 
     config = work.config
-    plans = [make_plans(work.changed.quant, layer, config.num_layers, 1 << 20) for layer in range(config.num_layers)]
+    windowed = config.windowed_layers
+    plans = [make_plans(work.changed.quant, layer, windowed, 1 << 20) for layer in range(config.num_layers)]
     used = [plan for pair in plans for plan in pair if plan is not None]
     blocks = {plan.window.block for plan in used}
     if len(blocks) != 1:

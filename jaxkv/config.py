@@ -119,6 +119,11 @@ class ModelConfig:
         if not self.window_pattern:
             raise UserError(f"{self.name}: the window pattern is empty; use (False,) for a model without windows")
 
+    @property
+    def windowed_layers(self) -> tuple[bool, ...]:
+        """Which layers see a window alone."""
+        return tuple(self.layer_window(layer) is not None for layer in range(self.num_layers))
+
     def layer_window(self, layer: int) -> int | None:
         """Window of a layer in tokens, None if the layer is global."""
         return self.window if self.window_pattern[layer % len(self.window_pattern)] else None

@@ -28,7 +28,14 @@ TEXTS = {
     "kvarn:k8v2": None,
     "kvarn:k8v8,aux=e5m3": None,
     "kvarn:k8v2,aux=fp16": "k=kvarn:8;v=kvarn:2,aux=fp16",
+    "kvarn:k2v2,normalize=off": "kvarn:k2v2,passes=0",
+    "kvarn:2,normalize=on,rotate=on,layers=all": "kvarn:k2v2",
+    "kvarn:k2v2,layers=global": None,
+    "k=kvarn:2,rotate=off;v=kvarn:2,layers=windowed": None,
     "kivi:k2v2,group=32,window=128": "kivi:k2v2",
+    "kivi:k2v2,rotate=on": None,
+    "quarot:2,rotate=off,first=16": None,
+    "turboquant:3,unit=off,edges=0,values=codebook,rotate=off": None,
     "kivi:k2v4,group=64,window=64": None,
     "quarot:4": None,
     "quarot:k4v2": None,
@@ -124,6 +131,9 @@ def test_windows_are_the_methods_unless_asked_for():
         ("kvarn:2,flor=1", "no option 'flor=1' (did you mean 'floor'?); it has tile, passes"),
         ("kvarn:2,tile", "no option 'tile' (did you mean 'tile'?)"),
         ("kvarn:2,tile=8,tile=8", "tile twice"),
+        ("kvarn:2,normalize=off,passes=3", "passes or normalize twice"),
+        ("kvarn:2,normalize=no", "normalize=no should be on or off"),
+        ("kvarn:2,layers=local", "layers=local should be global or windowed"),
         ("kvarn:2,tile=x", "tile=x should be a whole number"),
         ("kvarn:2,floor=low", "floor=low should be a number or none"),
         ("kvarn:2,aux=fp32", "aux=fp32 should be e5m3 or e4m3 or fp16"),
@@ -192,6 +202,26 @@ def test_windows_that_leave_nothing_to_pack(text, tokens, words):
     with pytest.raises(UserError) as caught:
         parse_cache_quant(text).check(64, tokens)
     assert words in str(caught.value), caught.value
+
+
+def test_layers_that_a_model_lacks_are_refused():
+    quant = parse_cache_quant("k=int8,layers=windowed;v=int8")
+    quant.check(64, 1024, (True, False))
+    with pytest.raises(UserError, match="layers=windowed packs nothing: this model has no windowed layer"):
+        quant.check(64, 1024, (False, False))
+    parse_cache_quant("int8,layers=global").check(64, 1024, (False, False))
+    with pytest.raises(UserError, match="has no global layer"):
+        parse_cache_quant("int8,layers=global").check(64, 1024, (True, True))
+
+
+def test_which_layers_are_packed():
+    windowed = (True, False, True, False)
+    packed = lambda text: [parse_cache_quant(text).k.packs(layer, windowed) for layer in range(4)]  # noqa: E731
+    assert packed("int8") == [True] * 4
+    assert packed("int8,layers=global") == [False, True, False, True]
+    assert packed("int8,layers=windowed") == [True, False, True, False]
+    assert packed("turboquant:3,edges=1,layers=global") == [False, True, False, False]
+    assert packed("none") == [False] * 4
 
 
 def test_the_last_token_of_a_context_may_fill_the_only_block():

@@ -22,6 +22,7 @@ SPECS = (
     *("kvarn:2", "kvarn:3", "kvarn:8", "kvarn:2,floor=none", "kvarn:2,target=min,rotate=off"),
     *("kivi:2", "kivi:4", "kivi:8", "kivi:2,group=128", "quarot:2", "quarot:4", "quarot:8"),
     *("turboquant:2", "turboquant:3", "turboquant:4", "turboquant:8", "turboquant:4,unit=off"),
+    *("turboquant:3,unit=off,values=codebook", "kivi:2,rotate=on", "quarot:4,rotate=off", "kvarn:2,passes=0"),
     *("llama:q8_0", "llama:q5_0", "llama:q5_1", "llama:q4_0", "llama:q4_1", "mask:2", "mask:4", "mask:8", "mask:12"),
     *("fp8:e4m3", "fp8:e5m2", "fp8:e4m3,scale=token", "fp8:e5m2,scale=token"),
     *("int8", "int4", "int2", "int8,bound=half", "int4,bound=half", "hf:2", "hf:4", "hf:8", "hf:4,axis=channel"),

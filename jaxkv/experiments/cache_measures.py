@@ -1,6 +1,7 @@
 """What a cache holds at the end of a run: whether it is finite, what did not fit its format, bits and bytes."""
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +16,11 @@ from jaxkv.interventions.quantized_cache import QuantizedCache, cache_bytes, mak
 from jaxkv.interventions.quantizers import CacheQuant, Window
 
 
+def _map_layers(fn: Callable[[Any], Any], layers: Sequence[Any]) -> Any:
+    """fn of each layer, stacked, in a loop: one layer is compiled rather than all."""
+    return jax.lax.map(fn, jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers))
+
+
 def _plain(cache: Any) -> Any:
     return cache.plain if isinstance(cache, PerturbedCache) else cache
 
@@ -23,15 +29,25 @@ def _plain(cache: Any) -> Any:
 def _find_nonfinite(cache: KVCache | QuantizedCache) -> tuple[jax.Array, jax.Array]:
     """By row, layer and side [B, L, 2]: the first position that is not finite, the largest integer if none; any NaN."""
     never = jnp.iinfo(jnp.int32).max
-    first, nan = [], []
-    for index in range(len(cache.k)):
-        sides = cache.read(index) if isinstance(cache, QuantizedCache) else (cache.k[index], cache.v[index])
-        for x in sides:
-            bad = ~jnp.all(jnp.isfinite(x), axis=(2, 3)) & (cache.positions != EMPTY)
-            first.append(jnp.min(jnp.where(bad, cache.positions, never), axis=1))
-            nan.append(jnp.any(jnp.isnan(x) & bad[:, :, None, None], axis=(1, 2, 3)))
-    shape = (cache.positions.shape[0], len(cache.k), 2)
-    return jnp.stack(first, axis=1).reshape(shape), jnp.stack(nan, axis=1).reshape(shape)
+    layers, batch = len(cache.k), cache.positions.shape[0]
+    first, nan = jnp.zeros((2, layers, batch), jnp.int32), jnp.zeros((2, layers, batch), bool)
+    for side, stores in enumerate((cache.k, cache.v)):
+        plans = [cache.plans(index)[side] if isinstance(cache, QuantizedCache) else None for index in range(layers)]
+        for packed in (False, True):
+            chosen = [index for index, plan in enumerate(plans) if (plan is not None) == packed]
+            if not chosen:
+                continue
+
+            def look(store, plan=plans[chosen[0]]):
+                x = cache.read_store(plan, store) if isinstance(cache, QuantizedCache) else store
+                bad = ~jnp.all(jnp.isfinite(x), axis=(2, 3)) & (cache.positions != EMPTY)
+                broken = jnp.any(jnp.isnan(x) & bad[:, :, None, None], axis=(1, 2, 3))
+                return jnp.min(jnp.where(bad, cache.positions, never), axis=1), broken
+
+            places = jnp.asarray(chosen)
+            found = _map_layers(look, [stores[index] for index in chosen])
+            first, nan = (whole.at[side, places].set(part) for whole, part in zip((first, nan), found, strict=True))
+    return first.transpose(2, 1, 0), nan.transpose(2, 1, 0)
 
 
 def find_fault(name: str, cache: Any, row: int) -> dict[str, Any] | None:
@@ -52,14 +68,18 @@ def find_fault(name: str, cache: Any, row: int) -> dict[str, Any] | None:
 def _count(clean: KVCache, changed: QuantizedCache) -> jax.Array:
     written = jnp.max(changed.positions, axis=1) + 1
     counts = jnp.zeros((3, clean.positions.shape[0]), jnp.int32)
-    for index, sides in enumerate(zip(clean.k, clean.v, strict=True)):
-        masks = changed.packed(index)
-        for side, (plan, x) in enumerate(zip(changed.plans(index), sides, strict=True)):
-            if plan is not None:
-                end = plan.window.packed(written, changed.prompt)[1]
-                over = plan.saturated(x, changed.positions, end)
-                elements = jnp.sum(masks[side], axis=1, dtype=jnp.int32) * (x.shape[2] * x.shape[3])
-                counts = counts.at[side].add(over).at[2].add(elements)
+    for side, layers in enumerate((clean.k, clean.v)):
+        packed = [index for index in range(len(layers)) if changed.plans(index)[side] is not None]
+        if not packed:
+            continue
+        plan = changed.plans(packed[0])[side]  # all that pack are alike
+        assert plan is not None
+        end = plan.window.packed(written, changed.prompt)[1]
+        count = functools.partial(plan.saturated, positions=changed.positions, end=end)
+        over = jnp.sum(_map_layers(count, [layers[index] for index in packed]), axis=0)
+        elements = layers[0].shape[2] * layers[0].shape[3] * len(packed)
+        slots = jnp.sum(changed.packed(packed[0])[side], axis=1, dtype=jnp.int32)
+        counts = counts.at[side].add(over).at[2].add(slots * elements)
     return counts.T
 
 
@@ -116,7 +136,9 @@ def measure_cache(
     exact = 8.0 * jnp.dtype(precision.cache).itemsize
     bits, shares = [], []
     for layer in range(config.num_layers):
-        plans = make_plans(what, layer, config.num_layers, written) if isinstance(what, CacheQuant) else (None, None)
+        plans = (
+            make_plans(what, layer, config.windowed_layers, written) if isinstance(what, CacheQuant) else (None, None)
+        )
         for plan in plans:
             share = _packed(plan.window, written, prompt) / max(written, 1) if plan else 0.0
             body = plan.quantizer.bits_per_element(config.head_dim) if plan else exact

@@ -113,7 +113,7 @@ def make_changes(
             if config is not None and isinstance(change.what, CacheError):
                 change.what.check(config.num_layers, config.num_kv_heads)
             elif config is not None and isinstance(change.what, CacheQuant):
-                change.what.check(config.head_dim, config.context_length)
+                change.what.check(config.head_dim, config.context_length, config.windowed_layers)
             if precision is not None and isinstance(change.what, CacheQuant):
                 change.what.stored_as(precision.cache)
         except UserError as error:

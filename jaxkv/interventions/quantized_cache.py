@@ -5,7 +5,9 @@ call's own rows see of themselves is the method's (`Quantizer.own`): as they are
 they are seen as they are, so is all that waited when the call began.
 
 A prefill is a call of several rows, or the first one. A block fills at one step of many, so that step alone runs the
-quantizer; storage is updated in place. A quantizer that changes nothing changes no bit of a run.
+quantizer; storage is updated in place. Where a call of several rows sees them as they are, no layer waits for another's
+packing: all are packed when it ends, in one loop, which is compiled once rather than for each layer. A quantizer that
+changes nothing changes no bit of a run.
 """
 
 import dataclasses
@@ -25,15 +27,12 @@ Store = SideStore | jax.Array  # an array [B, S, K, H] holds the rows of each sl
 Pair = tuple[Any, Any]  # of keys and of values
 
 
-def make_plans(quant: CacheQuant, layer: int, num_layers: int, slots: int) -> tuple[SidePlan | None, SidePlan | None]:
-    """How keys and values of a layer are stored; None where they stay as they are."""
-
-    def plan(side):
-        if side.quantizer is None or layer in side.quantizer.exact_layers(num_layers):
-            return None
-        return SidePlan(side, slots)
-
-    return plan(quant.k), plan(quant.v)
+def make_plans(
+    quant: CacheQuant, layer: int, windowed: Sequence[bool], slots: int
+) -> tuple[SidePlan | None, SidePlan | None]:
+    """How keys and values of a layer are stored, in a model whose layers are windowed or not; None for as they are."""
+    k, v = (SidePlan(side, slots) if side.packs(layer, windowed) else None for side in (quant.k, quant.v))
+    return k, v
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +43,7 @@ class QuantizedLayer:
       plans: of keys and values, None for a side that is not quantized.
       stores: what is stored of them.
       turn: the call.
+      rows: those of the sides that are packed when the call ends, None for others, once they are written.
       views: what the call's queries see, [B, S, K, H] each, once its rows are written.
       ends: [B] up to which position what they see is packed; None where nothing is.
     """
@@ -51,6 +51,7 @@ class QuantizedLayer:
     plans: Pair
     stores: Pair
     turn: Turn
+    rows: Pair = (None, None)
     views: Pair | None = None
     ends: Pair | None = None
 
@@ -60,7 +61,8 @@ class QuantizedLayer:
         sides = zip(self.plans, self.stores, rows, self._pack(rows), strict=True)
         written = [self._write_side(*side, slot) for side in sides]
         stores, views, ends = zip(*written, strict=True)
-        return dataclasses.replace(self, stores=stores, views=views, ends=ends)
+        late_k, late_v = (x if _packs_late(plan, x) else None for plan, x in zip(self.plans, rows, strict=True))
+        return dataclasses.replace(self, stores=stores, rows=(late_k, late_v), views=views, ends=ends)
 
     def read(self) -> tuple[jax.Array, jax.Array]:
         """As in LayerCache."""
@@ -80,12 +82,13 @@ class QuantizedLayer:
         return _rotate(self.plans[0], k), _rotate(self.plans[1], v)
 
     def _pack(self, rows: Pair) -> tuple[Packed, Packed]:
-        """What each side may write to its packed storage."""
+        """What each side may write to its packed storage, nothing yet where that is left for later."""
         sides = list(zip(self.plans, self.stores, rows, strict=True))
-        waiting = [plan is not None and plan.waits for plan in self.plans]
+        now = [plan is not None and not _packs_late(plan, x) for plan, _, x in sides]
+        waiting = [here and plan.waits for here, (plan, _, _) in zip(now, sides, strict=True)]
         packed = [
-            {} if plan is None or wait else plan.pack(store, x, self.turn)
-            for (plan, store, x), wait in zip(sides, waiting, strict=True)
+            plan.pack(store, x, self.turn) if here and not wait else {}
+            for (plan, store, x), here, wait in zip(sides, now, waiting, strict=True)
         ]
         if any(waiting):  # one branch for both sides: it costs a GPU a halt
             chosen = [side for side, wait in zip(sides, waiting, strict=True) if wait]
@@ -108,7 +111,7 @@ class QuantizedLayer:
             slots = write_slots(store, rows, slot)
             return slots, slots, None
         turn, own = self.turn, plan.quantizer.own
-        new = plan.write(store, rows, blocks, turn)
+        new = store if _packs_late(plan, rows) else plan.write(store, rows, blocks, turn)
         begin, end = plan.ends(turn)
         if own == "step" or (own == "prompt" and rows.shape[1] > 1):
             return new, write_slots(plan.read(store, turn, begin), rows, slot), begin
@@ -117,6 +120,35 @@ class QuantizedLayer:
             seen = jax.lax.dynamic_slice_in_dim(view, slot, 1, axis=1)
             view = write_slots(view, jnp.where((turn.before == 0)[:, None, None, None], rows, seen), slot)
         return new, view, end
+
+
+def _packs_late(plan: SidePlan | None, rows: jax.Array) -> bool:
+    """Whether rows [B, T, K, H] are packed when the call ends: nobody in it sees them packed."""
+    return plan is not None and plan.quantizer.own != "none" and rows.shape[1] > 1
+
+
+def _pack_late(
+    plans: Sequence[SidePlan | None], stores: Sequence[Store], rows: Sequence[Any], turn: Turn
+) -> tuple[Store, ...]:
+    """The storage of one side of all layers with what was left for the end of a call."""
+    late = [index for index, x in enumerate(rows) if x is not None]
+    if not late:
+        return tuple(stores)
+    plan = plans[late[0]]  # all that pack are alike
+    assert plan is not None
+
+    def add(given: tuple[SideStore, jax.Array]) -> SideStore:
+        store, x = given
+        if not plan.waits:
+            return plan.write(store, x, plan.pack(store, x, turn), turn)
+        blocks = jax.lax.cond(plan.due(turn), lambda: plan.pack(store, x, turn), lambda: plan.blocks(store, turn))
+        return plan.write(store, x, blocks, turn)
+
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *((stores[index], rows[index]) for index in late))
+    written, new = jax.lax.map(add, stacked), list(stores)
+    for place, index in enumerate(late):
+        new[index] = jax.tree.map(lambda leaf, place=place: leaf[place], written)
+    return tuple(new)
 
 
 def _rotate(plan: SidePlan | None, x: jax.Array) -> jax.Array:
@@ -141,7 +173,11 @@ class QuantizedCall:
 
     def finish(self, layers: Sequence[QuantizedLayer]) -> "QuantizedCache":
         """As in CacheCall."""
-        k, v = zip(*(layer.stores for layer in layers), strict=True)
+        plans, stores, rows = zip(*((layer.plans, layer.stores, layer.rows) for layer in layers), strict=True)
+        k, v = (
+            _pack_late([p[side] for p in plans], [s[side] for s in stores], [r[side] for r in rows], self.turn)
+            for side in (0, 1)
+        )
         return dataclasses.replace(self.cache, k=k, v=v, positions=self.turn.keys, prompt=self.turn.prompt)
 
 
@@ -156,17 +192,19 @@ class QuantizedCache:
       positions: [B, S] int32, -1 where a slot is empty.
       prompt: [B] int32, tokens that a row's first call brought.
       quant: what is done, by methods that know the dtype of what they pack.
+      windowed: which layers are (ModelConfig.windowed_layers).
     """
 
     k: tuple[Store, ...]
     v: tuple[Store, ...]
     positions: jax.Array
     prompt: jax.Array
-    quant: CacheQuant = dataclasses.field(metadata={"static": True})
+    quant: CacheQuant
+    windowed: tuple[bool, ...] = dataclasses.field(metadata={"static": True})
 
     def plans(self, index: int) -> tuple[SidePlan | None, SidePlan | None]:
         """How a layer is stored."""
-        return make_plans(self.quant, index, len(self.k), self.positions.shape[1])
+        return make_plans(self.quant, index, self.windowed, self.positions.shape[1])
 
     def begin(self, positions: jax.Array, slot: jax.Array | int) -> QuantizedCall:
         """As in Cache."""
@@ -176,16 +214,17 @@ class QuantizedCache:
 
     def read(self, index: int) -> tuple[jax.Array, jax.Array]:
         """Keys and values [B, S, K, H] of a layer as a later call would see them, rotated back, in fp32."""
+        k, v = map(self.read_store, self.plans(index), (self.k[index], self.v[index]))
+        return k, v
+
+    def read_store(self, plan: SidePlan | None, store: Store) -> jax.Array:
+        """As `read`, of one side of a layer."""
+        if not isinstance(store, SideStore):
+            return store.astype(jnp.float32)
+        assert plan is not None
         written = _count(self.positions)
         turn = Turn(self.positions[:, :0], self.positions, written, written, self.prompt)
-
-        def side(plan, store):
-            if plan is None:
-                return store.astype(jnp.float32)
-            return _rotate(plan, plan.read(store, turn, plan.ends(turn)[1]).astype(jnp.float32))
-
-        k, v = map(side, self.plans(index), (self.k[index], self.v[index]))
-        return k, v
+        return _rotate(plan, plan.read(store, turn, plan.ends(turn)[1]).astype(jnp.float32))
 
     def packed(self, index: int) -> tuple[jax.Array, jax.Array]:
         """Which slots [B, S] of a layer's keys and of its values are packed."""
@@ -228,8 +267,9 @@ class Quantization:
             anything is packed.
         """
         del problems, seed
-        self.quant.check(config.head_dim, config.context_length)
-        quant = self.quant.stored_as(precision.cache)
+        windowed = config.windowed_layers
+        self.quant.check(config.head_dim, config.context_length, windowed)
+        quant = jax.tree.map(jnp.asarray, self.quant.stored_as(precision.cache))
         shape = (config.num_kv_heads, config.head_dim)
 
         def make(plan: SidePlan | None) -> Store:
@@ -237,13 +277,14 @@ class Quantization:
                 return jnp.zeros((batch, slots, *shape), precision.cache)
             return plan.make(batch, *shape, precision.cache)
 
-        plans = [make_plans(quant, layer, config.num_layers, slots) for layer in range(config.num_layers)]
+        plans = [make_plans(quant, layer, windowed, slots) for layer in range(config.num_layers)]
         return QuantizedCache(
             k=tuple(make(k) for k, _ in plans),
             v=tuple(make(v) for _, v in plans),
             positions=jnp.full((batch, slots), EMPTY, jnp.int32),
             prompt=jnp.zeros(batch, jnp.int32),
             quant=quant,
+            windowed=windowed,
         )
 
 

@@ -19,10 +19,14 @@ beside it. A cache uses it so:
 * `own` says whether the rows of a running step are read exact ('step'), only those of a prefill ('prompt'), or
   packed like all others ('none'), as the method's public code does it.
 * Layers in `exact_layers(L)` are not quantized at all.
+
+A quantizer is a pytree. Its `traced` fields are leaves, so that methods that differ in these alone share one compiled
+program; all others are static.
 """
 
 import abc
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -34,6 +38,26 @@ from jaxkv.interventions.quantizers import hadamard
 Packed = dict[str, jax.Array]
 Side = Literal["k", "v"]
 Own = Literal["none", "prompt", "step"]
+
+
+def register_tree(cls: type, traced: tuple[str, ...]) -> None:
+    """Makes a frozen dataclass a pytree whose children are the `traced` fields.
+
+    `jax.tree_util.register_dataclass` would run its checks again, on tracers.
+    """
+
+    def flatten(x: Any) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
+        names = [field.name for field in dataclasses.fields(x)]
+        static = tuple((name, getattr(x, name)) for name in names if name not in traced)
+        return tuple(getattr(x, name) for name in traced), static
+
+    def unflatten(static: tuple[tuple[str, Any], ...], leaves: Iterable[Any]) -> Any:
+        x: Any = object.__new__(cls)
+        for name, value in (*static, *zip(traced, leaves, strict=True)):
+            object.__setattr__(x, name, value)
+        return x
+
+    jax.tree_util.register_pytree_node(cls, flatten, unflatten)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +100,11 @@ class Quantizer(abc.ABC):
 
     own: ClassVar[Own] = "none"
     whole_history: ClassVar[bool] = False
+    traced: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        register_tree(cls, cls.traced)
 
     @property
     def granularity(self) -> int:
@@ -83,8 +112,8 @@ class Quantizer(abc.ABC):
         return 1
 
     @property
-    def rotated(self) -> bool:
-        """Whether the cache holds rotated heads."""
+    def rotated(self) -> bool | jax.Array:
+        """Whether the cache holds rotated heads; an array where that is a traced field."""
         return False
 
     @property
@@ -116,7 +145,11 @@ class Quantizer(abc.ABC):
 
     def rotate(self, x: jax.Array) -> jax.Array:
         """x [..., H] in the basis in which the cache holds it, and back."""
-        return hadamard.rotate(x) if self.rotated else x
+        if isinstance(self.rotated, bool):
+            return hadamard.rotate(x) if self.rotated else x
+        if not hadamard.exists(x.shape[-1]):  # `check` has refused a rotation
+            return x
+        return jnp.where(self.rotated, hadamard.rotate(x), x)
 
     def saturated(self, x: jax.Array) -> jax.Array:
         """Elements of x, as `quantize` takes it, that the format cannot hold: int32 [B, S, K].

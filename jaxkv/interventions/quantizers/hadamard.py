@@ -7,9 +7,14 @@ import scipy.linalg
 from jaxkv.errors import UserError
 
 
+def exists(head_dim: int) -> bool:
+    """Whether Sylvester's construction has a matrix of this size."""
+    return head_dim >= 1 and not head_dim & (head_dim - 1)
+
+
 def check_size(head_dim: int, who: str) -> None:
     """Raises UserError unless Sylvester's construction has a matrix of this size."""
-    if head_dim < 1 or head_dim & (head_dim - 1):
+    if not exists(head_dim):
         raise UserError(
             f"{who} rotates heads by a Hadamard matrix, which exists here for head dims that are powers of two (64, "
             f"128, 256), and this model's is {head_dim}; choose a method without a rotation, e.g. kivi:k2v2 or "

@@ -24,11 +24,13 @@ class Kivi(base.Quantizer):
       bits: of a code.
       group: tokens (K) or channels (V) that share a scale; a V group is at most the head.
       residual: R, tokens of the 16-bit window.
+      hadamard: whether heads are rotated, which KIVI does not do.
     """
 
     bits: int = 2
     group: int = 32
     residual: int = 128
+    hadamard: bool = False
 
     own = "step"
 
@@ -41,6 +43,10 @@ class Kivi(base.Quantizer):
                 f"KIVI packs its window of {self.residual} tokens in groups of {self.group}; make the window a "
                 f"multiple of the group, e.g. window={max(1, round(self.residual / self.group)) * self.group}"
             )
+
+    @property
+    def rotated(self) -> bool:
+        return self.hadamard
 
     @property
     def granularity(self) -> int:

@@ -90,6 +90,7 @@ class KVarN(base.Quantizer):
     hadamard: bool = True
 
     own = "prompt"
+    traced = ("passes", "hadamard")
 
     def __post_init__(self):
         base.check_bits(self.bits, BITS, "KVarN")
@@ -116,7 +117,7 @@ class KVarN(base.Quantizer):
         return self.tile
 
     @property
-    def rotated(self) -> bool:
+    def rotated(self) -> bool | jax.Array:
         return self.hadamard
 
     @property

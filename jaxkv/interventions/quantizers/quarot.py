@@ -23,9 +23,11 @@ class QuaRot(base.Quantizer):
 
     Attributes:
       bits: of a code.
+      hadamard: whether heads are rotated; without it this is plain rounding by token.
     """
 
     bits: int = 4
+    hadamard: bool = True
 
     own = "prompt"
 
@@ -34,7 +36,7 @@ class QuaRot(base.Quantizer):
 
     @property
     def rotated(self) -> bool:
-        return True
+        return self.hadamard
 
     def bits_per_element(self, head_dim: int) -> float:
         return self.bits + 32 / head_dim

@@ -3,13 +3,13 @@
 
 import dataclasses
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 from jaxkv.errors import UserError, nearest
 from jaxkv.interventions.quantizers import floats, integers, kivi, kvarn, llama_cpp, masking, quarot, requantize
 from jaxkv.interventions.quantizers import turboquant as turbo
-from jaxkv.interventions.quantizers.base import Quantizer, Side, Window
+from jaxkv.interventions.quantizers.base import Quantizer, Side, Window, register_tree
 
 MOST = 2**31 - 1  # of a whole number: positions are 32-bit integers
 
@@ -33,11 +33,13 @@ class Option:
       field: of the quantizer.
       kind: int, float, or a tuple of (text, value) pairs.
       none: what stands for None, if anything does.
+      written: False for a second way to ask for what another option says.
     """
 
     field: str
     kind: Any = int
     none: str | None = None
+    written: bool = True
 
     def read(self, text: str) -> Any:
         """The value. Raises ValueError, whose message says what would do."""
@@ -87,6 +89,7 @@ def _words(*words: str) -> tuple[tuple[str, str], ...]:
 
 
 SWITCH = (("on", True), ("off", False))
+ROTATE = {"rotate": Option("hadamard", SWITCH)}
 BOUND = {"bound": Option("bound", _words("whole", "half"))}
 METHODS = {
     "kvarn": Method(
@@ -95,18 +98,28 @@ METHODS = {
         {
             "tile": Option("tile"),
             "passes": Option("passes"),
+            "normalize": Option("passes", (("on", kvarn.KVarN.passes), ("off", 0)), written=False),
             "floor": Option("floor", float, "none"),
             "target": Option("target", _words("one", "min")),
             "criterion": Option("criterion", _words("std", "variance")),
             "keep": Option("keep", _words("best", "last")),
             "aux": Option("aux", _words("e5m3", "e4m3", "fp16")),
-            "rotate": Option("hadamard", SWITCH),
+            **ROTATE,
         },
         pair=True,
     ),
-    "kivi": Method(kivi.Kivi, "bits", {"group": Option("group"), "window": Option("residual")}, pair=True),
-    "quarot": Method(quarot.QuaRot, "bits"),
-    "turboquant": Method(turbo.TurboQuant, "bits", {"unit": Option("unit", SWITCH), "edges": Option("edges")}),
+    "kivi": Method(kivi.Kivi, "bits", {"group": Option("group"), "window": Option("residual"), **ROTATE}, pair=True),
+    "quarot": Method(quarot.QuaRot, "bits", ROTATE),
+    "turboquant": Method(
+        turbo.TurboQuant,
+        "bits",
+        {
+            "unit": Option("unit", SWITCH),
+            "edges": Option("edges"),
+            "values": Option("values", _words("uniform", "codebook")),
+            **ROTATE,
+        },
+    ),
     "llama": Method(llama_cpp.LlamaCpp, "format"),
     "fp8": Method(floats.Float8, "format", {"scale": Option("scale", float, "token")}),
     "int8": Method(integers.Integer, None, BOUND, {"bits": 8}),
@@ -124,14 +137,19 @@ METHODS = {
         },
     ),
 }
-WINDOWS = {"first": Option("first"), "recent": Option("recent")}
+WINDOWS = {
+    "first": Option("first"),
+    "recent": Option("recent"),
+    "layers": Option("layers", _words("global", "windowed"), "all"),
+}
 GRAMMAR = (
     "write METHOD[,option=value]... for keys and values alike, or k=METHOD...;v=METHOD...; methods: kvarn:k2v2 "
     "kivi:k2v2 quarot:4 turboquant:4 hf:4 (bits for both, or k4v2) llama:q8_0 fp8:e4m3 int8 int4 int2 mask:8 none; "
-    "options of all: first=N recent=N (recent not of hf), of kvarn: "
+    "options of all: first=N recent=N (recent not of hf) layers=all|global|windowed (which are packed), of kvarn: "
     + " ".join(METHODS["kvarn"].options)
-    + " (aux=fp16 unless said from 8 bits on, e5m3 below), of kivi: group window, of turboquant: unit "
-    "edges, of hf: group every axis anchor, of fp8: scale=token|NUMBER, of int8: bound=whole|half, of mask: of"
+    + " (aux=fp16 unless said from 8 bits on, e5m3 below; normalize=off is passes=0), of kivi: group window, of "
+    "turboquant: unit edges values=uniform|codebook, of these and quarot: rotate=on|off, of hf: group every axis "
+    "anchor, of fp8: scale=token|NUMBER, of int8: bound=whole|half, of mask: of"
 )
 
 
@@ -143,6 +161,7 @@ class SideQuant:
       quantizer: None leaves it in the cache's own dtype.
       first: tokens kept at the beginning; None for the method's own.
       recent: newest tokens kept at least; None for the method's own.
+      layers: which are packed: 'global' or 'windowed' ones, by what a query sees in them; None for all.
 
     Raises:
       UserError: recent tokens are to be kept by a method that packs its whole history, the newest included.
@@ -151,6 +170,7 @@ class SideQuant:
     quantizer: Quantizer | None
     first: int | None = None
     recent: int | None = None
+    layers: Literal["global", "windowed"] | None = None
 
     def __post_init__(self):
         if self.quantizer and self.quantizer.whole_history and self.recent:
@@ -168,6 +188,12 @@ class SideQuant:
             first=own.first if self.first is None else self.first,
             recent=own.recent if self.recent is None else self.recent,
         )
+
+    def packs(self, layer: int, windowed: Sequence[bool]) -> bool:
+        """Whether a layer is packed, in a model whose layers are windowed as said."""
+        if self.quantizer is None or layer in self.quantizer.exact_layers(len(windowed)):
+            return False
+        return self.layers is None or (self.layers == "windowed") == windowed[layer]
 
     def stored_as(self, dtype: Any) -> "SideQuant":
         """As in CacheQuant."""
@@ -206,14 +232,28 @@ class CacheQuant:
             return f"k={_join(*k)};v={_join(*v)}"
         return _join(name, f"k{k[1]}v{v[1]}", options)
 
-    def check(self, head_dim: int, tokens: int | None = None) -> None:
-        """Raises UserError if heads of this size, or a context of so many tokens, do not suit either side."""
+    def check(self, head_dim: int, tokens: int | None = None, windowed: Sequence[bool] | None = None) -> None:
+        """Raises UserError if heads of this size, a context of so many tokens, or a model with such layers do not suit.
+
+        Args:
+          head_dim: of the model.
+          tokens: of its context; None leaves that open.
+          windowed: which of its layers are; None leaves that open.
+        """
         for side in (self.k, self.v):
             side.check(head_dim, tokens)
+            if windowed is not None and side.layers and (side.layers == "windowed") not in windowed:
+                raise UserError(
+                    f"layers={side.layers} packs nothing: this model has no {side.layers} layer; drop layers"
+                )
 
     def stored_as(self, dtype: Any) -> "CacheQuant":
         """The same for a cache of this dtype, known to the methods. Raises UserError if it does not suit one."""
         return CacheQuant(self.k.stored_as(dtype), self.v.stored_as(dtype))
+
+
+register_tree(SideQuant, ("quantizer",))
+register_tree(CacheQuant, ("k", "v"))
 
 
 def parse_cache_quant(text: str) -> CacheQuant:
@@ -258,16 +298,17 @@ def _read(text: str, side: Side, both: bool = False) -> SideQuant:
         fields["bits"] = _read_bits(variant, name, side, both)
     else:
         fields[method.variant] = variant
-    windows: dict[str, int] = {}
+    windows: dict[str, Any] = {}
     seen = set()
     for word in rest:
         key, equals, value = (part.strip() for part in word.partition("="))
         known = method.options | WINDOWS
         if key not in known or not equals:
             raise UserError(f"{name} has no option '{word}'{nearest(key, list(known))}; it has {', '.join(known)}")
-        if key in seen:
-            raise UserError(f"{name} is given {key} twice")
-        seen.add(key)
+        if known[key].field in seen:
+            again = " or ".join(other for other, option in known.items() if option.field == known[key].field)
+            raise UserError(f"{name} is given {again} twice")
+        seen.add(known[key].field)
         try:
             read = known[key].read(value)
         except ValueError as wanted:
@@ -301,7 +342,7 @@ def _write(side: SideQuant) -> tuple[str, str, tuple[str, ...]]:
     options = [
         f"{key}={option.write(getattr(quantizer, option.field))}"
         for key, option in method.options.items()
-        if getattr(quantizer, option.field) != getattr(plain, option.field)
+        if option.written and getattr(quantizer, option.field) != getattr(plain, option.field)
     ]
     options += [f"{key}={getattr(side, key)}" for key in WINDOWS if getattr(side, key) is not None]
     return name, variant, tuple(options)

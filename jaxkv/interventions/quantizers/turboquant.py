@@ -3,13 +3,17 @@
 Source: Zandieh et al., arXiv 2504.19874, in the form vLLM serves (pull request 38479): a Hadamard rotation in place of
 a random one, and no residual sketch. Of a key its norm is kept in fp16; each coordinate of the rotated unit vector
 takes the nearest of 2^b levels that are best for N(0, 1/H) (Lloyd 1982, Max 1960). All its presets below 8 bits bring
-the vector that is read back to unit length first ('nc'). Values are not rotated. The first and last two layers stay
-exact.
+the vector that is read back to unit length first ('nc'). Values are rounded by token, not rotated. The first and last
+two layers stay exact.
+
+The paper itself has one method for both sides, no exact layers and no correction of the norm: `values='codebook',
+unit=False, edges=0` is its algorithm 1 but for the rotation, which is random there. Its runs on LongBench split the
+channels in two sets of different widths (2.5 and 3.5 bits), which is not done here.
 """
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -55,11 +59,15 @@ class TurboQuant(base.Quantizer):
       bits: of a code.
       unit: whether a key's levels are brought to unit length when read ('nc' of the served presets).
       edges: layers at either end that stay exact, at most half of all.
+      values: how values are stored: 'uniform', by token, or 'codebook', rotated, as keys are.
+      hadamard: whether what the codebook is for is rotated.
     """
 
     bits: int = 4
     unit: bool = True
     edges: int = 2
+    values: Literal["uniform", "codebook"] = "uniform"
+    hadamard: bool = True
 
     own = "prompt"
 
@@ -69,23 +77,28 @@ class TurboQuant(base.Quantizer):
             raise UserError(f"TurboQuant cannot leave {self.edges} layers exact at either end; use edges=0 or more")
 
     @property
+    def coded(self) -> bool:
+        """Whether this side is stored by the codebook."""
+        return self.side == "k" or self.values == "codebook"
+
+    @property
     def rotated(self) -> bool:
-        return self.side == "k"
+        return self.coded and self.hadamard
 
     @property
     def fixed_point(self) -> bool:
-        return self.side == "v"
+        return not self.coded
 
     def exact_layers(self, num_layers: int) -> frozenset[int]:
         edge = min(self.edges, num_layers // 2)
         return frozenset(range(edge)) | frozenset(range(num_layers - edge, num_layers))
 
     def bits_per_element(self, head_dim: int) -> float:
-        return self.bits + (16 if self.side == "k" else 32) / head_dim
+        return self.bits + (16 if self.coded else 32) / head_dim
 
     def quantize(self, x: jax.Array) -> base.Packed:
         x = x.astype(jnp.float32)
-        if self.side == "v":
+        if not self.coded:
             codes, scale, zero = affine.quantize(x, self.bits, -1)
             return {"codes": packing.pack(codes, self.bits), "scale": scale[..., 0], "zero": zero[..., 0]}
         norm = jnp.sqrt(jnp.sum(affine.square(x), -1, keepdims=True))
@@ -96,17 +109,17 @@ class TurboQuant(base.Quantizer):
         return {"codes": packing.pack(codes, self.bits), "norm": affine.to_fp16(norm[..., 0])}
 
     def has_end(self, dtype: Any) -> bool:
-        return self.side == "k" or super().has_end(dtype)  # a norm may exceed its elements' dtype
+        return self.coded or super().has_end(dtype)  # a norm may exceed its elements' dtype
 
     def saturated(self, x: jax.Array) -> jax.Array:
-        if self.side == "v":
+        if not self.coded:
             return base.count(affine.clips(x, self.bits, -1), x)
         squares = affine.square(x.astype(jnp.float32))
         return base.count(jnp.sqrt(jnp.sum(squares, -1, keepdims=True)) > affine.FP16_MAX, x)
 
     def dequantize(self, packed: base.Packed) -> jax.Array:
         codes = packing.unpack(packed["codes"], self.bits)
-        if self.side == "v":
+        if not self.coded:
             return affine.dequantize(codes, packed["scale"][..., None], packed["zero"][..., None])
         unit = jnp.asarray(lloyd_max(self.bits) * codes.shape[-1] ** -0.5, jnp.float32)[codes]
         if self.unit:

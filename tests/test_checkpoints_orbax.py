@@ -43,12 +43,16 @@ def assert_same_bits(a, b):
         np.testing.assert_array_equal(a[path].view(np.uint8), b[path].view(np.uint8), err_msg=path)
 
 
-@pytest.mark.parametrize("name", ["fp16", "bf16", "fp32"])
-def test_round_trip_is_bit_exact(tmp_path, name):
+ROUND_TRIPS = [("test-mistral", name) for name in ("fp16", "bf16", "fp32")]
+ROUND_TRIPS += [(f"test-{family}", "bf16") for family in ("llama3", "qwen2", "qwen3")]
+
+
+@pytest.mark.parametrize(("model", "name"), ROUND_TRIPS)
+def test_round_trip_is_bit_exact(tmp_path, model, name):
     precision = make_precision(name)
-    checkpoint = load("random:1", precision=precision, config=get_preset("test-mistral"))
+    checkpoint = load("random:1", precision=precision, config=get_preset(model))
     orbax.save(checkpoint, tmp_path / "dest")
-    again = load(str(tmp_path / "dest"), precision=precision, config=get_preset("test-mistral"))
+    again = load(str(tmp_path / "dest"), precision=precision, config=get_preset(model))
     assert_same_bits(arrays(again), arrays(checkpoint))
     assert again.config == checkpoint.config
     assert again.tokenizer.to_json() == checkpoint.tokenizer.to_json()

@@ -42,7 +42,7 @@ def _settings(config: ModelConfig) -> Any:
             "high_freq_factor": scaling.high_freq_factor,
             "original_max_position_embeddings": scaling.original_context,
         }
-    if config.local_rope_theta is not None:
+    if family.two_rope_bases:
         local = {"rope_type": "default", "rope_theta": config.local_rope_theta}
         rope = {"full_attention": rope, "sliding_attention": local}
     sizes: dict[str, Any] = {

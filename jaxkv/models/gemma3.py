@@ -61,4 +61,5 @@ FAMILY = Family(
     ),
     hub_ids={"gemma3-270m": "google/gemma-3-270m", "gemma3-1b": "google/gemma-3-1b-pt"},
     export=gemma2.export,
+    two_rope_bases=True,
 )

@@ -44,6 +44,7 @@ class Family:
       presets: by name; those named test-* and tiny-* have no hub id.
       hub_ids: preset -> the released weights; siblings of the same architecture load with it too.
       export: what transformers' config says beyond sizes and RoPE (checkpoints/hf_config.py).
+      two_rope_bases: whether transformers' config has one for windowed layers.
       gguf: whether llama.cpp has an architecture of this name.
     """
 
@@ -56,6 +57,7 @@ class Family:
     presets: Mapping[str, ModelConfig]
     hub_ids: Mapping[str, str]
     export: Callable[[ModelConfig], dict[str, Any]]
+    two_rope_bases: bool = False
     gguf: bool = True
 
 

@@ -118,6 +118,8 @@ def check_condition(one: Settings) -> None:
     from jaxkv.models.families import get_preset
 
     precision = read_precision(one)
+    if one["uncached_length"] == "growing" and one["framework"] != "torch":
+        raise UserError("--uncached_length=growing is of --framework=torch; in JAX use padded or bucket:M")
     make_sampler(one["sampler"], one["temperature"], one["top_k"], one["top_p"])
     preset = get_preset(one["model"]) if one["model"] else None
     if preset is not None and one["experiments"] != ["doctor"]:

@@ -24,7 +24,7 @@ import math
 import os
 import pathlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -33,6 +33,7 @@ import numpy as np
 from jaxkv import run_file
 from jaxkv.errors import UserError
 from jaxkv.files import convert, decode_json, reading
+from jaxkv.locks import Busy, is_locked, wait_for_lock
 from jaxkv.run_file import FORMAT, check_samples, read_run_file
 from jaxkv.schema_accumulation import validate_accumulation
 from jaxkv.schema_attribution import validate_attribution
@@ -68,10 +69,6 @@ LEFTOVERS = ("lock", "sweep.lock", "traceback.txt", "run.*.tmp", "overview.*.tmp
 # Fields of a session that say what it did, not by what: resuming a run changes them.
 OF_ONE_SESSION = ("started", "done_before", "gate", "asked", "remedy", "seconds")
 AGAIN = "put back a copy, or delete the directory to run it again"
-
-
-class Busy(UserError):
-    """Another process has the run directory open."""
 
 
 def to_plain(value: Any) -> Any:
@@ -244,7 +241,7 @@ class RunDirectory:
             except OSError as error:
                 raise write_error(directory, error) from error
             try:
-                _take_lock(lock, directory)
+                wait_for_lock(lock, directory)
                 try:
                     return cls._open_locked(directory, to_plain(config), flags_text, provenance or {}, lock)
                 except BaseException:
@@ -347,60 +344,6 @@ class RunDirectory:
 
 def _pretty(values: Mapping[str, Any]) -> str:
     return json.dumps(to_plain(values), allow_nan=False, indent=2) + "\n"
-
-
-@contextlib.contextmanager
-def take_lock(directory: pathlib.Path, name: str) -> Iterator[None]:
-    """Holds a lock file of a directory. Raises Busy if another process holds it, UserError if it cannot be had."""
-    try:
-        lock = os.open(directory / name, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise write_error(directory, error) from error
-    try:
-        _take_lock(lock, directory)
-        yield
-    finally:
-        os.close(lock)
-
-
-LOCK_TRIES, LOCK_PAUSE = 4, 0.05  # a process that asks who has the lock holds it for a moment
-
-
-def _take_lock(descriptor: int, directory: pathlib.Path) -> None:
-    import fcntl
-
-    for left in reversed(range(LOCK_TRIES)):
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError as error:
-            if not left:
-                told = f"another process is at work in {directory}; wait for it to end or choose another --out"
-                raise Busy(told) from error
-            time.sleep(LOCK_PAUSE)
-        except OSError as error:
-            raise UserError(
-                f"cannot lock {directory}: {error.strerror}; choose another --out on a local file system"
-            ) from error
-
-
-def is_locked(directory: pathlib.Path) -> bool:
-    """Whether a process has a run directory open; one that was killed has not."""
-    import fcntl
-
-    try:
-        descriptor = os.open(directory / "lock", os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # taking the lock will tell
-        return False
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def describe_difference(stored: Mapping[str, Any], ours: Mapping[str, Any], most: int = 5) -> str:

@@ -26,7 +26,8 @@ from jaxkv.cli import describe_memory
 from jaxkv.condition import Settings, name_condition, run_path
 from jaxkv.errors import UserError
 from jaxkv.files import read_json
-from jaxkv.records import Busy, find_foreign, fingerprint, is_locked, take_lock, write_atomically
+from jaxkv.locks import Busy, is_locked, take_lock
+from jaxkv.records import find_foreign, fingerprint, write_atomically
 from jaxkv.study import run_study
 from jaxkv.writing import new_directories
 

@@ -79,7 +79,7 @@ MISTAKES = {
     "no bits": ([ACCUMULATE, "--cache_quant=kvarn"], "needs its bits after a colon"),
     "a tile that does not fit": ([INJECT, "--cache_quant=kvarn:k2v2,tile=100000"], "tile"),
     "seeds": ([INJECT, "--error_seeds=0,0"], "--error_seeds=0,0 should be different whole numbers"),
-    "blocks": ([ACCUMULATE, "--blocks=0"], "--blocks=0 should be different whole numbers"),
+    "blocks": ([ACCUMULATE, "--blocks=0"], "--blocks=0: '0' is no whole number in the range [1, 131072]"),
     "an error without effect": (["--cache_error=normal:0,1"], "--cache_error has no effect without"),
     "a quantizer without effect": (["--cache_quant=int8"], "--cache_quant has no effect without"),
     "an error that accumulates": ([ACCUMULATE, "--cache_error=normal:0,1"], "--cache_error has no effect without"),

@@ -32,7 +32,8 @@ def refuse(*arguments):
 
 NUMBERS = (
     "num_problems", "max_new_tokens", "batch_size", "bucket", "tile", "context", "gate_problems", "control_problems",
-    "stepwise_problems", "patch_layers", "patch_bins", "shots", "shots_seed", "top_k", "seed", "temperature", "top_p",
+    "stepwise_problems", "truth_problems",
+    "patch_layers", "patch_bins", "shots", "shots_seed", "top_k", "seed", "temperature", "top_p",
     "doctor_seconds", "problems", "blocks", "error_seeds",
 )  # fmt: skip
 

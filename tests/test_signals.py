@@ -13,7 +13,8 @@ from commands import SMALL, run_in_process
 
 from jaxkv import sweep
 from jaxkv.errors import UserError
-from jaxkv.records import RunDirectory, take_lock
+from jaxkv.locks import take_lock
+from jaxkv.records import RunDirectory
 
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 LAUNCH = [sys.executable, "-m", "jaxkv.launch"]

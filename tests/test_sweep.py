@@ -258,7 +258,7 @@ def test_the_overview_is_replaced_in_one_step(tmp_path, monkeypatch):
     assert json.loads(text)["conditions"] == [dataclasses.asdict(entries[0])]
     row = (tmp_path / "overview.md").read_text().splitlines()[-1]
     assert row.replace("\\|", "").count("|") == len(sweep._HEADER) + 1
-    monkeypatch.setattr("jaxkv.records.os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+    monkeypatch.setattr("jaxkv.writing.os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
     with pytest.raises(UserError, match="no space left"):
         sweep.write_overview(tmp_path, [])
     assert (tmp_path / "overview.json").read_text() == text

@@ -7,6 +7,7 @@ import pytest
 from commands import SMALL, parse, run_in_process
 
 from jaxkv import launch
+from jaxkv.checks import check_condition
 from jaxkv.errors import UserError
 from jaxkv.records import read_run
 
@@ -123,5 +124,5 @@ def test_jax_leaves_torch_its_memory(monkeypatch):
     monkeypatch.delenv(name)
     for arguments, wanted in (["--framework=jax"], None), (["--framework=torch"], "false"):
         for one in launch._conditions(parse("--precision=fp16", *arguments)):
-            launch._check_condition(one)
+            check_condition(one)
         assert os.environ.get(name) == wanted

@@ -157,7 +157,7 @@ def test_same_bits_as_transformers(tmp_path, arch, quant):
     assert checkpoint.config.head_dim == HEAD_DIMS.get(arch, 16)
     assert checkpoint.config.tie_embeddings == (arch in GEMMA)
     assert checkpoint.config.family == arch
-    assert checkpoint.provenance["dtypes"][quant.name] > 1
+    assert checkpoint.provenance.dtypes[quant.name] > 1
     if arch in GEMMA:
         assert checkpoint.config.window == config.sliding_window
         assert checkpoint.config.attn_softcap == config.attn_logit_softcapping
@@ -367,7 +367,7 @@ def test_bos_rule_of_the_file(tmp_path, add_bos):
     checkpoint = load(str(path), precision=FP32)
     tokenizer = checkpoint.tokenizer
     expected = add_bos is not False  # llama.cpp adds BOS to such a vocabulary where the file is silent
-    assert tokenizer.add_bos == checkpoint.provenance["add_bos"] == expected
+    assert tokenizer.add_bos == checkpoint.provenance.add_bos == expected
     assert tokenizer.encode("hello").count(1) == int(expected)
     assert tokenizer.encode("<s>hello").count(1) == 1
     assert tokenizer.decode(tokenizer.encode("hello hello")).strip() == "hello hello"

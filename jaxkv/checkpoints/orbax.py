@@ -1,33 +1,54 @@
 """Our own checkpoints: arrays in Orbax, with config, tokenizer and provenance beside them.
 
-DEST/params/      Orbax (zarr, one file a tensor); its custom metadata holds config, provenance and versions
-DEST/tokenizer/   tokenizer files
+DEST/params/         Orbax (zarr, one file a tensor); its custom metadata holds config, provenance and versions
+DEST/tokenizer/      tokenizer files
+DEST/manifest.json   sha256 of all these files; format 1 had none
 """
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import math
+import os
 import pathlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jax
+import msgspec
 import numpy as np
+from flax import nnx
 
-from jaxkv.checkpoints.checkpoint import Checkpoint, ConfigCheck, Progress, Sharding
+from jaxkv.checkpoints.checkpoint import Checkpoint, ConfigCheck, Progress, Provenance, Sharding
 from jaxkv.checkpoints.destination import new_directory
-from jaxkv.checkpoints.fill import cast, flat_paths, place, with_leaves
+from jaxkv.checkpoints.fill import cast, flat_paths, not_finite, place, shorten, with_leaves
+from jaxkv.checkpoints.hashing import unchanged
+from jaxkv.checkpoints.manifest import MANIFEST, check_manifest, hash_tree, list_files, summarize, write_manifest
 from jaxkv.checkpoints.tokenizer import load_tokenizer
 from jaxkv.config import ModelConfig, Precision
 from jaxkv.errors import UserError
+from jaxkv.files import convert, read_json, reading
 from jaxkv.models.decoder import abstract_decoder
 
-_FORMAT = 1
+_FORMAT = 2
+_REMEDY = "convert the original again"
+_NO_MANIFEST = "stored without a manifest, so changes since then cannot be noticed"
+
+
+class _Metadata(msgspec.Struct):
+    """What `save` records in Orbax's custom metadata."""
+
+    format: Literal[1, 2]
+    config: dict[str, Any]
+    dtype: Literal["float16", "bfloat16", "float32", "float64"]
+    generation: dict[str, Any]
+    provenance: Provenance
+    versions: dict[str, str]
 
 
 def is_checkpoint(path: pathlib.Path) -> bool:
-    """Whether a directory is one of ours."""
-    return (path / "params" / "_CHECKPOINT_METADATA").exists()
+    """Whether a directory is one of ours, whole or not."""
+    return any((path / name).exists() for name in (MANIFEST, "params/_CHECKPOINT_METADATA", "params/_METADATA"))
 
 
 @contextlib.contextmanager
@@ -36,7 +57,7 @@ def _quiet() -> Iterator[None]:
     from absl import logging
 
     before = logging.get_verbosity()
-    logging.set_verbosity(logging.ERROR)
+    logging.set_verbosity(logging.FATAL)
     try:
         yield
     finally:
@@ -74,17 +95,19 @@ def save(checkpoint: Checkpoint, directory: str | pathlib.Path) -> None:
     """Writes a checkpoint; `restore` gives back the same bits.
 
     Raises:
-      UserError: the destination is not empty, or cannot be written.
+      UserError: the destination is not empty or cannot be written, or a weight is NaN or infinite.
     """
     import orbax.checkpoint as ocp
 
     arrays = {key: leaf[...] for key, leaf in flat_paths(checkpoint.state).items()}
+    for key, array in arrays.items():
+        _require_finite(array, key)
     metadata = {
         "format": _FORMAT,
         "config": checkpoint.config.to_json(),
         "dtype": str(next(iter(arrays.values())).dtype),
         "generation": checkpoint.generation,
-        "provenance": checkpoint.provenance,
+        "provenance": checkpoint.provenance.to_json(),
         "versions": {name: importlib.metadata.version(name) for name in ("jaxkv", "orbax-checkpoint", "jax")},
     }
     with new_directory(directory) as partial:
@@ -93,19 +116,61 @@ def save(checkpoint: Checkpoint, directory: str | pathlib.Path) -> None:
             writer.save(
                 partial / "params", args=ocp.args.PyTreeSave(_nest(arrays)), custom_metadata={"jaxkv": metadata}
             )
+        write_manifest(partial)
 
 
-def read_metadata(path: pathlib.Path) -> dict[str, Any]:
-    """What `save` recorded. Raises UserError if it is not there or of another format."""
+def _require_finite(array: jax.Array, name: str) -> None:
+    if not jax.numpy.isfinite(array).all():
+        raise not_finite(name)
+
+
+def read_metadata(path: pathlib.Path) -> _Metadata:
+    """What `save` recorded. Raises UserError if it is not there, of another format or of another type."""
     import orbax.checkpoint as ocp
 
-    with _quiet(), ocp.Checkpointer(_handler()) as reader:
-        found = (reader.metadata((path / "params").absolute()).custom_metadata or {}).get("jaxkv")
-    if not found or found.get("format") != _FORMAT:
-        raise UserError(
-            f"{path} is an Orbax checkpoint but not one of jaxkv's (format {_FORMAT}); convert the original"
-        )
-    return found
+    where = path / "params"
+    with reading(where, _REMEDY), _quiet(), ocp.Checkpointer(_handler()) as reader:
+        found = (reader.metadata(where.absolute()).custom_metadata or {}).get("jaxkv")
+    if not found:
+        raise UserError(f"{path} is an Orbax checkpoint but not one of jaxkv's; {_REMEDY}")
+    return convert(found, _Metadata, f"{where}: jaxkv's metadata", _REMEDY)
+
+
+def _read_config(metadata: _Metadata, path: pathlib.Path) -> ModelConfig:
+    """The stored config. Raises UserError if it is not this version's, or a field has another type."""
+    where = f"{path}: the stored config"
+    with reading(where, _REMEDY):
+        config = ModelConfig.from_json(metadata.config)
+    convert(config.to_json(), ModelConfig, where, _REMEDY)
+    return config
+
+
+class _Array(msgspec.Struct):
+    """.zarray, as zarr's second format has it."""
+
+    shape: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]]
+    chunks: list[Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]]
+
+
+def _check_arrays(params: pathlib.Path, layers: int) -> set[str]:
+    """Paths of the stored arrays, each with all of its chunks: zarr reads zeros where one is missing.
+
+    Raises:
+      UserError: a chunk is missing, or the layers are not those of the config.
+    """
+    stored = set()
+    for folder in sorted(params.iterdir()):
+        if not os.path.lexists(folder / ".zarray"):
+            continue
+        array = read_json(folder / ".zarray", _Array, _REMEDY)
+        chunks = math.prod(-(-size // part) for size, part in zip(array.shape, array.chunks, strict=False))
+        if (there := len(list(folder.iterdir())) - 1) != chunks:
+            raise UserError(f"{folder} holds {there} of {chunks} chunks; {_REMEDY}")
+        stored.add(folder.name.replace(".", "/"))
+    found = {path.split("/")[1] for path in stored if path.startswith("layers/")}
+    if len(found) != layers:
+        raise UserError(f"{params} holds {len(found)} layers, and its config says {layers}; {_REMEDY}")
+    return stored
 
 
 def restore(
@@ -128,42 +193,61 @@ def restore(
     Raises:
       UserError: not a checkpoint of ours, or its arrays do not fit its config.
     """
-    import orbax.checkpoint as ocp
 
     path = pathlib.Path(directory).expanduser()
-    metadata = read_metadata(path)
-    config = ModelConfig.from_json(metadata["config"])
-    if check is not None:
-        config = check(config)
-    graphdef, abstract = abstract_decoder(config, precision)
+    with unchanged(list_files(path)):
+        hashes = hash_tree(path)
+        if listed := os.path.lexists(path / MANIFEST):
+            check_manifest(path, hashes)
+        metadata = read_metadata(path)
+        if metadata.format > 1 and not listed:
+            raise UserError(f"{path} lacks its {MANIFEST}; copy it too, or {_REMEDY}")
+        config = _read_config(metadata, path)
+        stored = _check_arrays(path / "params", config.num_layers)
+        if check is not None:
+            config = check(config)
+        graphdef, abstract = abstract_decoder(config, precision)
+        if odd := stored ^ set(flat_paths(abstract)):
+            raise UserError(f"{path}: {shorten(sorted(odd))} does not fit the stored config; {_REMEDY}")
+        state = _read_arrays(path, abstract, np.dtype(jax.numpy.dtype(metadata.dtype)), sharding, progress)
+        with reading(path / "tokenizer", _REMEDY):
+            tokenizer = load_tokenizer(path / "tokenizer")
+    origin = metadata.provenance
+    provenance = dataclasses.replace(
+        origin,
+        source=str(directory),
+        kind="orbax",
+        files=summarize(hashes),
+        note="; ".join(filter(None, (origin.note, None if listed else _NO_MANIFEST))) or None,
+        converted_from={"source": origin.source, "kind": origin.kind, "files": origin.files},
+        converted_by=metadata.versions,
+        stored_dtype=metadata.dtype,
+    )
+    return Checkpoint(config, graphdef, state, tokenizer, metadata.generation, provenance)
+
+
+def _read_arrays(
+    path: pathlib.Path, abstract: nnx.State, stored: np.dtype, sharding: Sharding, progress: Progress | None
+) -> nnx.State:
+    """The state, one group of arrays after another. Raises UserError if they do not fit it."""
+    import orbax.checkpoint as ocp
+
     leaves = flat_paths(abstract)
-    stored = np.dtype(jax.numpy.dtype(metadata["dtype"]))
     arrays: dict[str, jax.Array] = {}
-    with _quiet(), ocp.Checkpointer(_handler()) as reader:
+    with reading(path, _REMEDY), _quiet(), ocp.Checkpointer(_handler()) as reader:
         for group in _groups(list(leaves)):
-            try:
-                read = _read_group(reader, path / "params", {key: leaves[key] for key in group}, stored, sharding)
-            except (ValueError, KeyError, OSError, FileNotFoundError) as error:
-                raise UserError(f"{directory} is damaged ({error}); convert the original again") from None
+            read = _read_group(reader, path / "params", {key: leaves[key] for key in group}, stored, sharding)
             for key, array in read.items():
                 if tuple(array.shape) != tuple(leaves[key].shape):
-                    raise UserError(f"{directory}: {key} does not fit the stored config; convert the original again")
+                    raise UserError(f"{path}: {key} does not fit the stored config; {_REMEDY}")
                 if isinstance(array, np.ndarray):
                     array = place(cast(array, array.shape, leaves[key].dtype, key), key, sharding)
+                else:
+                    _require_finite(array, key)
                 arrays[key] = array
                 if progress is not None:
                     progress(len(arrays), len(leaves), key)
-    tokenizer = load_tokenizer(path / "tokenizer")
-    origin = metadata["provenance"]
-    provenance = {
-        **origin,
-        "source": str(directory),
-        "kind": "orbax",
-        "converted_from": {"source": origin["source"], "kind": origin["kind"]},
-        "converted_by": metadata["versions"],
-        "stored_dtype": metadata["dtype"],
-    }
-    return Checkpoint(config, graphdef, with_leaves(abstract, arrays), tokenizer, metadata["generation"], provenance)
+    return with_leaves(abstract, arrays)
 
 
 def _groups(paths: list[str]) -> list[list[str]]:

@@ -38,7 +38,17 @@ HEAD_DIMS = {"gemma2": 32, "gemma3": 32, "qwen3": 128}  # transformers reads no 
 
 
 def write_gguf(
-    path, arch="llama", quant=QuantType.F32, *, permute=1, trained=False, change=None, skip=(), extra=(), **settings
+    path,
+    arch="llama",
+    quant=QuantType.F32,
+    *,
+    permute=1,
+    trained=False,
+    change=None,
+    skip=(),
+    extra=(),
+    split=0,
+    **settings,
 ):
     """A tiny model as llama.cpp's converter would write it; returns the state dict of the same model in transformers.
 
@@ -51,6 +61,7 @@ def write_gguf(
       change: edits the writer before tensors are added.
       skip: GGUF names left out.
       extra: tensors added, (name, array).
+      split: tensors a part, as gguf's own writer splits them; 0 writes one file.
       settings: for the transformers config.
     """
     config_class, model_class = CONFIGS[arch]
@@ -69,7 +80,7 @@ def write_gguf(
     if config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
 
-    writer = gguf.GGUFWriter(path, arch)
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=split)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)

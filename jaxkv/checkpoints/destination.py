@@ -19,16 +19,24 @@ def check_destination(directory: str | pathlib.Path) -> pathlib.Path:
     """The absolute destination. Raises UserError if it holds something already, or nothing can be made there."""
     try:
         path = pathlib.Path(directory).expanduser().absolute()
-        taken = os.path.lexists(path) and (path.is_symlink() or not path.is_dir() or any(path.iterdir()))
+        taken = _is_there(path) and (path.is_symlink() or not path.is_dir() or any(path.iterdir()))
         parent = next(folder for folder in path.parents if folder.exists())
     except (OSError, ValueError, RuntimeError) as error:  # a name too long, a zero byte, an unknown ~user
         raise UserError(f"cannot write {directory} ({explain(error)}); choose another destination") from error
     if taken:
         raise UserError(f"{directory} exists and is not empty; remove it or choose another destination")
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        what = "may not be written" if parent.is_dir() else "is a file"
-        raise UserError(f"cannot write {directory} ({parent} {what}); choose another destination")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UserError(f"cannot write {directory} (no permission in {parent}); choose another destination")
     return path
+
+
+def _is_there(path: pathlib.Path) -> bool:
+    """Unlike `Path.exists`: a dangling link is something, and a name that no file can have is an error."""
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import importlib.metadata
 import math
 import os
 import pathlib
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
@@ -64,6 +65,23 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
+@contextlib.contextmanager
+def _forgotten_writes() -> Iterator[None]:
+    """When a write fails, each of those under way reports to an event loop that is gone, by a traceback of its own.
+
+    After a failure they may still come, so the hook stays.
+    """
+    hook = sys.unraisablehook
+
+    def drop(found: Any) -> None:
+        if str(found.exc_value) != "Event loop is closed":
+            hook(found)
+
+    sys.unraisablehook = drop
+    yield
+    sys.unraisablehook = hook
+
+
 def _handler(largest: int = 0) -> Any:
     import orbax.checkpoint as ocp
 
@@ -112,7 +130,11 @@ def save(checkpoint: Checkpoint, directory: str | pathlib.Path) -> None:
     }
     with new_directory(directory) as partial:
         checkpoint.tokenizer.save(partial / "tokenizer")
-        with _quiet(), ocp.Checkpointer(_handler(max(array.nbytes for array in arrays.values()))) as writer:
+        with (
+            _quiet(),
+            _forgotten_writes(),
+            ocp.Checkpointer(_handler(max(array.nbytes for array in arrays.values()))) as writer,
+        ):
             writer.save(
                 partial / "params", args=ocp.args.PyTreeSave(_nest(arrays)), custom_metadata={"jaxkv": metadata}
             )
@@ -129,7 +151,7 @@ def read_metadata(path: pathlib.Path) -> _Metadata:
     import orbax.checkpoint as ocp
 
     where = path / "params"
-    with reading(where, _REMEDY), _quiet(), ocp.Checkpointer(_handler()) as reader:
+    with reading(where, _REMEDY, (Exception,)), _quiet(), ocp.Checkpointer(_handler()) as reader:
         found = (reader.metadata(where.absolute()).custom_metadata or {}).get("jaxkv")
     if not found:
         raise UserError(f"{path} is an Orbax checkpoint but not one of jaxkv's; {_REMEDY}")
@@ -139,7 +161,7 @@ def read_metadata(path: pathlib.Path) -> _Metadata:
 def _read_config(metadata: _Metadata, path: pathlib.Path) -> ModelConfig:
     """The stored config. Raises UserError if it is not this version's, or a field has another type."""
     where = f"{path}: the stored config"
-    with reading(where, _REMEDY):
+    with reading(where, _REMEDY, (Exception,)):
         config = ModelConfig.from_json(metadata.config)
     convert(config.to_json(), ModelConfig, where, _REMEDY)
     return config
@@ -150,27 +172,44 @@ class _Array(msgspec.Struct):
 
     shape: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]]
     chunks: list[Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]]
+    compressor: dict[str, Any] | None
 
 
-def _check_arrays(params: pathlib.Path, layers: int) -> set[str]:
-    """Paths of the stored arrays, each with all of its chunks: zarr reads zeros where one is missing.
+def _check_arrays(params: pathlib.Path, itemsize: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the stored arrays by path, each with all of its chunks: zarr reads zeros where one is missing.
 
     Raises:
-      UserError: a chunk is missing, or the layers are not those of the config.
+      UserError: a chunk is missing or is not whole.
     """
-    stored = set()
+    stored = {}
     for folder in sorted(params.iterdir()):
         if not os.path.lexists(folder / ".zarray"):
             continue
         array = read_json(folder / ".zarray", _Array, _REMEDY)
         chunks = math.prod(-(-size // part) for size, part in zip(array.shape, array.chunks, strict=False))
-        if (there := len(list(folder.iterdir())) - 1) != chunks:
-            raise UserError(f"{folder} holds {there} of {chunks} chunks; {_REMEDY}")
-        stored.add(folder.name.replace(".", "/"))
-    found = {path.split("/")[1] for path in stored if path.startswith("layers/")}
-    if len(found) != layers:
-        raise UserError(f"{params} holds {len(found)} layers, and its config says {layers}; {_REMEDY}")
+        there = [path for path in folder.iterdir() if path.name != ".zarray"]
+        if len(there) != chunks:
+            raise UserError(f"{folder} holds {len(there)} of {chunks} chunks; {_REMEDY}")
+        size = math.prod(array.chunks) * itemsize
+        if array.compressor is None and any(path.stat().st_size != size for path in there):
+            raise UserError(f"{folder} has a chunk that is not {size} bytes long; {_REMEDY}")
+        stored[folder.name.replace(".", "/")] = tuple(array.shape)
     return stored
+
+
+def _match_arrays(
+    path: pathlib.Path, stored: Mapping[str, tuple[int, ...]], config: ModelConfig, precision: Precision
+) -> tuple[nnx.GraphDef, nnx.State]:
+    """The decoder whose parameters the stored arrays are, without values. Raises UserError if they are not."""
+    layers = {name.split("/")[1] for name in stored if name.startswith("layers/")}
+    if len(layers) != config.num_layers:  # before a decoder of that many is made
+        raise UserError(f"{path} holds {len(layers)} layers, and its config says {config.num_layers}; {_REMEDY}")
+    graphdef, abstract = abstract_decoder(config, precision)
+    wanted = {name: tuple(leaf.shape) for name, leaf in flat_paths(abstract).items()}
+    odd = sorted(name for name in stored.keys() | wanted.keys() if stored.get(name) != wanted.get(name))
+    if odd:
+        raise UserError(f"{path}: {shorten(odd)} does not fit the stored config; {_REMEDY}")
+    return graphdef, abstract
 
 
 def restore(
@@ -203,14 +242,13 @@ def restore(
         if metadata.format > 1 and not listed:
             raise UserError(f"{path} lacks its {MANIFEST}; copy it too, or {_REMEDY}")
         config = _read_config(metadata, path)
-        stored = _check_arrays(path / "params", config.num_layers)
+        dtype = np.dtype(jax.numpy.dtype(metadata.dtype))
+        stored = _check_arrays(path / "params", dtype.itemsize)
         if check is not None:
             config = check(config)
-        graphdef, abstract = abstract_decoder(config, precision)
-        if odd := stored ^ set(flat_paths(abstract)):
-            raise UserError(f"{path}: {shorten(sorted(odd))} does not fit the stored config; {_REMEDY}")
-        state = _read_arrays(path, abstract, np.dtype(jax.numpy.dtype(metadata.dtype)), sharding, progress)
-        with reading(path / "tokenizer", _REMEDY):
+        graphdef, abstract = _match_arrays(path, stored, config, precision)
+        state = _read_arrays(path, abstract, dtype, sharding, progress)
+        with reading(path / "tokenizer", _REMEDY, (Exception,)):
             tokenizer = load_tokenizer(path / "tokenizer")
     origin = metadata.provenance
     provenance = dataclasses.replace(
@@ -234,12 +272,10 @@ def _read_arrays(
 
     leaves = flat_paths(abstract)
     arrays: dict[str, jax.Array] = {}
-    with reading(path, _REMEDY), _quiet(), ocp.Checkpointer(_handler()) as reader:
+    with reading(path, _REMEDY, (Exception,)), _quiet(), ocp.Checkpointer(_handler()) as reader:
         for group in _groups(list(leaves)):
             read = _read_group(reader, path / "params", {key: leaves[key] for key in group}, stored, sharding)
             for key, array in read.items():
-                if tuple(array.shape) != tuple(leaves[key].shape):
-                    raise UserError(f"{path}: {key} does not fit the stored config; {_REMEDY}")
                 if isinstance(array, np.ndarray):
                     array = place(cast(array, array.shape, leaves[key].dtype, key), key, sharding)
                 else:

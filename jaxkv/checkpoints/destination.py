@@ -66,7 +66,5 @@ def new_directory(directory: str | pathlib.Path) -> Iterator[pathlib.Path]:
 
 def _cannot_write(error: Exception) -> str | None:
     """Why a write failed, or None if that is not what happened."""
-    if isinstance(error, UserError):
-        return None
     told = next((reason for reason in _NO_ROOM if reason in str(error)), None)
     return explain(error) if told is None and isinstance(error, OSError) else told

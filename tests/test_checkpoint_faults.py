@@ -528,7 +528,7 @@ FAULTS = {
     "many layers": (touch_config(num_layers=10**9), "holds 3 layers, and its config says 1000000000"),
     "text": (touch_config(num_kv_heads="4"), "stored model config: field num_kv_heads: expected `int`, got `str`"),
     "null": (touch_config(model_dim=None), "field model_dim: expected `int`, got `null`"),
-    "zero": (touch_config(num_kv_heads=0), "stored (model )?config.*; convert"),
+    "zero": (touch_config(num_kv_heads=0), "ours: .*num_kv_heads 0"),
     "head dim": (touch_config(head_dim=10), "layers/0/attn/k, .* and 8 more does not fit the stored config"),
     "no config": (drop("config"), "missing required field `config`"),
     "no provenance": (drop("provenance"), "missing required field `provenance`"),

@@ -5,6 +5,7 @@ import errno
 import os
 import pathlib
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
 
@@ -58,10 +59,18 @@ def new_directory(directory: str | pathlib.Path) -> Iterator[pathlib.Path]:
             raise
         raise UserError(f"cannot write {directory} ({told}); choose another destination or free some space") from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if partial.exists():
+            _remove(partial)
         for folder in made:
             with contextlib.suppress(OSError):  # not empty: it holds the checkpoint
                 folder.rmdir()
+
+
+def _remove(directory: pathlib.Path) -> None:
+    """Removes a directory in which threads of a library may still write after its error, and make it anew."""
+    for pause in (0, 0.1, 0.2, 0.4, 0.8):
+        time.sleep(pause)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _cannot_write(error: Exception) -> str | None:

@@ -158,6 +158,13 @@ def read_metadata(path: pathlib.Path) -> _Metadata:
     return convert(found, _Metadata, f"{where}: jaxkv's metadata", _REMEDY)
 
 
+def _read_config(metadata: _Metadata, path: pathlib.Path) -> ModelConfig:
+    try:
+        return ModelConfig.from_json(metadata.config)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
 class _Array(msgspec.Struct):
     """.zarray, as zarr's second format has it."""
 
@@ -232,8 +239,7 @@ def restore(
         metadata = read_metadata(path)
         if metadata.format > 1 and not listed:
             raise UserError(f"{path} lacks its {MANIFEST}; copy it too, or {_REMEDY}")
-        with reading(f"{path}: the stored config", _REMEDY):  # numbers that no model has, as 0 heads
-            config = ModelConfig.from_json(metadata.config)
+        config = _read_config(metadata, path)
         dtype = np.dtype(jax.numpy.dtype(metadata.dtype))
         stored = _check_arrays(path / "params", dtype.itemsize)
         if check is not None:

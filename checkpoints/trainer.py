@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from jaxkv.checkpoints.checkpoint import Checkpoint
+from jaxkv.checkpoints.checkpoint import Checkpoint, Provenance
 from jaxkv.checkpoints.tokenizer import Tokenizer
 from jaxkv.config import ModelConfig
 from jaxkv.errors import UserError
@@ -201,7 +201,7 @@ class Trainer:
         generation = {
             name: getattr(self.tokenizer.hf, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
         }
-        provenance = {"source": "checkpoints/train.py", "kind": "trained", "revision": git_revision(), "files": {}}
+        provenance = Provenance("checkpoints/train.py", "trained", git_revision())
         checkpoint = Checkpoint(self.config, graphdef, state, self.tokenizer, generation, provenance)
         if not final.exists():
             export(checkpoint, str(final), dtype="fp16")

@@ -291,7 +291,7 @@ def make_provenance(study: Study) -> dict[str, Any]:
 
     return environment() | {
         "git": git_revision(),
-        "checkpoint": study.checkpoint.provenance,
+        "checkpoint": study.checkpoint.provenance.to_json(),
         "data": study.task.provenance,
         "generation_config_not_applied": study.checkpoint.generation,
         "device_count": jax.device_count(),
@@ -302,9 +302,7 @@ def make_provenance(study: Study) -> dict[str, Any]:
 def make_run_config(study: Study) -> dict[str, Any]:
     """All that decides the numbers: contents and versions, not where files lie."""
     here, settings, task = environment(), study.settings, study.task
-    origin = study.checkpoint.provenance
     name = settings["model"] or pathlib.PurePath(settings["checkpoint"]).name
-    seed = {"source": origin["source"]} if origin["kind"] == "random" else {}  # such weights are their seed
     data = {
         part: {k: v for k, v in found.items() if k not in ("source", "fingerprint")}
         for part in ("problems", "shots")
@@ -314,7 +312,7 @@ def make_run_config(study: Study) -> dict[str, Any]:
         "experiments": settings["experiments"],
         "framework": study.framework,
         "model": study.checkpoint.config.to_json() | {"name": name},
-        "checkpoint": {k: v for k, v in origin.items() if k != "source"} | seed,
+        "checkpoint": study.checkpoint.provenance.identity(),
         "task": "text" if settings["experiments"] == [TEXT_EXPERIMENT] else settings["task"],
         "data": data,
         "prompt": task.provenance["prompt"],

@@ -29,7 +29,7 @@ BROKEN = (
     KeyError,
     IndexError,
     AttributeError,
-    OverflowError,
+    ArithmeticError,
     RecursionError,
     EOFError,
     MemoryError,

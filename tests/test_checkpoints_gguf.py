@@ -38,7 +38,17 @@ HEAD_DIMS = {"gemma2": 32, "gemma3": 32, "qwen3": 128}  # transformers reads no 
 
 
 def write_gguf(
-    path, arch="llama", quant=QuantType.F32, *, permute=1, trained=False, change=None, skip=(), extra=(), **settings
+    path,
+    arch="llama",
+    quant=QuantType.F32,
+    *,
+    permute=1,
+    trained=False,
+    change=None,
+    skip=(),
+    extra=(),
+    split=0,
+    **settings,
 ):
     """A tiny model as llama.cpp's converter would write it; returns the state dict of the same model in transformers.
 
@@ -51,6 +61,7 @@ def write_gguf(
       change: edits the writer before tensors are added.
       skip: GGUF names left out.
       extra: tensors added, (name, array).
+      split: tensors a part, as gguf's own writer splits them; 0 writes one file.
       settings: for the transformers config.
     """
     config_class, model_class = CONFIGS[arch]
@@ -69,7 +80,7 @@ def write_gguf(
     if config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
 
-    writer = gguf.GGUFWriter(path, arch)
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=split)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -157,7 +168,7 @@ def test_same_bits_as_transformers(tmp_path, arch, quant):
     assert checkpoint.config.head_dim == HEAD_DIMS.get(arch, 16)
     assert checkpoint.config.tie_embeddings == (arch in GEMMA)
     assert checkpoint.config.family == arch
-    assert checkpoint.provenance["dtypes"][quant.name] > 1
+    assert checkpoint.provenance.dtypes[quant.name] > 1
     if arch in GEMMA:
         assert checkpoint.config.window == config.sliding_window
         assert checkpoint.config.attn_softcap == config.attn_logit_softcapping
@@ -367,7 +378,7 @@ def test_bos_rule_of_the_file(tmp_path, add_bos):
     checkpoint = load(str(path), precision=FP32)
     tokenizer = checkpoint.tokenizer
     expected = add_bos is not False  # llama.cpp adds BOS to such a vocabulary where the file is silent
-    assert tokenizer.add_bos == checkpoint.provenance["add_bos"] == expected
+    assert tokenizer.add_bos == checkpoint.provenance.add_bos == expected
     assert tokenizer.encode("hello").count(1) == int(expected)
     assert tokenizer.encode("<s>hello").count(1) == 1
     assert tokenizer.decode(tokenizer.encode("hello hello")).strip() == "hello hello"

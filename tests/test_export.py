@@ -99,7 +99,7 @@ def test_round_trip_is_bit_exact(tmp_path, preset, dtype):
     again = load(str(tmp_path / "dest"), precision=make_precision(dtype))
     assert weights(again) == weights(checkpoint)
     assert dataclasses.replace(again.config, name=preset) == checkpoint.config
-    assert again.provenance["dtypes"] == {dtype: len(weights(checkpoint))}
+    assert again.provenance.dtypes == {dtype: len(weights(checkpoint))}
     names = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
     settings = transformers.AutoConfig.from_pretrained(tmp_path / "dest")
     assert settings.dtype == getattr(torch, names[dtype])

@@ -45,11 +45,11 @@ def test_loads_by_name(name, tmp_path, monkeypatch):
     home = find_shipped(name)
     assert checkpoint.config == get_preset(name)
     facts = checkpoint.provenance
-    assert (facts["source"], facts["kind"], facts["revision"], facts["add_bos"]) == (name, "safetensors", None, True)
-    assert facts["dtypes"] == {"fp16": len(weights(checkpoint))}
-    assert facts["files"] == {file: sha256_file(home / file) for file in LOADED}
+    assert (facts.source, facts.kind, facts.revision, facts.add_bos) == (name, "safetensors", None, True)
+    assert facts.dtypes == {"fp16": len(weights(checkpoint))}
+    assert facts.files == {file: sha256_file(home / file) for file in LOADED}
     trained = json.loads((home / "training.json").read_text())["files"]
-    assert facts["files"].items() <= trained.items()
+    assert facts.files.items() <= trained.items()
     tokenizer = checkpoint.tokenizer
     assert tokenizer.vocab_size <= checkpoint.config.vocab_size
     stops = checkpoint.generation["eos_token_id"]
@@ -140,7 +140,7 @@ from jaxkv.config import make_precision
 
 for name in sys.argv[1:]:
     checkpoint = load(name, precision=make_precision("fp16"))
-    print(name, jaxkv.__file__, find_shipped(name), checkpoint.provenance["files"]["model.safetensors"])
+    print(name, jaxkv.__file__, find_shipped(name), checkpoint.provenance.files["model.safetensors"])
 """
 
 
@@ -172,7 +172,7 @@ def test_installed_files_come_before_those_of_a_checkout(tree):
     assert find_shipped("tiny-mistral") == root / "checkpoints" / "tiny-mistral"
     again = load("tiny-mistral", precision=FP16)
     assert weights(again) == weights(random)
-    assert again.provenance["source"] == "tiny-mistral"
+    assert again.provenance.source == "tiny-mistral"
     shutil.copytree(root / "checkpoints", root / "jaxkv" / "data")
     assert find_shipped("tiny-mistral") == root / "jaxkv" / "data" / "tiny-mistral"
 

@@ -1,19 +1,20 @@
 """Reading checkpoints: safetensors, GGUF, Orbax, the hub, shipped or random weights, all into one form."""
 
 import dataclasses
+import os
 import pathlib
 import re
-from typing import Any
 
 import jax
 from flax import nnx
 
-from jaxkv.checkpoints.checkpoint import Checkpoint, Progress, Sharding
+from jaxkv.checkpoints.checkpoint import Checkpoint, Progress, Provenance, Sharding
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.checkpoints.shipped import SHIPPED, find_shipped
 from jaxkv.checkpoints.tokenizer import ByteTokenizer, Tokenizer
 from jaxkv.config import ModelConfig, Precision
 from jaxkv.errors import UserError
+from jaxkv.files import explain
 from jaxkv.models.families import HUB_IDS, HUB_REVISIONS
 from jaxkv.models.tables import differing_fields
 
@@ -66,15 +67,15 @@ def load(
             )
         return wanted
 
-    path = pathlib.Path(source).expanduser()
-    if not path.exists() and source in SHIPPED:
+    path, exists = _find(source)
+    if not exists and source in SHIPPED:
         if revision is not None:
             raise UserError(f"a revision belongs to a hub id, and {source} ships with jaxkv; drop --revision")
         from jaxkv.checkpoints.hf import read_hf
 
         path = find_shipped(source)
         return read_hf(path, precision, name=source, check=check, sharding=sharding, progress=progress)
-    if not path.exists():
+    if not exists:
         return _from_hub(source, revision, path, precision=precision, check=check, sharding=sharding, progress=progress)
     if revision is not None:
         raise UserError(f"a revision belongs to a hub id, and {source} is a local path; drop --revision")
@@ -84,13 +85,28 @@ def load(
         from jaxkv.checkpoints.gguf import read_gguf
 
         return read_gguf(path, precision, name=source, preset=config, check=check, sharding=sharding, progress=progress)
+    if not path.is_dir():
+        raise UserError(f"{source} is neither a file nor a directory; give a checkpoint")
     from jaxkv.checkpoints import orbax
 
+    if (path / "_CHECKPOINT_METADATA").exists():
+        raise UserError(f"{source} is the inside of an Orbax checkpoint; give the directory above it")
     if orbax.is_checkpoint(path):
         return orbax.restore(path, precision, check=check, sharding=sharding, progress=progress)
     from jaxkv.checkpoints.hf import read_hf
 
     return read_hf(path, precision, name=source, check=check, sharding=sharding, progress=progress)
+
+
+def _find(source: str) -> tuple[pathlib.Path, bool]:
+    """The path that a source would be, and whether something is there."""
+    if not source:
+        raise UserError("the checkpoint's name is empty; name a directory, a .gguf file or a hub id")
+    try:
+        path = pathlib.Path(source).expanduser()
+        return path, os.path.lexists(path) and bool(path.stat())
+    except (OSError, ValueError, RuntimeError) as error:  # no permission, a dangling link, a zero byte, no such ~user
+        raise UserError(f"{source!r} cannot be read ({explain(error)}); check the path") from error
 
 
 def _from_hub(source: str, revision: str | None, path: pathlib.Path, **options) -> Checkpoint:
@@ -121,13 +137,5 @@ def _random(source: str, precision: Precision, config: ModelConfig | None, shard
         arrays = {path: jax.device_get(leaf[...]) for path, leaf in flat_paths(state).items()}
         state = with_leaves(state, {path: place(array, path, sharding) for path, array in arrays.items()})
     tokenizer = ByteTokenizer()
-    provenance: dict[str, Any] = {
-        "source": source,
-        "kind": "random",
-        "revision": None,
-        "files": {},
-        "dtypes": {},
-        "add_bos": tokenizer.add_bos,
-        "note": "random weights",
-    }
+    provenance = Provenance(source, "random", add_bos=tokenizer.add_bos, note="random weights")
     return Checkpoint(config, graphdef, state, tokenizer, {}, provenance)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from flax import nnx
@@ -16,6 +16,49 @@ ConfigCheck = Callable[[ModelConfig], ModelConfig]  # raises on a config that is
 
 
 @dataclasses.dataclass(frozen=True)
+class Provenance:
+    """Where weights come from, and what identifies them.
+
+    Attributes:
+      source: as the user gave it.
+      kind: how it was read.
+      revision: commit of a hub id, or of the code that trained it.
+      files: name -> sha256 of what was read; for an Orbax checkpoint `params` and `tokenizer`, each over the hashes
+        of its files.
+      dtypes: original dtype -> number of tensors.
+      add_bos: whether the tokenizer puts BOS first.
+      note: what a reader must know, as that the weights are random.
+      left_aside: weight files in the same folder that were not read.
+      converted_from: source, kind and files of what an Orbax checkpoint was made from.
+      converted_by: versions of the packages that made it.
+      stored_dtype: of its arrays.
+    """
+
+    source: str
+    kind: Literal["safetensors", "gguf", "orbax", "random", "trained"]
+    revision: str | None = None
+    files: dict[str, str] = dataclasses.field(default_factory=dict)
+    dtypes: dict[str, int] = dataclasses.field(default_factory=dict)
+    add_bos: bool | None = None
+    note: str | None = None
+    left_aside: tuple[str, ...] = ()
+    converted_from: dict[str, str | dict[str, str]] | None = None
+    converted_by: dict[str, str] | None = None
+    stored_dtype: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for a record; the fields from `note` on only where they say something."""
+        values = dataclasses.asdict(self) | {"left_aside": list(self.left_aside)}
+        optional = ("note", "left_aside", "converted_from", "converted_by", "stored_dtype")
+        return {key: value for key, value in values.items() if value or key not in optional}
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the numbers: all but the place, save for random weights, which are their seed."""
+        place = {"left_aside"} if self.kind == "random" else {"source", "left_aside"}
+        return {key: value for key, value in self.to_json().items() if key not in place}
+
+
+@dataclasses.dataclass(frozen=True)
 class Checkpoint:
     """A model ready to run; `nnx.merge(graphdef, state)` is the decoder.
 
@@ -25,8 +68,7 @@ class Checkpoint:
       state: parameters in the precision's param dtype, at the paths of the decoder (embed, layers/0/attn/q, ...).
       tokenizer: text to ids and back.
       generation: raw values of the model's generation config, for the record; never applied.
-      provenance: source, kind, revision, files (name -> sha256), dtypes (original dtype -> number of tensors),
-        add_bos, and for random weights a `note` that says so.
+      provenance: where the weights come from, and their hashes.
     """
 
     config: ModelConfig
@@ -34,4 +76,4 @@ class Checkpoint:
     state: nnx.State
     tokenizer: AnyTokenizer
     generation: dict[str, Any]
-    provenance: dict[str, Any]
+    provenance: Provenance

@@ -13,10 +13,10 @@ import numpy as np
 from jaxkv.checkpoints.checkpoint import Checkpoint
 from jaxkv.checkpoints.destination import new_directory
 from jaxkv.checkpoints.fill import SourceTensor, cast, flat_paths, tensor_names
-from jaxkv.checkpoints.hf import SAFETENSORS_CODES
 from jaxkv.checkpoints.hf_config import transformers_config
 from jaxkv.checkpoints.hf_tokenizer import read_tokenizer
 from jaxkv.checkpoints.rewrite import define_flags, rewrite
+from jaxkv.checkpoints.safetensors import SAFETENSORS_CODES
 from jaxkv.checkpoints.tokenizer import AnyTokenizer, ByteTokenizer, write_transformers
 from jaxkv.cli import run_command
 from jaxkv.config import dtype_from_name

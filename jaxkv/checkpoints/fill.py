@@ -125,9 +125,10 @@ def cast(source: np.ndarray, shape: tuple[int, ...], dtype: DType, name: str) ->
     """Our array of `shape` and `dtype` from a source tensor, rounded once (to nearest even).
 
     Raises:
-      UserError: a finite weight has no finite value in `dtype`.
+      UserError: a weight is NaN or infinite, or has no finite value in `dtype`.
     """
     target = np.dtype(dtype)
+    _require_finite(source, name)
     if source.dtype == target:
         return source.reshape(shape)
     rows = source.reshape(source.shape[0], -1)
@@ -138,7 +139,7 @@ def cast(source: np.ndarray, shape: tuple[int, ...], dtype: DType, name: str) ->
         block = rows[start : start + step]
         with np.errstate(over="ignore"):
             rounded = block.astype(target)
-        if may_overflow and (lost := np.isinf(rounded) & np.isfinite(block)).any():
+        if may_overflow and (lost := np.isinf(rounded)).any():
             largest = np.abs(block[lost].astype(np.float64)).max()
             raise UserError(
                 f"{name}: the weight {largest:.6g} is past the range of {target.name} and would become infinite; "
@@ -146,6 +147,20 @@ def cast(source: np.ndarray, shape: tuple[int, ...], dtype: DType, name: str) ->
             )
         out[start : start + step] = rounded
     return out.reshape(shape)
+
+
+def _require_finite(source: np.ndarray, name: str) -> None:
+    """Raises UserError on NaN or infinity: all bits of the exponent are set. numpy's isfinite is ten times slower."""
+    infinity = np.array(np.inf, source.dtype).view(f"u{source.itemsize}")
+    bits = source.reshape(-1).view(infinity.dtype)
+    for start in range(0, bits.size, _BLOCK):
+        if ((bits[start : start + _BLOCK] & infinity) == infinity).any():
+            raise not_finite(name)
+
+
+def not_finite(name: str) -> UserError:
+    """The error for a weight that is NaN or infinite."""
+    return UserError(f"{name}: a weight is NaN or infinite, so every number would be; download or train it again")
 
 
 def _largest(dtype: np.dtype) -> float:

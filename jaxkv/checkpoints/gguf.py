@@ -2,21 +2,23 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from jaxkv import files
-from jaxkv.checkpoints.checkpoint import Checkpoint, ConfigCheck, Progress, Sharding
+from jaxkv.checkpoints.checkpoint import Checkpoint, ConfigCheck, Progress, Provenance, Sharding
 from jaxkv.checkpoints.fill import SourceTensor, count_dtypes, fill_state, flat_paths, match_tensors
+from jaxkv.checkpoints.gguf_header import find_parts, model_name
 from jaxkv.checkpoints.gguf_tokenizer import build_tokenizer
-from jaxkv.checkpoints.hf import as_ids, hash_files
+from jaxkv.checkpoints.hashing import hash_files, unchanged
 from jaxkv.checkpoints.hf_tokenizer import check_template
 from jaxkv.checkpoints.tokenizer import Tokenizer, check_special_ids
 from jaxkv.config import ModelConfig, Precision, RopeScaling
 from jaxkv.errors import UserError
+from jaxkv.files import AGAIN, reading
 from jaxkv.models.decoder import abstract_decoder
 from jaxkv.models.families import FAMILIES, key_table, parse_config
 from jaxkv.models.hf_fields import Epsilon, Layers, Length, Positive, Size
@@ -50,6 +52,7 @@ _NAMES = {
     for name, family in FAMILIES.items()
     if family.gguf
 }
+_ROPE_FREQS = "rope_freqs.weight"
 _SAMPLE = "Of the 12 cafés,\n  which is the largest?  345.6"  # what every tokenizer must give back
 _BLOCK = 1 << 22  # weights dequantized at a time
 # llama.cpp does not store Gemma's query_pre_attn_scalar: it takes the head dim, and D / N for the 27B models, which it
@@ -239,7 +242,7 @@ def read_gguf(
     """Reads a GGUF file: dequantized to fp32, then rounded once to the param dtype.
 
     Args:
-      path: the file.
+      path: the file, or any part of a split model: all parts are read.
       precision: its param dtype is what weights are rounded to.
       name: the source as the user gave it.
       preset: the model asked for; tells Mistral from LLaMA, which GGUF does not.
@@ -252,37 +255,78 @@ def read_gguf(
     """
     try:
         import gguf
-        from gguf.quants import dequantize
     except ImportError:
         raise UserError("reading a .gguf file needs the package gguf; pip install 'jaxkv[gguf]'") from None
-    try:
-        reader = gguf.GGUFReader(path)
-        fields = {key: field.contents() for key, field in reader.fields.items()}
-    except (ValueError, IndexError, KeyError, OSError, OverflowError) as error:
-        raise UserError(f"{name} is truncated or no GGUF file ({error}); download it again") from None
+    paths = find_parts(path)
+    with unchanged(paths):
+        with reading(name):
+            readers = [gguf.GGUFReader(part) for part in paths]
+            fields = {key: field.contents() for key, field in readers[0].fields.items()}
+        for reader in readers:
+            reader.fields.clear()  # a large vocabulary takes most of a gigabyte here
+        stored = [tensor for reader in readers for tensor in reader.tensors]
+        config = _config_of(fields, stored, preset, model_name(path), name)
+        if check is not None:
+            config = check(config)
+        graphdef, abstract = abstract_decoder(config, precision)
+        shapes = {key: leaf.shape for key, leaf in flat_paths(abstract).items()}
+        arch = fields["general.architecture"]
+        tensors = [_source(tensor, arch, config) for tensor in stored if tensor.name != _ROPE_FREQS]
+        plan = match_tensors(config, shapes, key_table(config.family), tensors, name)
+        tokenizer = _read_tokenizer(fields, name)
+        check_special_ids(tokenizer, config.vocab_size, name)
+        try:
+            state = fill_state(abstract, plan, config, name, sharding, progress)
+        except NotImplementedError as error:
+            raise UserError(f"{name}: {error}; use another quantization of the model") from None
+        digests = hash_files(paths)
+    generation = {
+        k.removeprefix("general.sampling."): v for k, v in fields.items() if k.startswith("general.sampling.")
+    }
+    provenance = Provenance(name, "gguf", files=digests, dtypes=count_dtypes(tensors), add_bos=tokenizer.add_bos)
+    return Checkpoint(config, graphdef, state, tokenizer, generation, provenance)
 
-    reader.fields.clear()  # a large vocabulary takes most of a gigabyte here
 
-    arch = str(fields.get("general.architecture"))
-    stored = {tensor.name: tensor for tensor in reader.tensors}
-    odd = [tensor for tensor in stored if tensor.startswith("rope_factors")]
-    if odd and arch in _NAMES:
-        raise UserError(f"{name}: tensor {odd[0]} (scaled RoPE) is not implemented; use a model without it")
-    rope_freqs = stored.get("rope_freqs.weight")
-    rope_factors = None if rope_freqs is None else dequantize(rope_freqs.data, rope_freqs.tensor_type)
-    if "token_embd.weight" not in stored and arch in _NAMES:
-        raise UserError(f"{name}: tensor token_embd.weight is missing; use a complete file")
-    vocab_size = int(stored["token_embd.weight"].shape[1]) if "token_embd.weight" in stored else 0
-    config = dataclasses.replace(
-        read_config(fields, vocab_size, "output.weight" not in stored, preset, name, rope_factors), name=path.stem
+def _config_of(
+    fields: dict[str, Any], stored: Sequence[Any], preset: ModelConfig | None, label: str, where: str
+) -> ModelConfig:
+    """The config, under the file's name. Raises UserError on what is not implemented or contradicts the tensors."""
+    from gguf.quants import dequantize
+
+    arch, tensors = str(fields.get("general.architecture")), {tensor.name: tensor for tensor in stored}
+    if arch not in _NAMES:
+        read_config(fields, 0, False, preset, where)  # refuses it
+    if odd := [name for name in tensors if name.startswith("rope_factors")]:
+        raise UserError(f"{where}: tensor {odd[0]} (scaled RoPE) is not implemented; use a model without it")
+    if "token_embd.weight" not in tensors or len(tensors["token_embd.weight"].shape) != 2:
+        raise UserError(f"{where}: tensor token_embd.weight is missing; use a complete file")
+    freqs = tensors.get(_ROPE_FREQS)
+    config = read_config(
+        fields,
+        int(tensors["token_embd.weight"].shape[1]),
+        "output.weight" not in tensors,
+        preset,
+        where,
+        None if freqs is None else dequantize(freqs.data, freqs.tensor_type),
     )
-    if check is not None:
-        config = check(config)
-    names = _NAMES[arch]
+    layers = len({name.split(".")[1] for name in tensors if name.startswith("blk.")})
+    if config.num_layers != layers:  # before a decoder of that many is made
+        raise UserError(
+            f"{where}: {arch}.block_count is {config.num_layers}, and the file has {layers} layers; {AGAIN}"
+        )
+    return dataclasses.replace(config, name=label)
 
-    def read(tensor: Any) -> np.ndarray:
-        # By rows: dequantizing takes several times its result, and the copy keeps pages of the mapped file out of JAX.
-        shape = tuple(int(n) for n in tensor.shape[::-1])
+
+def _source(tensor: Any, arch: str, config: ModelConfig) -> SourceTensor:
+    """A stored tensor under its Hugging Face name, read by rows.
+
+    Dequantizing takes several times its result, and the copy keeps pages of the mapped file out of JAX.
+    """
+    from gguf.quants import dequantize
+
+    shape = tuple(int(n) for n in tensor.shape[::-1])
+
+    def read() -> np.ndarray:
         values = np.empty(shape, np.float32)
         if len(shape) == 1:
             values[:] = dequantize(tensor.data, tensor.tensor_type)
@@ -292,32 +336,7 @@ def read_gguf(
                 values[start : start + step] = dequantize(tensor.data[start : start + step], tensor.tensor_type)
         return _undo(arch, tensor.name, config)(values)
 
-    def source(tensor: Any) -> SourceTensor:
-        shape = tuple(int(n) for n in tensor.shape[::-1])
-        return SourceTensor(_hf_name(tensor.name, names), shape, tensor.tensor_type.name, lambda: read(tensor))
-
-    tensors = [source(tensor) for tensor in reader.tensors if tensor is not rope_freqs]
-    graphdef, abstract = abstract_decoder(config, precision)
-    shapes = {key: leaf.shape for key, leaf in flat_paths(abstract).items()}
-    plan = match_tensors(config, shapes, key_table(config.family), tensors, name)
-    tokenizer = _read_tokenizer(fields, name)
-    check_special_ids(tokenizer, config.vocab_size, name)
-    try:
-        state = fill_state(abstract, plan, config, name, sharding, progress)
-    except NotImplementedError as error:
-        raise UserError(f"{name}: {error}; use another quantization of the model") from None
-    generation = {
-        k.removeprefix("general.sampling."): v for k, v in fields.items() if k.startswith("general.sampling.")
-    }
-    provenance = {
-        "source": name,
-        "kind": "gguf",
-        "revision": None,
-        "files": hash_files([path]),
-        "dtypes": count_dtypes(tensors),
-        "add_bos": tokenizer.add_bos,
-    }
-    return Checkpoint(config, graphdef, state, tokenizer, generation, provenance)
+    return SourceTensor(_hf_name(tensor.name, _NAMES[arch]), shape, tensor.tensor_type.name, read)
 
 
 def _hf_name(name: str, names: dict[str, str]) -> str:
@@ -344,7 +363,7 @@ def _read_tokenizer(fields: dict[str, Any], name: str) -> Tokenizer:
     hf.chat_template = rules.chat_template
     check_template(hf, name)
     add_bos = None if rules.add_bos is None else bool(rules.add_bos)
-    tokenizer = Tokenizer(hf, add_bos=add_bos, eos_ids=as_ids(rules.eos, rules.eot, rules.eom))
+    tokenizer = Tokenizer(hf, add_bos=add_bos, eos_ids=[i for i in (rules.eos, rules.eot, rules.eom) if i is not None])
     if (back := tokenizer.decode(tokenizer.encode(_SAMPLE))) != _SAMPLE:
         raise UserError(
             f"{name}: the tokenizer cannot be trusted, it turns {_SAMPLE!r} into {back!r}; use another file"

@@ -1,135 +1,47 @@
 """Hugging Face checkpoints: a directory of safetensors, or a hub id that is downloaded first."""
 
+import collections
 import concurrent.futures
 import dataclasses
-import functools
-import hashlib
-import json
 import os
 import pathlib
-import re
 import socket
-import struct
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import ml_dtypes
-import numpy as np
-
-from jaxkv.checkpoints.checkpoint import Checkpoint, ConfigCheck, Progress, Sharding
+from jaxkv.checkpoints.checkpoint import Checkpoint, ConfigCheck, Progress, Provenance, Sharding
 from jaxkv.checkpoints.fill import SourceTensor, count_dtypes, fill_state, flat_paths, match_tensors, shorten
+from jaxkv.checkpoints.folder import WeightFiles, find_weights
+from jaxkv.checkpoints.hashing import hash_files, unchanged
 from jaxkv.checkpoints.hf_tokenizer import TOKENIZER_FILES, read_tokenizer
-from jaxkv.config import Precision
+from jaxkv.checkpoints.mistral_format import in_hf_terms, read_params
+from jaxkv.checkpoints.safetensors import list_tensors
+from jaxkv.config import ModelConfig, Precision
 from jaxkv.errors import UserError, offline_example
+from jaxkv.files import convert, read_json
 from jaxkv.models.decoder import abstract_decoder
 from jaxkv.models.families import PRESETS, key_table, parse_config
 
-_DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
-_NAMES = {"F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16"}
-SAFETENSORS_CODES = {name: code for code, name in _NAMES.items()}
-# Buffers that old checkpoints carry; they are functions of the config.
-_BUFFERS = re.compile(r".*rotary_emb\.inv_freq|model\.layers\.\d+\.self_attn\.bias")
 _PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "model.safetensors", "model-*.safetensors")
 
 
-def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """A JSON object. Raises UserError if the file is no such thing."""
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path} ({error}); download it again") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} is not a JSON object; download it again")
-    return value
-
-
-def hash_files(paths: Sequence[pathlib.Path]) -> dict[str, str]:
-    """sha256 of each file by its name."""
-    digests = {}
-    for path in paths:
-        with path.open("rb") as file:
-            digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return digests
-
-
-def list_tensors(path: pathlib.Path) -> list[SourceTensor]:
-    """Tensors of one safetensors file, from its header alone.
-
-    The data is read with plain reads later: pages of a memory map would count as ours, and all of them would stay.
+def stop_ids(values: Iterable[Any], vocab_size: int, where: pathlib.Path | str) -> tuple[int, ...]:
+    """Ids that end a generation: each value is an id, a list of ids or None.
 
     Raises:
-      UserError: the file is truncated, is no safetensors file, or holds a dtype that is not a float.
+      UserError: a value is something else, or an id is not in the vocabulary.
     """
-    size = path.stat().st_size
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > size:
-                raise ValueError("header past the end")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError):
+    ids: list[int] = []
+    for value in values:
+        several = value if isinstance(value, list) else [] if value is None else [value]
+        ids += convert(several, list[int], f"{where}: eos_token_id", "mend the file or download it again")
+    if odd := [i for i in ids if not 0 <= i < vocab_size]:
         raise UserError(
-            f"{path} has no readable safetensors header: truncated or not safetensors; download it again"
-        ) from None
-    if size < end:
-        raise UserError(f"{path} is truncated ({size} bytes of {end}); download it again")
-    odd = sorted({entry["dtype"] for name, entry in header.items() if not _BUFFERS.fullmatch(name)} - set(_DTYPES))
-    if odd:
-        raise UserError(
-            f"{path} holds tensors of dtype {', '.join(odd)}, which is not implemented; use an unquantized copy"
+            f"{where}: eos_token_id {odd[0]} is no id of a vocabulary of {vocab_size}; "
+            "use a model and a tokenizer that belong together"
         )
-
-    def read(name: str) -> np.ndarray:
-        entry = header[name]
-        start, stop = entry["data_offsets"]
-        dtype = np.dtype(_DTYPES[entry["dtype"]])
-        array = np.fromfile(path, dtype, (stop - start) // dtype.itemsize, offset=8 + length + start)
-        return array.reshape(entry["shape"])
-
-    return [
-        SourceTensor(name, tuple(entry["shape"]), _NAMES[entry["dtype"]], functools.partial(read, name))
-        for name, entry in header.items()
-        if not _BUFFERS.fullmatch(name)
-    ]
-
-
-def weight_files(directory: pathlib.Path) -> list[pathlib.Path]:
-    """The safetensors files of a directory.
-
-    Raises:
-      UserError: none there, or a shard of the index is missing.
-    """
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
-    elif (directory / "model.safetensors").exists():
-        names = ["model.safetensors"]
-    else:
-        names = sorted(path.name for path in directory.glob("*.safetensors"))
-        parts = {match[2] for name in names if (match := re.search(r"-(\d+)-of-(\d+)\.safetensors$", name))}
-        if len(parts) == 1 and int(next(iter(parts))) != len(names):
-            raise UserError(f"{directory} holds {len(names)} of {int(next(iter(parts)))} shards; download the rest")
-    if not names:
-        other = sorted(path.name for path in directory.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
-        if other:
-            raise UserError(
-                f"{directory} has no safetensors weights, only {shorten(other, 2)}; convert them first: "
-                "load them with transformers and save_pretrained"
-            )
-        raise UserError(f"{directory} has no weights; give a directory with *.safetensors, a .gguf file or a hub id")
-    missing = [name for name in names if not (directory / name).exists()]
-    if missing:
-        raise UserError(f"{directory} lacks {len(missing)} of {len(names)} shards: {shorten(missing)}; download them")
-    return [directory / name for name in names]
-
-
-def as_ids(*values: Any) -> tuple[int, ...]:
-    """Token ids from ints, lists of ints and None."""
-    flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
-    return tuple(int(item) for item in flat if item is not None)
+    return tuple(ids)
 
 
 def read_hf(
@@ -156,39 +68,85 @@ def read_hf(
     Raises:
       UserError: anything wrong with the files, in one line.
     """
-    if not (directory / "config.json").exists():
-        weight_files(directory)  # its message is the better one where there are no weights either
-        raise UserError(f"{directory} has weights but no config.json; download it too")
-    raw = read_json(directory / "config.json")
-    config = dataclasses.replace(parse_config(raw, name), name=name.rstrip("/").split("/")[-1])
-    if check is not None:
-        config = check(config)
-    generation_file = directory / "generation_config.json"
-    generation = read_json(generation_file) if generation_file.exists() else {}
-    files = weight_files(directory)
-    tensors = [tensor for path in files for tensor in list_tensors(path)]
-    repeated = sorted({t.name for t in tensors if sum(o.name == t.name for o in tensors) > 1}) if len(files) > 1 else []
-    if repeated:
-        raise UserError(f"{directory} holds {shorten(repeated)} in more than one shard; download the weights again")
-    graphdef, abstract = abstract_decoder(config, precision)
-    shapes = {path: leaf.shape for path, leaf in flat_paths(abstract).items()}
-    plan = match_tensors(config, shapes, key_table(config.family), tensors, name)
-    eos_ids = as_ids(raw.get("eos_token_id"), generation.get("eos_token_id"))
-    tokenizer = read_tokenizer(directory, config, eos_ids)
-    used = [directory / "config.json", generation_file, *(directory / n for n in TOKENIZER_FILES), *files]
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:  # hashing overlaps with reading
-        hashes = pool.submit(hash_files, [path for path in used if path.exists()])
-        state = fill_state(abstract, plan, config, name, sharding, progress)
-        digests = hashes.result()
-    provenance = {
-        "source": name,
-        "kind": "safetensors",
-        "revision": revision,
-        "files": digests,
-        "dtypes": count_dtypes(tensors),
-        "add_bos": tokenizer.add_bos,
-    }
+    weights = find_weights(directory)
+    settings = ["config.json", "generation_config.json", *TOKENIZER_FILES]
+    settings += ["params.json"] * weights.mistral_layout
+    used = [path for file in settings if (path := directory / file).is_file()] + list(weights.files)
+    with unchanged(used):
+        raw = _read_config(directory, weights)
+        config = dataclasses.replace(parse_config(raw, name), name=name.rstrip("/").split("/")[-1])
+        if check is not None:
+            config = check(config)
+        generation, eos_ids = _read_generation(directory, raw, config.vocab_size)
+        tensors = _list_all(weights, config, directory)
+        graphdef, abstract = abstract_decoder(config, precision)
+        shapes = {path: leaf.shape for path, leaf in flat_paths(abstract).items()}
+        plan = match_tensors(config, shapes, key_table(config.family), tensors, name)
+        tokenizer = read_tokenizer(directory, config, eos_ids)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:  # hashing overlaps with reading
+            hashes = pool.submit(hash_files, used)
+            state = fill_state(abstract, plan, config, name, sharding, progress)
+            digests = hashes.result()
+    provenance = Provenance(
+        source=name,
+        kind="safetensors",
+        revision=revision,
+        files=digests,
+        dtypes=count_dtypes(tensors),
+        add_bos=tokenizer.add_bos,
+        left_aside=weights.left_aside,
+    )
     return Checkpoint(config, graphdef, state, tokenizer, generation, provenance)
+
+
+def _read_config(directory: pathlib.Path, weights: WeightFiles) -> dict[str, Any]:
+    """The fields of config.json, or of Mistral's params.json where its own weights stand alone."""
+    if os.path.lexists(directory / "config.json"):
+        return read_json(directory / "config.json", dict[str, Any])
+    if weights.mistral_layout and os.path.lexists(directory / "params.json"):
+        return read_params(directory / "params.json")
+    raise UserError(f"{directory} has weights but no config.json; download it too")
+
+
+def _read_generation(
+    directory: pathlib.Path, raw: Mapping[str, Any], vocab_size: int
+) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """The fields of generation_config.json, none if there is no such file, and the stop ids of both configs."""
+    file = directory / "generation_config.json"
+    generation = read_json(file, dict[str, Any]) if os.path.lexists(file) else {}
+    own = stop_ids([raw.get("eos_token_id")], vocab_size, directory / "config.json")
+    return generation, own + stop_ids([generation.get("eos_token_id")], vocab_size, file)
+
+
+def _list_all(weights: WeightFiles, config: ModelConfig, directory: pathlib.Path) -> list[SourceTensor]:
+    """Tensors of all files under their Hugging Face names.
+
+    Raises:
+      UserError: a file is broken, a tensor occurs twice, or the names are those of another kind of model.
+    """
+    tensors = [tensor for path in weights.files for tensor in list_tensors(path)]
+    if weights.mistral_layout:
+        tensors = [in_hf_terms(tensor, config) for tensor in tensors]
+    counts = collections.Counter(tensor.name for tensor in tensors)
+    if repeated := sorted(name for name, count in counts.items() if count > 1):
+        raise UserError(f"{directory} holds {shorten(repeated)} in more than one shard; download the weights again")
+    if wrapped := [name for name in counts if "language_model." in name]:
+        raise UserError(
+            f"{directory} holds {wrapped[0]}: the weights of a multimodal model, and only text models are "
+            "implemented; save its language model alone"
+        )
+    if "embed_tokens.weight" not in counts or any(name.startswith("model.") for name in counts):
+        return tensors
+    # AutoModel.save_pretrained writes the decoder without its wrapper, so without prefix and head.
+    if not config.tie_embeddings and "lm_head.weight" not in counts:
+        raise UserError(
+            f"{directory} holds a base model without the head lm_head.weight, which its config says is not tied to the "
+            "embeddings; save it with AutoModelForCausalLM, not AutoModel"
+        )
+    return [
+        tensor if tensor.name == "lm_head.weight" else dataclasses.replace(tensor, name=f"model.{tensor.name}")
+        for tensor in tensors
+    ]
 
 
 def download(hub_id: str, revision: str | None = None) -> tuple[pathlib.Path, str]:

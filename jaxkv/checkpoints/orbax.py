@@ -1,33 +1,55 @@
 """Our own checkpoints: arrays in Orbax, with config, tokenizer and provenance beside them.
 
-DEST/params/      Orbax (zarr, one file a tensor); its custom metadata holds config, provenance and versions
-DEST/tokenizer/   tokenizer files
+DEST/params/         Orbax (zarr, one file a tensor); its custom metadata holds config, provenance and versions
+DEST/tokenizer/      tokenizer files
+DEST/manifest.json   sha256 of all these files; format 1 had none
 """
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import math
+import os
 import pathlib
+import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jax
+import msgspec
 import numpy as np
+from flax import nnx
 
-from jaxkv.checkpoints.checkpoint import Checkpoint, ConfigCheck, Progress, Sharding
+from jaxkv.checkpoints.checkpoint import Checkpoint, ConfigCheck, Progress, Provenance, Sharding
 from jaxkv.checkpoints.destination import new_directory
-from jaxkv.checkpoints.fill import cast, flat_paths, place, with_leaves
+from jaxkv.checkpoints.fill import cast, flat_paths, not_finite, place, shorten, with_leaves
+from jaxkv.checkpoints.hashing import unchanged
+from jaxkv.checkpoints.manifest import MANIFEST, check_manifest, hash_tree, list_files, summarize, write_manifest
 from jaxkv.checkpoints.tokenizer import load_tokenizer
 from jaxkv.config import ModelConfig, Precision
 from jaxkv.errors import UserError
+from jaxkv.files import convert, read_json, reading
 from jaxkv.models.decoder import abstract_decoder
 
-_FORMAT = 1
+_FORMAT = 2
+_REMEDY = "convert the original again"
+_NO_MANIFEST = "stored without a manifest, so changes since then cannot be noticed"
+
+
+class _Metadata(msgspec.Struct):
+    """What `save` records in Orbax's custom metadata."""
+
+    format: Literal[1, 2]
+    config: dict[str, Any]
+    dtype: Literal["float16", "bfloat16", "float32", "float64"]
+    generation: dict[str, Any]
+    provenance: Provenance
+    versions: dict[str, str]
 
 
 def is_checkpoint(path: pathlib.Path) -> bool:
-    """Whether a directory is one of ours."""
-    return (path / "params" / "_CHECKPOINT_METADATA").exists()
+    """Whether a directory is one of ours, whole or not."""
+    return any((path / name).exists() for name in (MANIFEST, "params/_CHECKPOINT_METADATA", "params/_METADATA"))
 
 
 @contextlib.contextmanager
@@ -36,11 +58,28 @@ def _quiet() -> Iterator[None]:
     from absl import logging
 
     before = logging.get_verbosity()
-    logging.set_verbosity(logging.ERROR)
+    logging.set_verbosity(logging.FATAL)
     try:
         yield
     finally:
         logging.set_verbosity(before)
+
+
+@contextlib.contextmanager
+def _forgotten_writes() -> Iterator[None]:
+    """When a write fails, each of those under way reports to an event loop that is gone, by a traceback of its own.
+
+    After a failure they may still come, so the hook stays.
+    """
+    hook = sys.unraisablehook
+
+    def drop(found: Any) -> None:
+        if str(found.exc_value) != "Event loop is closed":
+            hook(found)
+
+    sys.unraisablehook = drop
+    yield
+    sys.unraisablehook = hook
 
 
 def _handler(largest: int = 0) -> Any:
@@ -74,38 +113,101 @@ def save(checkpoint: Checkpoint, directory: str | pathlib.Path) -> None:
     """Writes a checkpoint; `restore` gives back the same bits.
 
     Raises:
-      UserError: the destination is not empty, or cannot be written.
+      UserError: the destination is not empty or cannot be written, or a weight is NaN or infinite.
     """
     import orbax.checkpoint as ocp
 
     arrays = {key: leaf[...] for key, leaf in flat_paths(checkpoint.state).items()}
+    for key, array in arrays.items():
+        _require_finite(array, key)
     metadata = {
         "format": _FORMAT,
         "config": checkpoint.config.to_json(),
         "dtype": str(next(iter(arrays.values())).dtype),
         "generation": checkpoint.generation,
-        "provenance": checkpoint.provenance,
+        "provenance": checkpoint.provenance.to_json(),
         "versions": {name: importlib.metadata.version(name) for name in ("jaxkv", "orbax-checkpoint", "jax")},
     }
     with new_directory(directory) as partial:
         checkpoint.tokenizer.save(partial / "tokenizer")
-        with _quiet(), ocp.Checkpointer(_handler(max(array.nbytes for array in arrays.values()))) as writer:
+        with (
+            _quiet(),
+            _forgotten_writes(),
+            ocp.Checkpointer(_handler(max(array.nbytes for array in arrays.values()))) as writer,
+        ):
             writer.save(
                 partial / "params", args=ocp.args.PyTreeSave(_nest(arrays)), custom_metadata={"jaxkv": metadata}
             )
+        write_manifest(partial)
 
 
-def read_metadata(path: pathlib.Path) -> dict[str, Any]:
-    """What `save` recorded. Raises UserError if it is not there or of another format."""
+def _require_finite(array: jax.Array, name: str) -> None:
+    if not jax.numpy.isfinite(array).all():
+        raise not_finite(name)
+
+
+def read_metadata(path: pathlib.Path) -> _Metadata:
+    """What `save` recorded. Raises UserError if it is not there, of another format or of another type."""
     import orbax.checkpoint as ocp
 
-    with _quiet(), ocp.Checkpointer(_handler()) as reader:
-        found = (reader.metadata((path / "params").absolute()).custom_metadata or {}).get("jaxkv")
-    if not found or found.get("format") != _FORMAT:
-        raise UserError(
-            f"{path} is an Orbax checkpoint but not one of jaxkv's (format {_FORMAT}); convert the original"
-        )
-    return found
+    where = path / "params"
+    with reading(where, _REMEDY, (Exception,)), _quiet(), ocp.Checkpointer(_handler()) as reader:
+        found = (reader.metadata(where.absolute()).custom_metadata or {}).get("jaxkv")
+    if not found:
+        raise UserError(f"{path} is an Orbax checkpoint but not one of jaxkv's; {_REMEDY}")
+    return convert(found, _Metadata, f"{where}: jaxkv's metadata", _REMEDY)
+
+
+def _read_config(metadata: _Metadata, path: pathlib.Path) -> ModelConfig:
+    try:
+        return ModelConfig.from_json(metadata.config)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+class _Array(msgspec.Struct):
+    """.zarray, as zarr's second format has it."""
+
+    shape: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]]
+    chunks: list[Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]]
+    compressor: dict[str, Any] | None
+
+
+def _check_arrays(params: pathlib.Path, itemsize: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the stored arrays by path, each with all of its chunks: zarr reads zeros where one is missing.
+
+    Raises:
+      UserError: a chunk is missing or is not whole.
+    """
+    stored = {}
+    for folder in sorted(params.iterdir()):
+        if not os.path.lexists(folder / ".zarray"):
+            continue
+        array = read_json(folder / ".zarray", _Array, _REMEDY)
+        chunks = math.prod(-(-size // part) for size, part in zip(array.shape, array.chunks, strict=False))
+        there = [path for path in folder.iterdir() if path.name != ".zarray"]
+        if len(there) != chunks:
+            raise UserError(f"{folder} holds {len(there)} of {chunks} chunks; {_REMEDY}")
+        size = math.prod(array.chunks) * itemsize
+        if array.compressor is None and any(path.stat().st_size != size for path in there):
+            raise UserError(f"{folder} has a chunk that is not {size} bytes long; {_REMEDY}")
+        stored[folder.name.replace(".", "/")] = tuple(array.shape)
+    return stored
+
+
+def _match_arrays(
+    path: pathlib.Path, stored: Mapping[str, tuple[int, ...]], config: ModelConfig, precision: Precision
+) -> tuple[nnx.GraphDef, nnx.State]:
+    """The decoder whose parameters the stored arrays are, without values. Raises UserError if they are not."""
+    layers = {name.split("/")[1] for name in stored if name.startswith("layers/")}
+    if len(layers) != config.num_layers:  # before a decoder of that many is made
+        raise UserError(f"{path} holds {len(layers)} layers, and its config says {config.num_layers}; {_REMEDY}")
+    graphdef, abstract = abstract_decoder(config, precision)
+    wanted = {name: tuple(leaf.shape) for name, leaf in flat_paths(abstract).items()}
+    odd = sorted(name for name in stored.keys() | wanted.keys() if stored.get(name) != wanted.get(name))
+    if odd:
+        raise UserError(f"{path}: {shorten(odd)} does not fit the stored config; {_REMEDY}")
+    return graphdef, abstract
 
 
 def restore(
@@ -128,42 +230,58 @@ def restore(
     Raises:
       UserError: not a checkpoint of ours, or its arrays do not fit its config.
     """
-    import orbax.checkpoint as ocp
 
     path = pathlib.Path(directory).expanduser()
-    metadata = read_metadata(path)
-    config = ModelConfig.from_json(metadata["config"])
-    if check is not None:
-        config = check(config)
-    graphdef, abstract = abstract_decoder(config, precision)
+    with unchanged(list_files(path)):
+        hashes = hash_tree(path)
+        if listed := os.path.lexists(path / MANIFEST):
+            check_manifest(path, hashes)
+        metadata = read_metadata(path)
+        if metadata.format > 1 and not listed:
+            raise UserError(f"{path} lacks its {MANIFEST}; copy it too, or {_REMEDY}")
+        config = _read_config(metadata, path)
+        dtype = np.dtype(jax.numpy.dtype(metadata.dtype))
+        stored = _check_arrays(path / "params", dtype.itemsize)
+        if check is not None:
+            config = check(config)
+        graphdef, abstract = _match_arrays(path, stored, config, precision)
+        state = _read_arrays(path, abstract, dtype, sharding, progress)
+        with reading(path / "tokenizer", _REMEDY, (Exception,)):
+            tokenizer = load_tokenizer(path / "tokenizer")
+    origin = metadata.provenance
+    provenance = dataclasses.replace(
+        origin,
+        source=str(directory),
+        kind="orbax",
+        files=summarize(hashes),
+        note="; ".join(filter(None, (origin.note, None if listed else _NO_MANIFEST))) or None,
+        converted_from={"source": origin.source, "kind": origin.kind, "files": origin.files},
+        converted_by=metadata.versions,
+        stored_dtype=metadata.dtype,
+    )
+    return Checkpoint(config, graphdef, state, tokenizer, metadata.generation, provenance)
+
+
+def _read_arrays(
+    path: pathlib.Path, abstract: nnx.State, stored: np.dtype, sharding: Sharding, progress: Progress | None
+) -> nnx.State:
+    """The state, one group of arrays after another. Raises UserError if they do not fit it."""
+    import orbax.checkpoint as ocp
+
     leaves = flat_paths(abstract)
-    stored = np.dtype(jax.numpy.dtype(metadata["dtype"]))
     arrays: dict[str, jax.Array] = {}
-    with _quiet(), ocp.Checkpointer(_handler()) as reader:
+    with reading(path, _REMEDY, (Exception,)), _quiet(), ocp.Checkpointer(_handler()) as reader:
         for group in _groups(list(leaves)):
-            try:
-                read = _read_group(reader, path / "params", {key: leaves[key] for key in group}, stored, sharding)
-            except (ValueError, KeyError, OSError, FileNotFoundError) as error:
-                raise UserError(f"{directory} is damaged ({error}); convert the original again") from None
+            read = _read_group(reader, path / "params", {key: leaves[key] for key in group}, stored, sharding)
             for key, array in read.items():
-                if tuple(array.shape) != tuple(leaves[key].shape):
-                    raise UserError(f"{directory}: {key} does not fit the stored config; convert the original again")
                 if isinstance(array, np.ndarray):
                     array = place(cast(array, array.shape, leaves[key].dtype, key), key, sharding)
+                else:
+                    _require_finite(array, key)
                 arrays[key] = array
                 if progress is not None:
                     progress(len(arrays), len(leaves), key)
-    tokenizer = load_tokenizer(path / "tokenizer")
-    origin = metadata["provenance"]
-    provenance = {
-        **origin,
-        "source": str(directory),
-        "kind": "orbax",
-        "converted_from": {"source": origin["source"], "kind": origin["kind"]},
-        "converted_by": metadata["versions"],
-        "stored_dtype": metadata["dtype"],
-    }
-    return Checkpoint(config, graphdef, with_leaves(abstract, arrays), tokenizer, metadata["generation"], provenance)
+    return with_leaves(abstract, arrays)
 
 
 def _groups(paths: list[str]) -> list[list[str]]:

@@ -1,0 +1,71 @@
+"""The manifest of a checkpoint in our own format: SHA-256 of every file, written last and checked first."""
+
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from jaxkv.checkpoints.fill import shorten
+from jaxkv.checkpoints.hashing import hash_file
+from jaxkv.errors import UserError
+from jaxkv.files import read_json, reading
+
+MANIFEST = "manifest.json"
+FOLDERS = ("params", "tokenizer")
+_REMEDY = "copy the checkpoint again, or convert the original again"
+
+
+class _Manifest(msgspec.Struct):
+    format: Literal[1]
+    files: dict[str, str]
+
+
+def list_files(directory: pathlib.Path) -> list[pathlib.Path]:
+    """Every file under params/ and tokenizer/, sorted."""
+    with reading(directory):
+        return sorted(
+            pathlib.Path(root) / name
+            for folder in FOLDERS
+            for root, _, names in os.walk(directory / folder)
+            for name in names
+        )
+
+
+def hash_tree(directory: pathlib.Path) -> dict[str, str]:
+    """sha256 of every file under params/ and tokenizer/ by its path in the checkpoint."""
+    return {path.relative_to(directory).as_posix(): hash_file(path) for path in list_files(directory)}
+
+
+def write_manifest(directory: pathlib.Path) -> None:
+    """Writes the manifest of what lies in a directory."""
+    content = {"format": 1, "files": hash_tree(directory)}
+    (directory / MANIFEST).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def check_manifest(directory: pathlib.Path, found: Mapping[str, str]) -> None:
+    """Compares hashes of what lies there with the manifest. Raises UserError with the files that differ."""
+    written = read_json(directory / MANIFEST, _Manifest, _REMEDY).files
+    faults = {
+        "missing": [name for name in written if name not in found],
+        "changed": [name for name in written if found.get(name, written[name]) != written[name]],
+        "added": [name for name in found if name not in written],
+    }
+    told = [f"{len(names)} {what}: {shorten(names)}" for what, names in faults.items() if names]
+    if told:
+        raise UserError(f"{directory} is not as it was written ({'; '.join(told)}); {_REMEDY}")
+
+
+def summarize(hashes: Mapping[str, str]) -> dict[str, str]:
+    """One hash for the arrays and one for the tokenizer, over the hashes of their files.
+
+    Orbax's own notes beside the arrays are left out: they hold times, and two conversions of one model would differ.
+    """
+    parts: dict[str, list[str]] = {folder: [] for folder in FOLDERS}
+    for name, digest in sorted(hashes.items()):
+        if name.startswith("tokenizer/") or f"{name.rpartition('/')[0]}/.zarray" in hashes:
+            parts[name.partition("/")[0]].append(f"{digest}  {name}\n")
+    return {folder: hashlib.sha256("".join(lines).encode()).hexdigest() for folder, lines in parts.items()}

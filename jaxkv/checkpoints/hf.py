@@ -1,16 +1,13 @@
-"""Hugging Face checkpoints: a directory of safetensors, or a hub id that is downloaded first."""
+"""Checkpoints in the Hugging Face layout: a directory of safetensors."""
 
 import concurrent.futures
 import dataclasses
 import functools
 import hashlib
 import json
-import os
 import pathlib
 import re
-import socket
 import struct
-import urllib.parse
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,16 +18,15 @@ from jaxkv.checkpoints.checkpoint import Checkpoint, ConfigCheck, Progress, Shar
 from jaxkv.checkpoints.fill import SourceTensor, count_dtypes, fill_state, flat_paths, match_tensors, shorten
 from jaxkv.checkpoints.hf_tokenizer import TOKENIZER_FILES, read_tokenizer
 from jaxkv.config import Precision
-from jaxkv.errors import UserError, offline_example
+from jaxkv.errors import UserError
 from jaxkv.models.decoder import abstract_decoder
-from jaxkv.models.families import PRESETS, key_table, parse_config
+from jaxkv.models.families import key_table, parse_config
 
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _NAMES = {"F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 SAFETENSORS_CODES = {name: code for code, name in _NAMES.items()}
 # Buffers that old checkpoints carry; they are functions of the config.
 _BUFFERS = re.compile(r".*rotary_emb\.inv_freq|model\.layers\.\d+\.self_attn\.bias")
-_PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "model.safetensors", "model-*.safetensors")
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
@@ -189,57 +185,3 @@ def read_hf(
         "add_bos": tokenizer.add_bos,
     }
     return Checkpoint(config, graphdef, state, tokenizer, generation, provenance)
-
-
-def download(hub_id: str, revision: str | None = None) -> tuple[pathlib.Path, str]:
-    """Fetches a model's files from the hub, or finds them in the local cache.
-
-    Returns:
-      The directory and the commit it was resolved to.
-
-    Raises:
-      UserError: no network and nothing cached, a gated or unknown repository, an unknown revision.
-    """
-    import huggingface_hub
-    from huggingface_hub import errors
-
-    huggingface_hub.logging.set_verbosity_error()  # its retries would be a dozen lines before ours
-    patterns, offline = list(_PATTERNS), _is_offline()
-    try:
-        path = huggingface_hub.snapshot_download(
-            hub_id, revision=revision, allow_patterns=patterns, local_files_only=offline
-        )
-    except errors.GatedRepoError:
-        raise UserError(
-            f"{hub_id} is gated: accept its terms at https://huggingface.co/{hub_id}, then set HF_TOKEN to your token"
-        ) from None
-    except errors.RevisionNotFoundError:
-        raise UserError(f"{hub_id} has no revision '{revision}'; pass an existing branch, tag or commit") from None
-    except errors.RepositoryNotFoundError:
-        raise UserError(f"the hub has no model '{hub_id}', or it is private; check the id, or set HF_TOKEN") from None
-    except Exception as error:  # offline, proxies, timeouts: each HTTP stack has its own classes
-        raise UserError(
-            f"cannot download {hub_id} ({type(error).__name__}) and no local copy is cached; give local weights with "
-            f"--checkpoint, or run offline with {_offline_options(hub_id)}"
-        ) from None
-    return pathlib.Path(path), os.path.basename(path)
-
-
-def _is_offline() -> bool:
-    """Whether the hub's name does not resolve and no proxy does it for us: half a minute of retries is then vain."""
-    from huggingface_hub import constants
-
-    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
-        return False
-    try:
-        socket.getaddrinfo(urllib.parse.urlsplit(constants.ENDPOINT).hostname, 443)
-    except OSError:
-        return True
-    return False
-
-
-def _offline_options(hub_id: str) -> str:
-    words = {"gemma-2": "test-gemma2", "gemma-3": "test-gemma3", "mistral": "test-mistral"}
-    model = next((test for word, test in words.items() if word in hub_id.lower()), "test-llama2")
-    assert model in PRESETS
-    return offline_example(model)

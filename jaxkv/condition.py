@@ -107,8 +107,8 @@ class Study:
 
     @functools.cached_property
     def state(self) -> Any:
-        """Weights as the arms take them."""
-        return self.arms.prepare(self.checkpoint.state)
+        """Weights as the arms take them, which the checkpoint then holds too: two copies may not fit."""
+        return self.arms.prepare_in_place(self.checkpoint.state)
 
 
 @functools.lru_cache(maxsize=2)  # the two regimes

@@ -27,8 +27,8 @@ QUANTS = (
     "", ":", "4", "kivi", "kivi:", "kivi:17", "kivi:k2", "kivi:k2v2,", "kivi:k2v2,grup=32", "kivi:k2v2,group=0",
     "kivi:k2v2,group=-1", "kivi:k2v2,group=32,group=32", "hf:4,recent=9", "llama:q9_9", "fp8:e9m9",
     "fp8:e4m3,scale=nan", "fp8:e4m3,scale=0", "int8:4", "int4,bound=some", "mask:", "mask:999", "none,first=1",
-    "k=none;k=none", "v=int8;w=int8", "quarot:4,first=" + "9" * 30, "int8\x00", "turboquant:4,unit=", "kvarn:4,tile=1e3",
-    "int8;int8",
+    "k=none;k=none", "v=int8;w=int8", "quarot:4,first=" + "9" * 30, "int8\x00", "turboquant:4,unit=",
+    "kvarn:4,tile=1e3", "int8;int8",
 )  # fmt: skip
 ERRORS = (
     "", "uniform", "uniform:", "uniform:1", "uniform:1,-1", "uniform:nan,1", "uniform:0,inf", "normal:0,-1",

@@ -79,10 +79,11 @@ def to_folder(path: pathlib.Path) -> None:
     path.mkdir()
 
 
-def flip(content: bytes, start: int, length: int, rng: random.Random) -> bytes:
-    """Flips one bit of `length` bytes from `start` on."""
-    place = start + rng.randrange(length)
-    return content[:place] + bytes([content[place] ^ 1 << rng.randrange(8)]) + content[place + 1 :]
+def flip(content: bytes, start: int, length: int, rng: random.Random, lowest: int = 0) -> bytes:
+    """Flips one bit of `length` bytes from `start` on; of the first byte none below `lowest`."""
+    bit = rng.randrange(lowest, 8 * length)
+    place = start + bit // 8
+    return content[:place] + bytes([content[place] ^ 1 << bit % 8]) + content[place + 1 :]
 
 
 def broken_texts(content: bytes, rng: random.Random) -> Iterator[tuple[str, bytes]]:
@@ -244,7 +245,9 @@ class Generator:
                 ("length", length), ("name", name), ("dims", dims), ("shape", shape), ("type", kind), ("offset", offset)
             )}  # fmt: skip
         for name, (start, length) in spots.items():
-            yield self._write(f"{name} flipped", ".gguf", flip(content, start, length, rng))
+            # A type's lowest bit may tell a signed number from one that is not: the value stays right.
+            lowest = 1 if name.endswith(" type") else 0
+            yield self._write(f"{name} flipped", ".gguf", flip(content, start, length, rng, lowest))
         for _ in range(4):
             cut = rng.randrange(len(content))
             yield self._write(f"cut at {cut}", ".gguf", content[:cut])
@@ -256,12 +259,14 @@ class Generator:
         files = sorted(path.relative_to(base) for path in base.rglob("*") if path.is_file() and path.stat().st_size)
         for file in rng.sample(files, min(len(files), 14)):
             content = (base / file).read_bytes()
-            flipped = flip(content, 0, len(content), rng)
+            flipped, half = flip(content, 0, len(content), rng), content[: len(content) // 2]
             yield self._change(
                 "orbax", f"{file} flipped", lambda path, file=file, new=flipped: replace(path / file, new)
             )
             yield self._change(
-                "orbax", f"{file} cut", lambda path, file=file, new=content[:-1]: replace(path / file, new)
+                "orbax",
+                f"{file} cut",
+                lambda path, file=file, new=half: replace(path / file, new),
             )
             yield self._change("orbax", f"{file} gone", lambda path, file=file: (path / file).unlink())
 

@@ -8,7 +8,8 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxkv.config import ModelConfig, Precision, make_precision
@@ -22,6 +23,7 @@ Settings = dict[str, Any]
 INCIDENTAL = ("out", "compilation_cache", "conditions", "doctor_seconds")
 TEXT_EXPERIMENT = "perplexity"  # the experiment that reads a text instead of problems
 PARTS = ("residual", "accumulation", "cache", "scores")  # flags that override a part of the precision
+LOG_SECONDS = 30.0  # between lines about a download in a log
 OWN_PRECISIONS = "mitigations"  # the experiment that compares policies; its conditions have no precision
 
 
@@ -105,8 +107,8 @@ class Study:
 
     @functools.cached_property
     def state(self) -> Any:
-        """Weights as the arms take them."""
-        return self.arms.prepare(self.checkpoint.state)
+        """Weights as the arms take them, which the checkpoint then holds too: two copies may not fit."""
+        return self.arms.prepare_in_place(self.checkpoint.state)
 
 
 @functools.lru_cache(maxsize=2)  # the two regimes
@@ -136,8 +138,10 @@ def load_study(settings: Settings, console: Any) -> Study:
     sampler = make_sampler(settings["sampler"], settings["temperature"], settings["top_k"], settings["top_p"])
     preset = get_preset(settings["model"]) if settings["model"] else None
     source = settings["checkpoint"] or settings["model"]
-    with console.status(f"loading {source}"), _weights_device(settings):
-        checkpoint = load(source, precision=precision, config=preset, revision=settings["revision"])
+    with console.status(f"loading {source}") as status, _weights_device(settings):
+        checkpoint = load(
+            source, precision=precision, config=preset, revision=settings["revision"], tell=_teller(console, status)
+        )
     task: Any
     with console.status("loading the problems"):
         if settings["experiments"] == [TEXT_EXPERIMENT]:
@@ -164,6 +168,21 @@ def load_study(settings: Settings, console: Any) -> Study:
     _check_uncached(settings, layout)
     tile = settings["tile"] or (8 if jax.default_backend() == "cpu" else 16)
     return Study(settings, precision, checkpoint, task, items, spec, sampler, tile, console)
+
+
+def _teller(console: Any, status: Any) -> Callable[[str], None]:
+    """Shows how far a download is: beside the spinner, or in a log as a line now and then."""
+    if console.is_terminal:
+        return status.update
+    last = -LOG_SECONDS
+
+    def tell(text: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= LOG_SECONDS:
+            last = time.monotonic()
+            console.print(text, highlight=False, soft_wrap=True)
+
+    return tell
 
 
 def _weights_device(settings: Settings) -> contextlib.AbstractContextManager:

@@ -243,6 +243,16 @@ class Arms:
         """Weights in the form the programs take: as they are, or on a CPU widened once (Precision.widened)."""
         return jax.tree.map(lambda leaf, want: leaf.astype(want.dtype), state, self.abstract_state)
 
+    def prepare_in_place(self, state: nnx.State) -> nnx.State:
+        """As `prepare`, one weight after another and each in the place of the one given, so that one copy is held.
+
+        Widened weights are the same values: other arms, of another policy too, can be prepared from them.
+        """
+        held, wanted = nnx.to_flat_state(state), nnx.to_flat_state(self.abstract_state)
+        for leaf, want in zip(held.leaves, wanted.leaves, strict=True):
+            leaf.set_value(leaf[...].astype(want.dtype).block_until_ready())
+        return state
+
     # The programs. Each is a pure function of (prepared weights, arrays).
 
     def _prefill(

@@ -154,7 +154,7 @@ def _explain_overflow(study: Study, run: RunDirectory) -> None:
 
     def make(parts: Mapping[str, str]) -> tuple[Any, Any]:
         tried = dataclasses.replace(study, precision=read_precision({**study.settings, **parts}))
-        return tried.arms, tried.state
+        return tried.arms, tried.arms.prepare(study.state)
 
     item = next(item for item in study.items if item.problem == records[0]["problem"])
     with study.console.status("every sample is invalid: looking for a policy that runs"):

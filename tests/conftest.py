@@ -2,6 +2,8 @@
 
 import os
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network; the hub's clients read it when they are imported
+
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache

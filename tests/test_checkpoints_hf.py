@@ -320,26 +320,6 @@ def test_preset_mismatch_names_the_fields(llama):
     assert "rope_theta" not in message
 
 
-def test_hub_faults(monkeypatch):
-    import huggingface_hub
-    from huggingface_hub import errors
-
-    cases = {
-        "is gated: accept its terms .*HF_TOKEN": errors.GatedRepoError,
-        "the hub has no model": errors.RepositoryNotFoundError,
-        "no revision 'v9'": errors.RevisionNotFoundError,
-        "--checkpoint.*--model=test-gemma2 --checkpoint=random:0": errors.LocalEntryNotFoundError,
-        "cannot download": OSError,
-    }
-    for words, error in cases.items():
-
-        def refuse(*args, error=error, **options):
-            raise error.__new__(error)  # their constructors want an HTTP response of the client in use
-
-        monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
-        fails("google/gemma-2-2b", words, revision="v9")
-
-
 def test_hub_id_is_resolved_to_a_commit(saved, tmp_path, monkeypatch):
     import huggingface_hub
 

@@ -122,7 +122,9 @@ def test_hub(monkeypatch):
         raise ConnectionError("no route")
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(UserError, match=r"WikiText-2 could not be fetched .*ConnectionError\); pass --data FILE") as e:
+    with pytest.raises(
+        UserError, match=r"WikiText-2 could not be fetched .*HF_HUB_OFFLINE is set\).* pass --data FILE"
+    ) as e:
         load_task("next_string")
     assert "UTF-8 text" in str(e.value)
     assert ".jsonl" not in str(e.value)

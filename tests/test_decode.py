@@ -25,6 +25,7 @@ from small_models import (
 )
 
 from jaxkv.cache import empty_cache
+from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.config import make_precision
 from jaxkv.decode import PAD_ID, Arms, Layout, make_layout, round_up, start_rollout
 from jaxkv.drafts import first_disagreement, free_stepwise
@@ -303,3 +304,17 @@ def test_layouts():
         make_layout(make_prompts((3, 61)), 4, BUCKET, config)
     with pytest.raises(UserError, match="a prompt has no tokens"):
         make_layout([[1], []], 4, BUCKET, config)
+
+
+def test_weights_are_prepared_in_place():
+    """The same weights as prepared apart, in one copy; other arms get from them what they would have got before."""
+    arms, narrow = small_arms("gemma2", "fp16"), small_arms("gemma2", "bf16")
+    given = small_state("gemma2", "fp16")
+    leaves = {path: leaf[...] for path, leaf in flat_paths(given).items()}
+    own = with_leaves(given, leaves)
+    wanted = arms.prepare(given)
+    prepared = arms.prepare_in_place(own)
+    assert prepared is own
+    assert same_bits(prepared, wanted)
+    assert same_bits(narrow.prepare(prepared), narrow.prepare(given))
+    assert all(leaf[...] is leaves[path] for path, leaf in flat_paths(given).items())  # the caller's other copies stay

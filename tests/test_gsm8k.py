@@ -332,7 +332,7 @@ def test_hub_without_network_or_package(monkeypatch):
         raise ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(UserError, match=r"ConnectionError\); pass --data FILE, a \.jsonl or \.parquet file"):
+    with pytest.raises(UserError, match=r"HF_HUB_OFFLINE is set\).*; or pass --data FILE, a \.jsonl or \.parquet file"):
         load_problems(None)
     with pytest.raises(UserError, match="pass --fewshot_data FILE"):
         load_task("gsm8k", data=PROBLEMS)

@@ -4,10 +4,12 @@ import dataclasses
 import os
 import pathlib
 import re
+from typing import Any
 
 import jax
 from flax import nnx
 
+from jaxkv import hub
 from jaxkv.checkpoints.checkpoint import Checkpoint, Progress, Provenance, Sharding
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.checkpoints.shipped import SHIPPED, find_shipped
@@ -31,6 +33,7 @@ def load(
     revision: str | None = None,
     sharding: Sharding = None,
     progress: Progress | None = None,
+    tell: hub.Tell | None = None,
 ) -> Checkpoint:
     """Loads a model from wherever it is.
 
@@ -43,6 +46,7 @@ def load(
       revision: branch, tag or commit of a hub id; a preset's name has one pinned (families.HUB_REVISIONS).
       sharding: a Sharding, or a function of parameter path and shape that gives one; None is the default device.
       progress: called after each tensor with (done, of, name).
+      tell: called about once a second of a download with how far it is.
 
     Returns:
       The checkpoint.
@@ -76,7 +80,8 @@ def load(
         path = find_shipped(source)
         return read_hf(path, precision, name=source, check=check, sharding=sharding, progress=progress)
     if not exists:
-        return _from_hub(source, revision, path, precision=precision, check=check, sharding=sharding, progress=progress)
+        options: dict[str, Any] = {"check": check, "sharding": sharding, "progress": progress}
+        return _from_hub(source, revision, path, tell, precision=precision, **options)
     if revision is not None:
         raise UserError(f"a revision belongs to a hub id, and {source} is a local path; drop --revision")
     if path.is_file():
@@ -109,7 +114,9 @@ def _find(source: str) -> tuple[pathlib.Path, bool]:
         raise UserError(f"{source!r} cannot be read ({explain(error)}); check the path") from error
 
 
-def _from_hub(source: str, revision: str | None, path: pathlib.Path, **options) -> Checkpoint:
+def _from_hub(
+    source: str, revision: str | None, path: pathlib.Path, tell: hub.Tell | None, **options: Any
+) -> Checkpoint:
     hub_id = HUB_IDS.get(source, source)
     local = source.startswith((".", "/", "~")) or path.suffix == ".gguf"
     if local or not _HUB_ID.fullmatch(hub_id):
@@ -117,10 +124,12 @@ def _from_hub(source: str, revision: str | None, path: pathlib.Path, **options) 
             f"{source} does not exist; give a directory, a .gguf file, a hub id (owner/name), random:SEED or "
             f"a shipped model ({', '.join(SHIPPED)})"
         )
-    from jaxkv.checkpoints.hf import download, read_hf
+    from jaxkv.checkpoints.hf import read_hf
 
-    directory, commit = download(hub_id, revision or HUB_REVISIONS.get(source))
-    return read_hf(directory, name=hub_id, revision=commit, **options)
+    directory, commit = hub.download(hub_id, revision or HUB_REVISIONS.get(source), tell)
+    checkpoint = read_hf(directory, name=hub_id, revision=commit, **options)
+    hub.check_digests(directory, checkpoint.provenance.files)
+    return checkpoint
 
 
 def _random(source: str, precision: Precision, config: ModelConfig | None, sharding: Sharding) -> Checkpoint:

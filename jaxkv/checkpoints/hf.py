@@ -1,12 +1,10 @@
-"""Hugging Face checkpoints: a directory of safetensors, or a hub id that is downloaded first."""
+"""Checkpoints in the Hugging Face layout: a directory of safetensors."""
 
 import collections
 import concurrent.futures
 import dataclasses
 import os
 import pathlib
-import socket
-import urllib.parse
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,12 +16,10 @@ from jaxkv.checkpoints.hf_tokenizer import TOKENIZER_FILES, read_tokenizer
 from jaxkv.checkpoints.mistral_format import in_hf_terms, read_params
 from jaxkv.checkpoints.safetensors import list_tensors
 from jaxkv.config import ModelConfig, Precision
-from jaxkv.errors import UserError, offline_example
+from jaxkv.errors import UserError
 from jaxkv.files import convert, read_json
 from jaxkv.models.decoder import abstract_decoder
-from jaxkv.models.families import PRESETS, key_table, parse_config
-
-_PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "model.safetensors", "model-*.safetensors")
+from jaxkv.models.families import key_table, parse_config
 
 
 def stop_ids(values: Iterable[Any], vocab_size: int, where: pathlib.Path | str) -> tuple[int, ...]:
@@ -147,57 +143,3 @@ def _list_all(weights: WeightFiles, config: ModelConfig, directory: pathlib.Path
         tensor if tensor.name == "lm_head.weight" else dataclasses.replace(tensor, name=f"model.{tensor.name}")
         for tensor in tensors
     ]
-
-
-def download(hub_id: str, revision: str | None = None) -> tuple[pathlib.Path, str]:
-    """Fetches a model's files from the hub, or finds them in the local cache.
-
-    Returns:
-      The directory and the commit it was resolved to.
-
-    Raises:
-      UserError: no network and nothing cached, a gated or unknown repository, an unknown revision.
-    """
-    import huggingface_hub
-    from huggingface_hub import errors
-
-    huggingface_hub.logging.set_verbosity_error()  # its retries would be a dozen lines before ours
-    patterns, offline = list(_PATTERNS), _is_offline()
-    try:
-        path = huggingface_hub.snapshot_download(
-            hub_id, revision=revision, allow_patterns=patterns, local_files_only=offline
-        )
-    except errors.GatedRepoError:
-        raise UserError(
-            f"{hub_id} is gated: accept its terms at https://huggingface.co/{hub_id}, then set HF_TOKEN to your token"
-        ) from None
-    except errors.RevisionNotFoundError:
-        raise UserError(f"{hub_id} has no revision '{revision}'; pass an existing branch, tag or commit") from None
-    except errors.RepositoryNotFoundError:
-        raise UserError(f"the hub has no model '{hub_id}', or it is private; check the id, or set HF_TOKEN") from None
-    except Exception as error:  # offline, proxies, timeouts: each HTTP stack has its own classes
-        raise UserError(
-            f"cannot download {hub_id} ({type(error).__name__}) and no local copy is cached; give local weights with "
-            f"--checkpoint, or run offline with {_offline_options(hub_id)}"
-        ) from None
-    return pathlib.Path(path), os.path.basename(path)
-
-
-def _is_offline() -> bool:
-    """Whether the hub's name does not resolve and no proxy does it for us: half a minute of retries is then vain."""
-    from huggingface_hub import constants
-
-    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
-        return False
-    try:
-        socket.getaddrinfo(urllib.parse.urlsplit(constants.ENDPOINT).hostname, 443)
-    except OSError:
-        return True
-    return False
-
-
-def _offline_options(hub_id: str) -> str:
-    words = {"gemma-2": "test-gemma2", "gemma-3": "test-gemma3", "mistral": "test-mistral"}
-    model = next((test for word, test in words.items() if word in hub_id.lower()), "test-llama2")
-    assert model in PRESETS
-    return offline_example(model)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from jaxkv import files
+from jaxkv import files, hub
 from jaxkv.errors import UserError
 
 T = TypeVar("T")
@@ -168,21 +168,43 @@ def to_row(row: Any, kind: type[T], where: str, shape: str) -> T:
 
 
 def fetch(source: Source, flag: str) -> Any:
-    """Fetches a split from the hub as a `datasets.Dataset`. Raises UserError without network or package."""
+    """Fetches a split from the hub as a `datasets.Dataset`; from its cache where the hub gives nothing.
+
+    Raises:
+      UserError: no package; nothing from the hub and nothing cached, or another revision than the one asked for.
+    """
     datasets = import_datasets()
     if datasets is None:
         raise UserError(
             f"{source.title} from the hub needs `datasets`: run `pip install datasets`, or {source.remedy(flag)}"
         )
     name = (source.hub,) if source.config is None else (source.hub, source.config)
-    with _NoProgress(datasets):
+    failure = None
+    with _Quiet(datasets), contextlib.ExitStack() as stack:
         try:
-            return datasets.load_dataset(*name, revision=source.revision, split=source.split)
+            hub.ask(source.hub, source.revision, "dataset")
+        except Exception as error:  # each HTTP stack has its own classes
+            failure = error
+            stack.enter_context(hub.offline())
+        try:
+            table = datasets.load_dataset(*name, revision=source.revision, split=source.split)
         except Exception as error:
+            told = hub.describe_failure(failure or error, source.hub, source.revision, "dataset")
             raise UserError(
-                f"{source.title} could not be fetched from the Hugging Face hub ({type(error).__name__}); "
-                f"{source.remedy(flag)}"
+                f"{source.title} could not be fetched from the Hugging Face hub: {told}; or {source.remedy(flag)}"
             ) from error
+    _check_revision(source, table, flag)
+    return table
+
+
+def _check_revision(source: Source, table: Any, flag: str) -> None:
+    """Raises UserError on a table of another commit: without a network `datasets` takes the latest that it has."""
+    folders = [Path(file["filename"]).parent.name for file in table.cache_files]
+    if source.revision is not None and folders and set(folders) != {source.revision}:
+        raise UserError(
+            f"{source.title} is cached at revision {folders[0]} and {source.revision} is wanted, which the hub does "
+            f"not give now; run once with a network, or {source.remedy(flag)}"
+        )
 
 
 def import_datasets() -> Any:
@@ -194,20 +216,22 @@ def import_datasets() -> Any:
     return datasets
 
 
-class _NoProgress:
-    """Silences progress bars and retry notices of `datasets` while it reads."""
+class _Quiet:
+    """Silences progress bars and notices of `datasets` and of the hub's client while they read."""
 
     def __init__(self, datasets: Any):
         self._datasets = datasets
-        self._logger = logging.getLogger("huggingface_hub")
+        self._loggers = [logging.getLogger(name) for name in ("huggingface_hub", "datasets")]
 
-    def __enter__(self):
+    def __enter__(self) -> None:
         self._bars = self._datasets.are_progress_bars_disabled()
-        self._level = self._logger.level
+        self._levels = [logger.level for logger in self._loggers]
         self._datasets.disable_progress_bars()
-        self._logger.setLevel(logging.ERROR)
+        for logger in self._loggers:
+            logger.setLevel(logging.ERROR)
 
-    def __exit__(self, *_):
-        self._logger.setLevel(self._level)
+    def __exit__(self, *_: object) -> None:
+        for logger, level in zip(self._loggers, self._levels, strict=True):
+            logger.setLevel(level)
         if not self._bars:
             self._datasets.enable_progress_bars()

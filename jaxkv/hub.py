@@ -1,0 +1,287 @@
+"""The Hugging Face hub: a model's files and a data set's rows, from the network or from the local cache.
+
+The hub's own clients do the work. One short question comes first: it tells in seconds whether the hub can be reached,
+where the clients would retry for half a minute, and it names the commit and the bytes to come.
+"""
+
+import contextlib
+import dataclasses
+import fnmatch
+import hashlib
+import os
+import pathlib
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+from jaxkv.errors import UserError, offline_example
+from jaxkv.files import explain
+
+Kind = Literal["model", "dataset"]
+Tell = Callable[[str], None]
+
+TIMEOUT = 10.0  # seconds that the first question may take
+_PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "model.safetensors", "model-*.safetensors")
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What the hub knows of a repository at a revision.
+
+    Attributes:
+      commit: the revision was resolved to.
+      sizes: bytes of each file by its name.
+    """
+
+    commit: str
+    sizes: Mapping[str, int]
+
+
+def ask(hub_id: str, revision: str | None, kind: Kind = "model") -> Answer:
+    """Asks the hub for a repository, once and for at most `TIMEOUT`. Raises whatever the hub's client does."""
+    import huggingface_hub
+
+    api = huggingface_hub.HfApi()
+    read = api.model_info if kind == "model" else api.dataset_info
+    found = read(hub_id, revision=revision, files_metadata=True, timeout=TIMEOUT)
+    return Answer(str(found.sha), {file.rfilename: file.size or 0 for file in found.siblings or ()})
+
+
+def describe_failure(error: Exception, hub_id: str, revision: str | None, kind: Kind = "model") -> str:
+    """What a failure of the hub's client means and what to do about it, in one line."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    what = {"model": "model", "dataset": "data set"}[kind]
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, errors.GatedRepoError):
+        page = hub_id if kind == "model" else f"datasets/{hub_id}"
+        return f"{hub_id} is gated: accept its terms at https://huggingface.co/{page}, then set HF_TOKEN to your token"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{hub_id} has no revision '{revision}'; pass an existing branch, tag or commit"
+    if status == 401 and huggingface_hub.get_token():
+        return f"the hub refuses your token for {hub_id} (401); set HF_TOKEN to a valid one, or unset it"
+    if isinstance(error, errors.RepositoryNotFoundError) or status == 401:
+        return f"the hub has no {what} '{hub_id}', or it is private; check the id, or set HF_TOKEN"
+    if status == 403:
+        return f"the hub denies access to {hub_id} (403); give HF_TOKEN the right to read it"
+    if status == 429:
+        return f"the hub asks for fewer requests (429) while {hub_id} is fetched; wait some minutes, or set HF_TOKEN"
+    if status is not None:
+        return f"the hub fails with status {status} while {hub_id} is fetched; try again later"
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return f"cannot download {hub_id} (HF_HUB_OFFLINE is set); unset it where there is a network"
+    told = explain(error).rstrip(".")
+    name = type(error).__name__
+    return f"cannot download {hub_id} ({name if name == told else f'{name}: {told}'}); check network and HF_ENDPOINT"
+
+
+def download(hub_id: str, revision: str | None = None, tell: Tell | None = None) -> tuple[pathlib.Path, str]:
+    """Fetches a model's files from the hub, or finds them in the local cache.
+
+    A file whose download was cut, or that lies truncated or changed in the cache, is fetched again.
+
+    Args:
+      hub_id: owner/name.
+      revision: branch, tag or commit; None is the main branch.
+      tell: called about once a second with what is being downloaded, and bytes of how many.
+
+    Returns:
+      The directory and the commit it was resolved to.
+
+    Raises:
+      UserError: no network and nothing cached, a gated or unknown repository, an unknown revision, a full disk.
+    """
+    import huggingface_hub
+
+    huggingface_hub.logging.set_verbosity_error()  # its retries would be a dozen lines before ours
+    try:
+        answer = ask(hub_id, revision)
+    except Exception as error:  # each HTTP stack has its own classes
+        return _find_cached(hub_id, revision, error)
+    patterns = _choose_patterns(hub_id, answer)
+    wanted = {
+        name: size
+        for name, size in answer.sizes.items()
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    }
+    target = _cache_folder(hub_id) / "snapshots" / answer.commit
+    missing = {name: size for name, size in wanted.items() if not (target / name).exists()}
+    _check_space(hub_id, sum(missing.values()))
+    bars = _make_bars(hub_id, target, missing, tell or (lambda text: None))
+    try:
+        path = huggingface_hub.snapshot_download(hub_id, revision=revision, allow_patterns=patterns, tqdm_class=bars)
+        for name in _find_damaged(pathlib.Path(path), wanted):
+            huggingface_hub.hf_hub_download(
+                hub_id, name, revision=os.path.basename(path), force_download=True, tqdm_class=bars
+            )
+    except Exception as error:
+        raise UserError(describe_failure(error, hub_id, revision)) from error
+    return pathlib.Path(path), os.path.basename(path)
+
+
+def _find_cached(hub_id: str, revision: str | None, failure: Exception) -> tuple[pathlib.Path, str]:
+    """A model's files in the cache. Raises UserError with what is cached instead, or with why the hub gave nothing."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        path = pathlib.Path(
+            huggingface_hub.snapshot_download(
+                hub_id, revision=revision, allow_patterns=list(_PATTERNS), local_files_only=True
+            )
+        )
+    except errors.LocalEntryNotFoundError as error:
+        told = describe_failure(failure, hub_id, revision)
+        if isinstance(failure, errors.HfHubHTTPError):  # the hub is there and says no
+            raise UserError(told) from failure
+        state = "the local copy is incomplete" if "is incomplete" in str(error) else "no local copy is cached"
+        problem = f"{told.rpartition('; ')[0]} and {state}"
+        wanted = revision or "main"
+        if others := [line for commit, line in _cached_revisions(hub_id).items() if wanted not in line]:
+            raise UserError(f"{problem} of revision {wanted}; cached is {' or '.join(others)}") from failure
+        raise UserError(
+            f"{problem}; give local weights with --checkpoint, or run offline with {_offline_options(hub_id)}"
+        ) from failure
+    if damaged := _find_damaged(path, {}):
+        raise UserError(f"{path / damaged[0]} is damaged; delete it and run again with a network")
+    return path, path.name
+
+
+def _cached_revisions(hub_id: str) -> dict[str, str]:
+    """Commits of a model that are cached with a config, the newest first, and how to use each."""
+    folder = _cache_folder(hub_id)
+    found = [path.parent for path in folder.glob("snapshots/*/config.json") if path.exists()]
+    found.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    names: dict[str, str] = {}
+    for ref in folder.glob("refs/**/*"):
+        if ref.is_file():
+            names[ref.read_text().strip()] = ref.relative_to(folder / "refs").as_posix()
+    lines = {}
+    for path in found:
+        called = f"{names[path.name]}, commit {path.name}" if path.name in names else f"commit {path.name}"
+        lines[path.name] = f"{called} (use it with --revision={path.name})"
+    return lines
+
+
+def _cache_folder(hub_id: str) -> pathlib.Path:
+    """Where the hub's client keeps a model: blobs, refs and snapshots."""
+    from huggingface_hub import constants
+
+    return pathlib.Path(constants.HF_HUB_CACHE) / f"models--{hub_id.replace('/', '--')}"
+
+
+def _choose_patterns(hub_id: str, answer: Answer) -> list[str]:
+    """Files to fetch: what we read of a model, and not its weights in other forms. Raises UserError without weights."""
+    weights = [name for name in answer.sizes if name.endswith(".safetensors")]
+    if not weights:
+        if any(name.endswith(".gguf") for name in answer.sizes):
+            raise UserError(f"{hub_id} holds GGUF files; download one of them and give its path with --checkpoint")
+        raise UserError(f"{hub_id} has no safetensors weights; choose a repository that has, or convert them first")
+    usual = any(fnmatch.fnmatchcase(name, pattern) for name in weights for pattern in _PATTERNS)
+    return [*_PATTERNS] if usual else [*_PATTERNS, "*.safetensors"]
+
+
+def _check_space(hub_id: str, size: int) -> None:
+    """Raises UserError if the cache's disk cannot take this many bytes."""
+    from huggingface_hub import constants
+
+    folder = pathlib.Path(constants.HF_HUB_CACHE)
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if size > free:
+        raise UserError(
+            f"downloading {hub_id} takes {_show(size)} and {folder} has {_show(free)} free; "
+            "free some, or set HF_HOME to another disk"
+        )
+
+
+def _show(size: int) -> str:
+    """Bytes as people read them, in decimal units as the hub shows them."""
+    scale, unit = next(((s, u) for s, u in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")) if size >= s), (1, "bytes"))
+    return f"{size / scale:.1f} {unit}" if scale > 1 else f"{size} {unit}"
+
+
+def _make_bars(hub_id: str, target: pathlib.Path, missing: Mapping[str, int], tell: Tell) -> type:
+    """A class for the client's progress bars that draws none, and tells the bytes of all files together."""
+    from tqdm.auto import tqdm
+
+    total, told = sum(missing.values()), time.monotonic()
+    if missing:
+        tell(f"downloading {hub_id}: {_show(total)} in {len(missing)} files")
+
+    class Bars(tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{k: v for k, v in options.items() if k != "name"} | {"disable": True})
+            self.bytes = 0 if options.get("unit") == "B" else None
+
+        def update(self, n: float | None = 1) -> None:
+            nonlocal told
+            if self.bytes is None:
+                return
+            self.bytes += int(n or 0)
+            if time.monotonic() - told >= 1:
+                told = time.monotonic()
+                left = [name for name in missing if not (target / name).exists()]
+                more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+                tell(f"downloading {', '.join(left[:1])}{more}: {_show(self.bytes)} of {_show(total)}")
+
+    return Bars
+
+
+def _find_damaged(directory: pathlib.Path, sizes: Mapping[str, int]) -> list[str]:
+    """Files of a snapshot that have another size than the hub says, or are small ones with another content.
+
+    The cache names a blob by its hash: git's for small files; SHA-256 for large ones, which `check_digests` looks at.
+    """
+    found = []
+    for path in sorted(path for path in directory.rglob("*") if path.is_file()):
+        name = path.relative_to(directory).as_posix()
+        blob = path.resolve().name
+        if path.stat().st_size != sizes.get(name, path.stat().st_size):
+            found.append(name)
+        elif re.fullmatch("[0-9a-f]{40}", blob):
+            content = path.read_bytes()
+            if hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest() != blob:
+                found.append(name)
+    return found
+
+
+def check_digests(directory: pathlib.Path, digests: Mapping[str, str]) -> None:
+    """Compares what was read with what the hub published.
+
+    Args:
+      directory: of the snapshot.
+      digests: SHA-256 of its files by name.
+
+    Raises:
+      UserError: a large file was changed in the cache.
+    """
+    for name, digest in digests.items():
+        blob = (directory / name).resolve().name
+        if re.fullmatch("[0-9a-f]{64}", blob) and blob != digest:
+            raise UserError(
+                f"{directory / name} is damaged: its content is not what the hub published; delete it and run again"
+            )
+
+
+def _offline_options(hub_id: str) -> str:
+    """Options that run without a network, with a small model of the same family where there is one."""
+    words = {"gemma-2": "test-gemma2", "gemma-3": "test-gemma3", "mistral": "test-mistral"}
+    return offline_example(next((test for word, test in words.items() if word in hub_id.lower()), "test-llama2"))
+
+
+@contextlib.contextmanager
+def offline() -> Iterator[None]:
+    """Has the clients of models and data sets look into their caches alone."""
+    import datasets
+    from huggingface_hub import constants
+
+    kept = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = kept

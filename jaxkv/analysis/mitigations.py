@@ -118,14 +118,15 @@ def _judge(samples: Sequence[Record], reference: str, metric: str) -> dict[str, 
     columns = [[s["distance"][arm][reference][metric] for s in samples] for arm in ARMS]
     cached, uncached = ([float(np.mean(column)) for column in arm] for arm in columns)
     differ = sum(a != b for a, b in zip(*columns, strict=True))
-    interval = statistics.paired_interval(cached, uncached)
+    found = statistics.estimate_paired(cached, uncached, skewed=True)
+    interval = statistics.ends(found)
     nearer = "same" if not differ else None
     if differ and interval is not None:
         nearer = "uncached" if interval[0] > 0 else "cached" if interval[1] < 0 else None
     return {
         "differ": share(differ, len(samples)),
         "mean": float(np.mean(cached) - np.mean(uncached)),
-        "interval": None if interval is None else list(interval),
+        "interval": interval,
         "nearer": nearer,
     }
 

@@ -1,6 +1,6 @@
 """What the records of experiment 'drift' say: a summary, a table, a report. Reads records alone.
 
-Means are over positions, their intervals a bootstrap over problems. Relative distances are those of the cached value
+Means are over positions, their intervals over problems. Relative distances are those of the cached value
 from the uncached one.
 """
 

@@ -71,7 +71,8 @@ class Estimate:
 
     def as_record(self) -> dict[str, Any]:
         """Plain values for a summary, from which `read_estimate` makes it again."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if value not in (math.inf, -math.inf)}
+        kept = {name: value for name, value in dataclasses.asdict(self).items() if value not in (math.inf, -math.inf)}
+        return kept | {"tails": list(self.tails)}
 
 
 def ends(estimate: Estimate | None) -> list[float] | None:

@@ -61,6 +61,8 @@ def test_does_kvarn_accumulate_least():
     assert verdicts(judged(name="kivi:k4v4"))["K2"] == "cannot tell"
     assert verdicts(judged(ours="kvarn:k2v2,rotate=off"))["K2"] == "cannot tell"
     assert verdicts(judged(ours="kvarn:k2v2,tile=64,first=32,recent=16,aux=fp16"))["K2"] == "holds"
+    said = judged(name="kivi:k4v4")
+    assert "`kivi:k4v4` is not compared: its codes have 4 bits" in claim_of(said, "K2")["figure"]
     # One rival that accumulates less refutes it, one that has more bits leaves it open.
     records = both()
     assert verdicts(summary_of(records + make_quantizer("quarot:2", extra=0.02)))["K2"] == "does not hold"

@@ -188,7 +188,7 @@ def test_sentences_claim_no_more_than_the_intervals():
     )
     assert "aligned in decode alone: logits differ at 0 of 24 steps" in text
     assert "prefill alone: 100 % [100, 100] of the plain KL is left, not distinguishable from all of it" in text
-    assert "from 3 problems is rough" in text
+    assert "over 3 problems is wide and rough" in text
 
 
 def test_a_residual_difference_is_said():

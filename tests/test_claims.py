@@ -2,14 +2,13 @@
 
 import copy
 
-import numpy as np
 import pytest
-from scipy import stats
 from study_records import align, as_torch, make_run, make_samples
 
 from jaxkv.analysis import contrasts, figures, statistics
-from jaxkv.analysis.claims import CANNOT_TELL, NOT_REPRODUCED, REPRODUCED
+from jaxkv.analysis.claims_common import NOT_REPRODUCED, REPRODUCED
 from jaxkv.analysis.gather import describe_condition
+from jaxkv.analysis.rules import CANNOT_TELL, ILLUSION
 from jaxkv.analysis.study import summarize_study
 
 SAMPLERS = ("greedy", "temperature", "top_p")
@@ -26,7 +25,7 @@ def text_of(claim):
 
 def test_nothing_is_claimed_without_records():
     study = summarize_study([make_run([], name="empty")])
-    assert [claim["id"] for claim in study["claims"]] == ["C1", "C2", "C3a", "C3b", "C4", "C5a", "C5b", "C6"]
+    assert [claim["id"] for claim in study["claims"]] == [rule.name for rule in ILLUSION]
     assert {claim["verdict"] for claim in study["claims"]} == {CANNOT_TELL}
 
 
@@ -89,7 +88,7 @@ def test_c2_conditions_of_a_problem_are_not_independent():
     alone = summarize_study(once[:1])["accuracy"]["fp16"]["numeric"]
     assert pooled["difference"]["interval"] == alone["difference"]["interval"]
     assert pooled["conditions"] == {"cached_ahead": 3, "uncached_ahead": 0, "equal": 0}
-    assert pooled["stouffer_p"] < alone["stouffer_p"]
+    assert pooled["p"] == alone["p"] == 2 / 16  # four problems that all lean one way, not twelve
 
 
 def test_c2_counts_a_run_once_and_variants_only_where_they_stand_alone():
@@ -112,7 +111,7 @@ def test_devices_are_told_apart():
 
 def test_c2_no_difference_is_a_bound():
     claim = judge(make_run(make_samples(count=40)), name="C2")
-    assert "+0.0 [-7.2, +7.2] points" in text_of(claim)
+    assert "+0.0 [-6.8, +6.8] points" in text_of(claim)
 
 
 # C3: fp32.
@@ -150,20 +149,27 @@ def test_c3a_conditions_must_match():
     assert judge(make_run(make_samples()), other, name="C3a")["verdict"] == CANNOT_TELL
 
 
-def test_c3b_a_zero_is_worth_its_bound():
-    few = judge(make_run(make_samples("fp32"), precision="fp32"), name="C3b")
+@pytest.mark.parametrize("name", ["C3b", "C3c"])
+def test_c3_a_zero_is_worth_its_bound(name):
+    few = judge(make_run(make_samples("fp32"), precision="fp32"), name=name)
     assert few["verdict"] == CANNOT_TELL
     assert "0 of 240 (95 % upper bound 1.2 %)" in text_of(few)
-    many = make_samples("fp32", count=40, tokens=160)
-    wide = make_run(many, "wide", precision="fp32")
-    assert judge(wide, name="C3b")["verdict"] == CANNOT_TELL
-    calm = make_run(make_samples("fp16", count=40, tokens=160), "narrow", precision="fp16")
-    assert judge(wide, calm, name="C3b")["verdict"] == CANNOT_TELL
-    assert "this tests nothing" in text_of(judge(wide, calm, name="C3b"))
-    flipping = make_samples("fp16", count=40, tokens=160, flips=lambda problem: [4])
-    assert judge(wide, make_run(flipping, "narrow", precision="fp16"), name="C3b")["verdict"] == REPRODUCED
+    wide = make_run(make_samples("fp32", count=80, tokens=250), "wide", precision="fp32")
+    assert judge(wide, name=name)["verdict"] == CANNOT_TELL
+    calm = make_run(make_samples("fp16", count=80, tokens=250), "narrow", precision="fp16")
+    assert judge(wide, calm, name=name)["verdict"] == CANNOT_TELL
+    assert "this tests nothing" in text_of(judge(wide, calm, name=name))
+    flipping = make_run(make_samples("fp16", count=80, tokens=250, flips=lambda p: [4]), "narrow", precision="fp16")
+    assert judge(wide, flipping, name=name)["verdict"] == REPRODUCED
+
+
+def test_c3_one_flip_rounds_to_nothing_and_is_not_nothing():
+    many = make_samples("fp32", count=80, tokens=250)
     many[3]["teacher_forced"]["flip"][7] = True
-    assert judge(make_run(many, precision="fp32"), name="C3b")["verdict"] == NOT_REPRODUCED
+    flipping = make_run(make_samples("fp16", count=80, tokens=250, flips=lambda p: [4]), "narrow", precision="fp16")
+    study = make_run(many, "wide", precision="fp32"), flipping
+    assert judge(*study, name="C3b")["verdict"] == REPRODUCED
+    assert judge(*study, name="C3c")["verdict"] == NOT_REPRODUCED
 
 
 @pytest.mark.parametrize(("margin", "near"), [(1e-6, 1), (1.0, 0)])
@@ -244,27 +250,39 @@ def test_other_problems_in_other_batches_count_too():
 def test_c6_needs_another_process_or_run():
     samples = make_samples(right=lead(6))
     once = make_run(samples, name="a", fingerprint="same")
-    assert judge(once, name="C6")["verdict"] == CANNOT_TELL
+    assert judge(once, name="C6b")["verdict"] == CANNOT_TELL
     again = make_run(copy.deepcopy(samples), name="b", fingerprint="same")
-    claim = judge(once, again, name="C6")
-    assert claim["verdict"] == REPRODUCED
+    claim = judge(once, again, name="C6b")
+    assert claim["verdict"] == CANNOT_TELL  # of twelve problems
     assert "0 of 12 (95 % upper bound 22 %) problems have other tokens" in text_of(claim)
     other = make_run(copy.deepcopy(samples), name="b", fingerprint="another")
-    assert judge(once, other, name="C6")["verdict"] == CANNOT_TELL
+    assert judge(once, other, name="C6b")["p"] is None
     turned = make_run(make_samples(right=lead(6, 1)), name="b", fingerprint="same")
-    assert judge(once, turned, name="C6")["verdict"] == NOT_REPRODUCED
+    assert judge(once, turned, name="C6b")["verdict"] == NOT_REPRODUCED
+    level = make_run(make_samples(), name="b", fingerprint="same")
+    assert judge(once, level, name="C6b")["verdict"] == CANNOT_TELL
+
+
+def test_c6_another_build_is_told_from_another_process():
+    samples = make_samples(right=lead(6))
+    once = make_run(samples, name="a", versions={"jax": "0.10"})
+    other = make_run(copy.deepcopy(samples), name="b", versions={"jax": "0.11"})
+    study = summarize_study([once, other])
+    assert [pair["kind"] for pair in study["replicates"]] == ["build"]
+    assert judge(once, other, name="C6b")["p"] is None
+    assert judge(once, other, name="C6c")["p"] is not None
 
 
 def test_c6_a_rerun_with_other_bits():
     samples = make_samples()
-    again = make_run(copy.deepcopy(samples), name="b", fingerprint="same")
+    assert judge(make_run(copy.deepcopy(samples)), name="C6a")["verdict"] == REPRODUCED
     samples[2]["controls"]["cached_rerun"]["bit_equal"][4] = False
-    claim = judge(make_run(samples, name="a", fingerprint="same"), again, name="C6")
-    assert claim["verdict"] == CANNOT_TELL
-    assert "1 of 480" in text_of(claim)
+    claim = judge(make_run(samples, name="a", fingerprint="same"), name="C6a")
+    assert claim["verdict"] == NOT_REPRODUCED
+    assert "1 of 240" in text_of(claim)
 
 
-@pytest.mark.parametrize("name", ["C1", "C2", "C3a", "C3b", "C6"])
+@pytest.mark.parametrize("name", ["C1", "C2", "C3a", "C3b", "C3c", "C6a"])
 def test_no_zero_without_its_bound(name):
     study = (*precisions(), make_run(align(make_samples()), name="aligned"))
     for line in text_of(judge(*study, name=name)).splitlines():
@@ -275,40 +293,9 @@ def test_no_zero_without_its_bound(name):
 # The statistics.
 
 
-def test_mid_p_is_the_textbook_sum():
-    for b, c in ((8, 1), (3, 3), (0, 5), (20, 0)):
-        terms = [stats.binom.pmf(k, b + c, 0.5) for k in range(b + c + 1)]
-        assert statistics.mcnemar_mid_p(b, c) == pytest.approx(sum(terms[b + 1 :]) + terms[b] / 2)
-        assert statistics.mcnemar_mid_p(b, c) == pytest.approx(1 - statistics.mcnemar_mid_p(c, b))
-
-
-def test_stouffer_by_hand():
-    """Stouffer et al. 1949: z = sum of weighted z over the root of the sum of squared weights."""
-    tables = [(8, 1), (5, 4), (0, 0), (2, 3)]
-    z = [stats.norm.isf(statistics.mcnemar_mid_p(*t)) for t in tables if sum(t)]
-    weights = np.sqrt([9, 9, 5])
-    combined = float(np.dot(weights, z) / np.sqrt(np.sum(weights**2)))
-    assert statistics.stouffer(tables) == pytest.approx(2 * stats.norm.sf(abs(combined)))
-    assert statistics.stouffer([(0, 0)]) is None
-    assert statistics.stouffer([(1, 8), (4, 5)]) == pytest.approx(statistics.stouffer([(8, 1), (5, 4)]))
-
-
 def test_fisher_is_the_lady_tasting_tea():
     """Fisher 1935: three of four cups told right has a one-sided p of 17/70, two-sided 34/70."""
     assert statistics.fisher_exact([[3, 1], [1, 3]]) == pytest.approx(34 / 70)
-
-
-def test_the_ratio_of_means_against_scipy():
-    rng = np.random.default_rng(0)
-    a, b = rng.gamma(4, size=(2, 60))
-    low, high = statistics.ratio_bootstrap((a, np.ones(60)), (b, np.ones(60)))
-    reference = stats.bootstrap(
-        (a, b), lambda x, y, axis: x.mean(axis) / y.mean(axis), paired=True, vectorized=True, method="percentile",
-        n_resamples=4000, rng=1,
-    ).confidence_interval  # fmt: skip
-    assert (low, high) == pytest.approx((reference.low, reference.high), rel=0.03)
-    assert statistics.ratio_bootstrap(([1], [1]), ([1], [1])) is None
-    assert statistics.ratio_bootstrap(([1, 2], [1, 1]), ([1, 0], [1, 1])) is None
 
 
 def test_an_offset_of_the_logits_ratio_is_exact():

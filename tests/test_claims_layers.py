@@ -6,10 +6,11 @@ import pytest
 from layer_records import make_drift, make_patching
 from study_records import MODEL, align, make_run, make_samples
 
-from jaxkv.analysis.claims import CANNOT_TELL, NOT_REPRODUCED, REPRODUCED
+from jaxkv.analysis.claims_common import NOT_REPRODUCED, REPRODUCED
 from jaxkv.analysis.curves import average_grids
 from jaxkv.analysis.document import to_html, to_markdown
 from jaxkv.analysis.page import write_blocks
+from jaxkv.analysis.rules import CANNOT_TELL
 from jaxkv.analysis.study import summarize_study
 
 
@@ -42,6 +43,21 @@ def test_c4(mistral, gemma, verdict):
     assert claim["verdict"] == verdict
     for family in (family for family, first in found.items() if first is not None):
         assert f"{family} fp16 with K/V heads repeated into MHA: 49.9 % [" in "\n".join(claim["control"])
+
+
+def test_c4b_sets_the_model_beside_itself():
+    claim = judge(drift_run("mistral", 0.0919, 0.0786, count=12), name="C4b")
+    assert claim["verdict"] == NOT_REPRODUCED  # more, but by far not twice
+    assert "9.19 % [" in claim["figure"][0]
+    assert "1.33 points [" in claim["figure"][0]
+    assert "1.17 times [" in claim["figure"][0]
+    run = drift_run("mistral", 0.0919, 0.0786, count=12)
+    for problem, record in enumerate(run.records):  # moves both alike, so that only a paired interval is narrow
+        for part in (record, record["repeated"]):
+            relative = part["layers"]["resid_pre"]["decoded"]["relative"]
+            part["layers"]["resid_pre"]["decoded"]["relative"] = [0.0, relative[1] * (1 + problem), *relative[2:]]
+    found = summarize_study([run])["conditions"][0]["drift"]["repeated"]["first_layer_against"]["ratio"]
+    assert found["interval"] == pytest.approx([0.0919 / 0.0786] * 2, rel=1e-3)
 
 
 def test_c4_takes_mha_for_no_gqa_and_one_problem_for_no_interval():
@@ -91,7 +107,9 @@ def test_c5b_a_cache_without_a_difference():
     still = make_samples()
     for sample in still:
         sample["shapes"]["tile"] = 8
-    assert judge(plain, make_run(still, name="aligned"), name="C5b")["verdict"] == CANNOT_TELL
+    claim = judge(plain, make_run(still, name="aligned"), name="C5b")
+    assert claim["verdict"] == REPRODUCED
+    assert "a cache alone makes the arms part: a fault" in claim["figure"][-1]
 
 
 def test_c5b_one_aligned_step_that_differs_counts():

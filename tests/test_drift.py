@@ -321,7 +321,7 @@ def test_sentences():
     assert "Watching these values changed no bit of either arm's logits" in text
     watched = [altered("instrumented_bit_equal.figures.cached", 0), plain_records()[1]]
     assert "made other programs of the watched arms" in "\n".join(conclude(summarize_drift(watched, RUN)))
-    assert "from 2 problems is rough" in text
+    assert "over 2 problems is wide and rough" in text
     broken = [altered("layers.resid_pre.prompt.bit_equal.0", 1), plain_records()[1]]
     assert "THE EMBEDDING DIFFERS at 10 of" in "\n".join(conclude(summarize_drift(broken, RUN)))
 

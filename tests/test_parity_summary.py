@@ -56,15 +56,17 @@ def test_the_gap_is_judged_by_problems():
 def test_gap_is_a_paired_comparison():
     rng = np.random.default_rng(0)
     a, b = rng.normal(size=(2, 40))
-    found = judge_gap((a + 0.2).tolist(), a.tolist())
+    found = judge_gap((a + 0.2).tolist(), a.tolist(), shares=False)
     assert found["larger"] == "framework"
-    found = judge_gap(a.tolist(), b.tolist())
+    found = judge_gap(a.tolist(), b.tolist(), shares=False)
     low, high = stats.ttest_rel(a, b).confidence_interval()
     assert found["interval"][0] <= low < high <= found["interval"][1]
-    assert judge_gap([1.0], [2.0])["larger"] is None
-    assert judge_gap([1.0] * 5, [0.0] * 5)["larger"] is None  # five of five lean one way once in sixteen by chance
-    assert judge_gap([1.0] * 6, [0.0] * 6)["larger"] == "framework"
-    assert judge_gap([0.0] * 6, [0.0] * 6)["interval"] is None
+    for shares in (False, True):
+        assert judge_gap([1.0], [2.0], shares=shares)["larger"] is None
+        # Five of five lean one way once in sixteen by chance.
+        assert judge_gap([1.0] * 5, [0.0] * 5, shares=shares)["larger"] is None
+        assert judge_gap([1.0] * 6, [0.0] * 6, shares=shares)["larger"] == "framework"
+        assert judge_gap([0.0] * 6, [0.0] * 6, shares=shares)["larger"] is None
 
 
 def test_whether_the_same_sequences_and_steps_part():

@@ -1,7 +1,6 @@
 """What a run's quantizers say of the statements of the KVarN study (arXiv 2606.03458).
 
-A statement on all quantizers holds where every one's interval lies on its side, does not hold where one lies wholly on
-the other, and cannot be told otherwise. A quantizer with invalid samples decides nothing.
+How each statement is judged is told by `rules.KVARN`. A quantizer with invalid samples decides nothing.
 """
 
 import dataclasses
@@ -13,19 +12,27 @@ import numpy as np
 
 from jaxkv.analysis import statistics
 from jaxkv.analysis.format import format_number, format_percent
-from jaxkv.analysis.injection_claims import CANNOT_TELL, decide
 from jaxkv.analysis.methods import KVARN, is_published_kvarn, read_codes, weigh_bits
+from jaxkv.analysis.rules import (
+    CANNOT_TELL,
+    DOES_NOT_HOLD,
+    HALF,
+    HOLDS,
+    OPEN,
+    Evidence,
+    decide,
+    hold_all,
+    lies_above,
+)
 
 Summary = Mapping[str, Any]
 Values = Mapping[str, Mapping[str, Any]]  # quantizer -> figure -> problem -> value
-Interval = Sequence[float] | None
 WINDOWS_CLOSE = 0.05  # windows are comparable where the packed shares of both sides are this near
-REASON = 0.5  # of the squared error that a reason accounts for at least
 PERCENT = (format_percent, " %")
 
 
 def average(values: Mapping[int, float], least: float = -math.inf, most: float = math.inf) -> Any:
-    """Mean over problems with its interval, the bootstrap's widened to Student's t, and their number.
+    """Mean over problems with its interval by Student's t, and their number.
 
     Args:
       values: by problem.
@@ -76,27 +83,29 @@ def show_average(entry: Summary | None, show: Callable[[float], str] = format_nu
     return f"{show(entry['mean'])}{unit} [{', '.join(map(show, entry['interval']))}]"
 
 
-def _decisive(values: Mapping[int, float], entry: Summary) -> Interval:
-    """The interval that a verdict may rest on: values that are all alike have a spread that nobody has seen."""
-    spread = max(values.values()) - min(values.values())
-    return None if spread <= 1e-9 * abs(entry["mean"]) else entry["interval"]
+def _weigh_values(values: Mapping[int, float], least: float = 0.0) -> Evidence:
+    """Evidence that the mean over problems is above a threshold.
+
+    None of values that are all alike: theirs is a spread that nobody has seen.
+    """
+    column = np.asarray([values[problem] for problem in sorted(values)], np.float64)
+    if np.ptp(column) <= 1e-9 * abs(column.mean()):
+        return OPEN
+    return lies_above(statistics.estimate_paired(column, np.zeros(len(column))), least)
 
 
-def _hull(first: Interval, second: Interval) -> Interval:
-    """An interval that lies on a side of 0 exactly where both do; None where one is missing."""
-    if first is None or second is None:
-        return None
-    return min(first[0], second[0]), max(first[1], second[1])
+def _both(difference: Evidence, quadrature: Evidence) -> Evidence:
+    """Evidence of a verdict that both measures give."""
+    return Evidence(max(difference.supports, quadrature.supports), max(difference.refutes, quadrature.refutes))
 
 
-def _judge_both(difference: Interval, quadrature: Interval) -> str:
+def _say_both(difference: Evidence, quadrature: Evidence) -> str:
     """A verdict where both measures have the same one, else why there is none."""
-    found = decide([difference]), decide([quadrature])
-    if found[0] == found[1]:
-        return found[0]
+    if difference.verdict == quadrature.verdict:
+        return difference.verdict
     return (
-        f"{CANNOT_TELL}, since the static errors differ so that the two measures disagree (difference: {found[0]}; "
-        f"quadrature: {found[1]})"
+        f"{CANNOT_TELL}, since the static errors differ so that the two measures disagree (difference: "
+        f"{difference.verdict}; quadrature: {quadrature.verdict})"
     )
 
 
@@ -123,9 +132,12 @@ class Figure:
     quadrature: Callable[[Mapping[str, Any]], Mapping[int, float]] | None = None
 
 
-def _judge_each(entries: Sequence[Summary], values: Values, figures: Sequence[Figure]) -> tuple[str, list[str]]:
+Found = tuple[Evidence | None, list[str]]  # None where no quantizer has the records
+
+
+def _judge_each(entries: Sequence[Summary], values: Values, figures: Sequence[Figure]) -> Found:
     """Whether every figure lies above its threshold for every quantizer."""
-    intervals: list[Interval] = []
+    decided: list[Evidence] = []
     lines = []
     for entry in entries:
         name = entry["quantizer"]
@@ -135,24 +147,22 @@ def _judge_each(entries: Sequence[Summary], values: Values, figures: Sequence[Fi
         if _errs_nowhere(values[name]):
             lines.append(f"`{name}` errs at no decoded position and says nothing")
             continue
-        own: list[Interval] = []
+        own: list[Evidence] = []
         parts, reason = [], ""
         for figure, by_problem in found:
             mean = average(by_problem)
             parts.append(f"{figure.name} {show_average(mean, *PERCENT if figure.percent else ())}")
-            interval = None if entry["invalid"] else _decisive(by_problem, mean)
-            interval = None if interval is None else [end - figure.least for end in interval]
+            evidence = OPEN if entry["invalid"] else _weigh_values(by_problem, figure.least)
             if figure.quadrature is not None:
                 again = figure.quadrature(values[name])
-                mean = average(again)
-                parts.append(f"in quadrature {show_average(mean)}")
-                other = None if entry["invalid"] else _decisive(again, mean)
-                reason, interval = _judge_both(interval, other), _hull(interval, other)
-            own.append(interval)
-        verdict = "invalid samples, so it decides nothing" if entry["invalid"] else reason or decide(own)
+                parts.append(f"in quadrature {show_average(average(again))}")
+                other = OPEN if entry["invalid"] else _weigh_values(again)
+                reason, evidence = _say_both(evidence, other), _both(evidence, other)
+            own.append(evidence)
+        verdict = "invalid samples, so it decides nothing" if entry["invalid"] else reason or hold_all(own).verdict
         lines.append(f"`{name}`: {'; '.join(parts)} ({_say_problems(len(found[0][1]))}): {verdict}")
-        intervals += own
-    return decide(intervals), lines or ["no quantizer has the records for it"]
+        decided += own
+    return (hold_all(decided) if decided else None), lines or ["no quantizer has the records for it"]
 
 
 def _errs_nowhere(values: Mapping[str, Any]) -> bool:
@@ -170,24 +180,34 @@ def _describe_cache(entry: Summary) -> str:
     return f"{format_number(entry['storage']['bits'], 3)} bits, {k if k == v else f'{k}/{v}'} % packed"
 
 
-def _judge_kvarn(entries: Sequence[Summary], values: Values) -> tuple[str, list[str]]:
+def _why_left_out(entry: Summary, values: Values) -> str:
+    """Why a quantizer is not set beside KVarN; empty if it is."""
+    code = read_codes(entry["quantizer"])
+    if code is None:
+        return "its sides differ, or its format has no bits of a code"
+    if code[1] != 2:
+        return f"its codes have {code[1]} bits"
+    if code[0] == KVARN and not is_published_kvarn(entry["quantizer"]):
+        return "it is a form of KVarN that its authors do not have"
+    return "" if values[entry["quantizer"]]["extra"] else "it has no problem in both regimes"
+
+
+def _judge_kvarn(entries: Sequence[Summary], values: Values) -> Found:
     """KVarN beside each other 2-bit method at comparable windows.
 
     One that has fewer bits and accumulates more says nothing for the statement, and one that has more bits and
     accumulates less leaves it open. Both the difference decode - static and the quadrature must say so: independent
     errors add in quadrature, so the same error fed back makes a smaller difference beside a larger static error.
     """
-    codes = {entry["quantizer"]: read_codes(entry["quantizer"]) for entry in entries}
-    usable = [
-        (entry, code)
-        for entry in entries
-        if (code := codes[entry["quantizer"]]) and code[1] == 2 and values[entry["quantizer"]]["extra"]
-    ]
-    ours = [entry for entry, _ in usable if is_published_kvarn(entry["quantizer"])]
-    rivals = [entry for entry, (name, _, _) in usable if name != KVARN]
+    reasons = {entry["quantizer"]: _why_left_out(entry, values) for entry in entries}
+    usable = [entry for entry in entries if not reasons[entry["quantizer"]]]
+    ours = [entry for entry in usable if is_published_kvarn(entry["quantizer"])]
+    rivals = [entry for entry in usable if entry not in ours]
+    left_out = [f"`{name}` is not compared: {why}" for name, why in reasons.items() if why]
     if not ours or not rivals:
-        return CANNOT_TELL, ["no 2-bit KVarN was decoded" if not ours else "no other 2-bit method was decoded"]
-    intervals: list[Interval] = []
+        said = "no 2-bit KVarN was decoded" if not ours else "no other 2-bit method was decoded"
+        return None, [said, *left_out]
+    decided: list[Evidence] = []
     lines = []
     for kvarn in ours:
         for rival in rivals:
@@ -199,25 +219,26 @@ def _judge_kvarn(entries: Sequence[Summary], values: Values) -> tuple[str, list[
                 lines.append(f"{label}: no problem has both")
                 continue
             found, again = average(gap), average(other)
-            both = _decisive(gap, found), _decisive(other, again)
-            interval = _hull(*both)
+            both = _weigh_values(gap), _weigh_values(other)
             each = ", ".join(f"`{name}` {show_average(average(values[name]['quadrature'], 0.0))}" for name in names)
             line = f"{label}: {show_average(found)}; in quadrature {show_average(again)} (of {each})"
             line += f" ({_say_problems(len(gap))})"
-            verdict, counts = _weigh(rival, kvarn, min(found["mean"], again["mean"]), interval)
+            evidence = _both(*both)
+            verdict, counts = _weigh(rival, kvarn, min(found["mean"], again["mean"]), evidence)
             if counts:
                 broken = rival["invalid"] or kvarn["invalid"]
-                intervals.append(None if broken or verdict else interval)
-                verdict = "invalid samples, so it decides nothing" if broken else verdict or _judge_both(*both)
+                decided.append(OPEN if broken or verdict else evidence)
+                verdict = "invalid samples, so it decides nothing" if broken else verdict or _say_both(*both)
             lines.append(f"{line}: {verdict}")
-    return decide(intervals), lines
+    return (hold_all(decided) if decided else None), [*lines, *left_out]
 
 
-def _weigh(rival: Summary, kvarn: Summary, mean: float, interval: Interval) -> tuple[str, bool]:
+def _weigh(rival: Summary, kvarn: Summary, mean: float, evidence: Evidence) -> tuple[str, bool]:
     """Why a pair cannot decide, empty if it can; and whether it must then leave the statement open."""
     if max(abs(a - b) for a, b in zip(_packed(rival), _packed(kvarn), strict=True)) > WINDOWS_CLOSE:
         return "windows are not comparable", False
-    return weigh_bits(rival["storage"]["bits"] - kvarn["storage"]["bits"], mean, interval)
+    worse = evidence.verdict == HOLDS
+    return weigh_bits(rival["storage"]["bits"] - kvarn["storage"]["bits"], mean, worse)
 
 
 def judge(entries: Sequence[Summary], values: Values) -> list[dict[str, Any]]:
@@ -238,20 +259,10 @@ def judge(entries: Sequence[Summary], values: Values) -> list[dict[str, Any]]:
     def taken_squared(values: Mapping[str, Any]) -> dict[int, float]:
         return {problem: 1 - (1 - share) ** 2 for problem, share in taken(values, "everything").items()}
 
-    def judge_each(*figures: Figure) -> tuple[str, list[str]]:
+    def judge_each(*figures: Figure) -> Found:
         return _judge_each(entries, values, figures)
 
-    half = format_percent(REASON)
-    text = {
-        "K1a": "errors accumulate under decoding: the attention output errs more where they feed back, through earlier "
-        "steps and through a step's earlier layers, than where they do not",
-        "K1b": "what accumulates grows with the tokens decoded",
-        "K2": "KVarN accumulates least at 2 bits (at comparable windows and bits; by the difference and in quadrature)",
-        "K3a": "repairing the scales of the worst 5 % of tokens takes away error, and more than of the other 95 %",
-        "K3b": f"wrong token scales make up at least {half} % of the squared static error: as much is gone with all "
-        "repaired (what part of the accumulated error they cause, this does not say)",
-    }
-    found = {
+    found: dict[str, Found] = {
         "K1a": judge_each(Figure("decode - static:", lambda v: v["extra"])),
         "K1b": judge_each(
             Figure("later - earlier half:", lambda v: v["growth"], quadrature=lambda v: v["growth_quadrature"])
@@ -261,9 +272,7 @@ def judge(entries: Sequence[Summary], values: Values) -> list[dict[str, Any]]:
             Figure("worst 5 % of tokens:", lambda v: taken(v, "worst"), percent=True),
             Figure("that less the other 95 %:", lambda v: taken(v, "worst", "others"), percent=True),
         ),
-        "K3b": judge_each(Figure("all tokens, of the squared static error:", taken_squared, REASON, percent=True)),
+        "K3b": judge_each(Figure("all tokens, of the squared static error:", taken_squared, HALF, percent=True)),
     }
-    return [
-        {"id": name, "claim": text[name], "verdict": verdict, "figure": lines}
-        for name, (verdict, lines) in found.items()
-    ]
+    claims = [{"id": name, "evidence": evidence, "figure": lines} for name, (evidence, lines) in found.items()]
+    return decide(claims, (HOLDS, DOES_NOT_HOLD))

@@ -10,6 +10,7 @@ from jaxkv.analysis.accumulation_claims import show_average
 from jaxkv.analysis.accumulation_figures import DECODE, REPAIRED, STATIC, draw_accumulation
 from jaxkv.analysis.document import Block, Bullets, Fold, Heading, Paragraph, Table
 from jaxkv.analysis.format import format_count, format_counted_share, format_number, format_percent
+from jaxkv.analysis.rules import say_family, write_rules
 from jaxkv.analysis.samples import describe_problems, say_few, say_invalid, say_packed_nothing, say_saturated
 
 Summary = Mapping[str, Any]
@@ -127,7 +128,11 @@ def write_claims(summary: Summary) -> list[Block]:
     """The statements with their verdicts."""
     rows = [[f"{c['id']}: {c['claim']}", c["verdict"], tuple(c["figure"])] for c in summary["claims"]]
     text = "Statements of the KVarN study (arXiv 2606.03458), on this run: relative error of the attention output."
-    return [Paragraph(text, "note"), Table(["statement", "verdict", "figure"], rows, kind="claims")]
+    return [
+        Paragraph(f"{text} {say_family(summary['claims'])}", "note"),
+        Table(["statement", "verdict", "figure"], rows, kind="claims"),
+        *write_rules([claim["id"] for claim in summary["claims"]]),
+    ]
 
 
 def _write_quantizers(summary: Summary) -> list[Block]:

@@ -1,8 +1,8 @@
 """What the records of experiment 'attribution' say: a summary, a table, a report. Reads records alone.
 
-The share of the plain KL that a variant keeps is a ratio of sums over the same problems, its interval a bootstrap over
-problems. Shares of classes do not add up to one: any class that is left unaligned scatters the roundings of all that
-follow it.
+The share of the plain KL that a variant keeps is a ratio of sums over the same problems, its interval over problems
+(Student's t on the log). Shares of classes do not add up to one: any class that is left unaligned scatters the
+roundings of all that follow it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -88,6 +88,7 @@ def _summarize_variant(samples: Sequence[Record], plain: Mapping[int, Record]) -
         return None
     sizes = [s["steps"] for s in kept]
     sums = [_sum(s, "kl") for s in kept]
+    kl = statistics.estimate_mean(sums, sizes)
     return {
         "problems": len(kept),
         "steps": sum(sizes),
@@ -95,7 +96,7 @@ def _summarize_variant(samples: Sequence[Record], plain: Mapping[int, Record]) -
         "bit_equal": clustered_share([int(_sum(s, "bit_equal")) for s in kept], sizes),
         "kl": {
             "mean": sum(sums) / sum(sizes),
-            "interval": list(statistics.cluster_bootstrap(sums, sizes)) if len(kept) > 1 else None,
+            "interval": statistics.ends(kl),
             "max": max(max(s["teacher_forced"]["kl"]) for s in kept),
         },
         "max_abs": max(max(s["teacher_forced"]["max_abs"]) for s in kept),
@@ -109,7 +110,9 @@ def _compare_to_plain(pairs: Sequence[tuple[Record, Record]]) -> dict[str, Any] 
     sums, plain = [_sum(a, "kl") for a, _ in pairs], [_sum(b, "kl") for _, b in pairs]
     if not sum(plain):
         return None
-    interval = list(statistics.cluster_bootstrap(sums, plain)) if len(pairs) > 1 else None
+    ones = np.ones(len(pairs))
+    found = statistics.estimate_ratio((sums, ones), (plain, ones))
+    interval = statistics.ends(found)
     return {"share": sum(sums) / sum(plain), "interval": interval, "problems": len(pairs)}
 
 
@@ -177,7 +180,7 @@ def conclude(summary: Summary) -> list[str]:
     if few == 1:
         lines.append("With one problem there are no intervals.")
     elif few < 20:
-        lines.append(f"An interval resampled from {few} problems is rough.")
+        lines.append(f"An interval over {few} problems is wide and rough.")
     lines.append("Shares do not add up: one unaligned class scatters the roundings of all that follow it.")
     return lines
 

@@ -7,8 +7,8 @@ those of the study, not those of the paper: 'not reproduced' says that it does n
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxkv.analysis import statistics
 from jaxkv.analysis.claims_common import (
-    CANNOT_TELL,
     NOT_REPRODUCED,
     REPRODUCED,
     Claim,
@@ -20,18 +20,25 @@ from jaxkv.analysis.claims_common import (
     say_count,
     select,
 )
-from jaxkv.analysis.claims_layers import judge_c4, judge_c5a, judge_c5b
-from jaxkv.analysis.contrasts import base_precision
+from jaxkv.analysis.claims_layers import judge_c4, judge_c4b, judge_c5a, judge_c5b
+from jaxkv.analysis.contrasts import BUILD, PROCESS, base_precision
 from jaxkv.analysis.format import (
     format_counted_share,
     format_number,
     format_points,
 )
+from jaxkv.analysis.rules import (
+    ALMOST_ALL,
+    FAMILY,
+    OPEN,
+    ORDERS,
+    ZERO_PERCENT,
+    Evidence,
+    decide,
+    hold_all,
+    lies_above,
+)
 from jaxkv.analysis.summary import share
-
-ALMOST_ALL = 0.95  # "100 % diverge" stands where at most one sequence in twenty may yet agree
-ZERO_PERCENT = 0.0005  # what "0.0 %" rounds from
-ORDERS = 7.5  # what "eight orders" rounds from
 
 
 def judge_c1(study: Study) -> Claim:
@@ -40,20 +47,19 @@ def judge_c1(study: Study) -> Claim:
     shares = [(c, c["divergence"]["free_running"]["diverged"]) for c in conditions]
     control = [*describe_reruns(study), *describe_aligned(study)]
     if not shares:
-        return make_claim("C1", CANNOT_TELL, ["no valid FP16 run of the plain regime"], control)
-    whole = [(c, s) for c, s in shares if s["count"] == s["total"]]
+        return make_claim("C1", None, ["no valid FP16 run of the plain regime"], control)
     lines = _list_diverged(conditions)
     theirs = [c for c in select(study, "fp16", framework="torch") if c["divergence"]["free_running"]]
     lines += [f"PyTorch, {line}" for line in _list_diverged(theirs)]
-    if len(whole) < len(shares):
-        verdict = NOT_REPRODUCED
-    elif all(s["lower_bound"] >= ALMOST_ALL for _, s in whole):
-        verdict = REPRODUCED
+    if any(s["count"] < s["total"] for _, s in shares):
+        evidence = Evidence(refutes=0.0)
     else:
-        verdict = CANNOT_TELL
-        lines.append("all part, but the bounds of so few sequences do not tell 100 % from less")
+        least = max(statistics.share_p_above(s["count"], s["total"], ALMOST_ALL) for _, s in shares)
+        evidence = Evidence(least, sides=1)
+        if evidence.p > FAMILY:
+            lines.append("all part, but the bounds of so few sequences do not tell 100 % from less")
     rates = {c["name"]: s["rate"] for c, s in shares}
-    return make_claim("C1", verdict, lines, control, diverged=rates)
+    return make_claim("C1", evidence, lines, control, diverged=rates)
 
 
 def _list_diverged(conditions: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -69,10 +75,10 @@ def _list_diverged(conditions: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def _describe_truth(study: Study) -> list[str]:
+def _describe_truth(study: Study, precision: str) -> list[str]:
     lines = []
     for found in study["truth"]:
-        if base_precision({"precision": found["variant"]}) != "fp16" or found["tile"] is not None:
+        if base_precision({"precision": found["variant"]}) != precision or found["tile"] is not None:
             continue
         nearer = {m: found["nearer"][m]["nearer"] for m in ("rms", "kl")}
         told = {None: "cannot tell which arm is nearer", "same": "no difference"}
@@ -81,30 +87,39 @@ def _describe_truth(study: Study) -> list[str]:
     return lines or ["no fp64 run, so which arm is nearer the truth is not measured"]
 
 
-def judge_c2(study: Study) -> Claim:
-    """More accurate with the cache: by the interval over problems, conditions of a problem averaged."""
-    pooled = study["accuracy"].get("fp16", {}).get("numeric")
-    control = _describe_truth(study)
-    wide = study["accuracy"].get("fp32", {}).get("numeric")
-    if wide:
+def _judge_accuracy(study: Study, name: str, precision: str) -> Claim:
+    """More accurate with the cache: the exact sign-flip test over problems, conditions of a problem added up."""
+    pooled = study["accuracy"].get(precision, {}).get("numeric")
+    control = _describe_truth(study, precision)
+    if wide := study["accuracy"].get("fp32", {}).get("numeric"):
         control.append(f"FP32, where the arms hardly differ: {_points(wide)} points")
     if not pooled:
-        return make_claim("C2", CANNOT_TELL, ["no valid FP16 run of the plain regime"], control)
-    found, interval = pooled["conditions"], pooled["difference"]["interval"]
+        return make_claim(name, None, [f"no valid {precision.upper()} run of the plain regime"], control)
+    found = pooled["conditions"]
+    only = [sum(table[side] for table in pooled["tables"]) for side in ("only_cached", "only_uncached")]
     lines = [
         f"cached minus uncached {_points(pooled)} points over {say_count(pooled['problems'], 'problem')}",
+        f"right in the cached arm alone {only[0]}, in the uncached alone {only[1]}: p = "
+        f"{format_number(pooled['p'])}, two-sided, by the exact "
+        + ("McNemar test" if sum(found.values()) == 1 else "sign-flip test over problems"),
         f"ahead in {found['cached_ahead']} of {sum(found.values())} conditions, behind in {found['uncached_ahead']}, "
-        f"equal in {found['equal']} (sign test p = {format_number(pooled['sign_p'])})",
+        f"equal in {found['equal']}",
     ]
-    if pooled["stouffer_p"] is not None:
-        lines.append(f"McNemar over conditions (Stouffer): p = {format_number(pooled['stouffer_p'])}")
-    verdict = CANNOT_TELL
-    if interval is not None and pooled["difference"]["mean"]:
-        verdict = REPRODUCED if interval[0] > 0 else NOT_REPRODUCED if interval[1] < 0 else CANNOT_TELL
-    if verdict == REPRODUCED and found["cached_ahead"] <= sum(found.values()) / 2:
-        verdict = CANNOT_TELL
+    evidence = Evidence(pooled["p_cached"], pooled["p_uncached"])
+    if evidence.holds and found["cached_ahead"] <= sum(found.values()) / 2:
+        evidence = Evidence(1.0, evidence.refutes)
         lines.append("on average ahead, but not in most conditions")
-    return make_claim("C2", verdict, lines, control, difference=pooled["difference"], conditions=found)
+    return make_claim(name, evidence, lines, control, difference=pooled["difference"], conditions=found)
+
+
+def judge_c2(study: Study) -> Claim:
+    """In FP16, of which the paper speaks."""
+    return _judge_accuracy(study, "C2", "fp16")
+
+
+def judge_c2b(study: Study) -> Claim:
+    """In BF16."""
+    return _judge_accuracy(study, "C2b", "bf16")
 
 
 def _points(pooled: Mapping[str, Any]) -> str:
@@ -140,21 +155,15 @@ def judge_c3a(study: Study) -> Claim:
     if accumulators:
         control.append(f"products returned in {', '.join(accumulators)}")
     if not ours:
-        return make_claim("C3a", CANNOT_TELL, ["no FP16 and FP32 run of one condition"], control)
-    verdicts = []
-    for pair in ours:
-        if (interval := pair["metrics"]["kl"]["interval"]) is None:
-            verdicts.append(CANNOT_TELL)
-        else:
-            low, high = interval
-            verdicts.append(REPRODUCED if low >= ORDERS else NOT_REPRODUCED if high < ORDERS else CANNOT_TELL)
+        return make_claim("C3a", None, ["no FP16 and FP32 run of one condition"], control)
+    found = [pair["metrics"]["kl"]["estimate"] for pair in ours]
+    evidence = hold_all([lies_above(each and statistics.read_estimate(each), 10**ORDERS) for each in found])
     lines = _list_orders(ours)
     linear = [p["metrics"]["max_abs"]["orders"] for p in ours if p["metrics"]["max_abs"]["orders"] is not None]
     if linear:
         lines.append(f"the largest logit difference falls by {min(linear):.1f} to {max(linear):.1f} orders")
     control += [f"PyTorch, {line}" for line in _list_orders([p for p in pairs if p["framework"] == "torch"])]
-    verdict = NOT_REPRODUCED if NOT_REPRODUCED in verdicts else CANNOT_TELL if CANNOT_TELL in verdicts else REPRODUCED
-    return make_claim("C3a", verdict, lines, control, orders=[p["metrics"]["kl"] for p in ours])
+    return make_claim("C3a", evidence, lines, control, orders=[p["metrics"]["kl"] for p in ours])
 
 
 def _count_parted(study: Study) -> Mapping[str, Any] | None:
@@ -172,11 +181,8 @@ def _count_near_ties(study: Study) -> tuple[int, int]:
     return sum(f["count"] for f in found), sum(f["total"] for f in found)
 
 
-def judge_c3b(study: Study) -> Claim:
-    """No flips in FP32: one refutes "exactly"; a zero is worth its bound, which has to round to 0.0 %.
-
-    And only where FP16 flips more on the same problems: where it flips none either, the run could not have told.
-    """
+def _describe_fp32(study: Study) -> tuple[list[str], list[str]]:
+    """Figure and control of flips in FP32; no figure without a run."""
     found, narrow = study["flips"].get("fp32"), study["flips"].get("fp16")
     control = [f"FP16, the same problems: {format_counted_share(narrow['flips'])} tokens"] if narrow else []
     control += [
@@ -186,71 +192,135 @@ def judge_c3b(study: Study) -> Claim:
     ]
     control += [sentence for found_at in study["processes"] for sentence in found_at["fp32"]]
     if not found:
-        return make_claim("C3b", CANNOT_TELL, ["no valid FP32 run of the plain regime"], control)
+        return [], control
     flips, sequences = found["flips"], found["sequences_with_flip"]
     lines = [
         f"{format_counted_share(flips)} tokens flip, in {format_counted_share(sequences)} sequences; "
         f"{say_count(found['conditions'], 'condition')} of {say_count(found['problems'], 'problem')}"
     ]
-    parted, near = _count_parted(study), _count_near_ties(study)
-    if parted:
+    if parted := _count_parted(study):
         lines.append(f"running free, {format_counted_share(parted)} sequences of all FP32 runs part")
     if flips["count"]:
-        verdict = NOT_REPRODUCED
+        near = _count_near_ties(study)
         lines.append(f"of the flips of all FP32 runs {near[0]} of {near[1]} are at a margin within the perturbation")
-    elif flips["upper_bound"] >= ZERO_PERCENT:
-        verdict = CANNOT_TELL
-        lines.append("none was seen, but the bound does not round to 0.0 %")
-    elif not narrow or not narrow["flips"]["count"] or narrow["flips"]["interval"][0] <= flips["upper_bound"]:
-        verdict = CANNOT_TELL
-        lines.append(
-            "none was seen, but FP16 is not seen to flip more on the same problems, so that this tests nothing"
-        )
+    return lines, control
+
+
+NO_TEST = "FP16 is not seen to flip more on the same problems, so that this tests nothing"
+NO_FP32 = ["no valid FP32 run of the plain regime"]
+
+
+def _flips_more(study: Study) -> bool:
+    """Whether FP16 flips more on the same problems than FP32 can."""
+    found, narrow = study["flips"]["fp32"], study["flips"].get("fp16")
+    most = found["flips"].get("upper_bound", found["flips"]["interval"][1])
+    return bool(narrow) and narrow["flips"]["count"] > 0 and narrow["flips"]["interval"][0] > most
+
+
+def judge_c3b(study: Study) -> Claim:
+    """Flips in FP32 round to 0.0 %, where FP16 flips more on the same problems."""
+    lines, control = _describe_fp32(study)
+    if not lines:
+        return make_claim("C3b", None, NO_FP32, control)
+    found = study["flips"]["fp32"]
+    worth = found["worth"]
+    counted = found["flips"]["rate"] * worth
+    evidence = Evidence(
+        statistics.share_p_below(counted, worth, ZERO_PERCENT), statistics.share_p_above(counted, worth, ZERO_PERCENT)
+    )
+    if evidence.holds and not _flips_more(study):
+        evidence = Evidence(1.0, evidence.refutes)
+        lines.append(NO_TEST)
+    return make_claim("C3b", evidence, lines, control, flips=found["flips"])
+
+
+def judge_c3c(study: Study) -> Claim:
+    """No flip in FP32: one refutes it, and none is worth something where FP16's rate would have shown one."""
+    lines, control = _describe_fp32(study)
+    if not lines:
+        return make_claim("C3c", None, NO_FP32, control)
+    flips, narrow = study["flips"]["fp32"]["flips"], study["flips"].get("fp16")
+    if flips["count"]:
+        evidence = Evidence(refutes=0.0)
+    elif narrow and narrow["flips"]["count"]:
+        rate = narrow["flips"]["interval"][0]
+        evidence = Evidence(statistics.share_p_below(0, flips["total"], rate), sides=1)
+        lines.append("of these tokens: no sample shows that a rate is zero")
     else:
-        verdict = REPRODUCED
-        lines.append("none was seen, and the bound, which takes tokens as independent, rounds to 0.0 %")
-    return make_claim("C3b", verdict, lines, control, flips=flips)
+        evidence = OPEN
+        lines.append(NO_TEST)
+    return make_claim("C3c", evidence, lines, control, flips=flips)
 
 
-def judge_c6(study: Study) -> Claim:
-    """Run again, in this process, in another one, and in another run of one configuration."""
+RARE = 1 - ALMOST_ALL  # a share that a rerun may differ in and is still called the same
+
+
+def judge_c6a(study: Study) -> Claim:
+    """Each arm run again in its process."""
     again = {arm: found for arm, found in study["reruns"].items() if found is not None}
-    lines, control = describe_reruns(study), []
-    for found in study["processes"]:
-        dtypes = ", ".join(f"{dtype} {said}" for dtype, said in found["process"].items())
-        control.append(f"another process, compiling for itself, on {found['device']}: {dtypes}")
-    for pair in study["replicates"]:
-        control.append(
-            f"{' and '.join(pair['runs'])}, one configuration run twice: {format_counted_share(pair['other_tokens'])} "
-            f"problems have other tokens, {format_counted_share(pair['other_figures'])} other figures"
+    lines = describe_reruns(study)
+    if not again:
+        return make_claim("C6a", None, lines, [])
+    if any(found["count"] for found in again.values()):
+        evidence = Evidence(refutes=0.0)
+        lines.append("other bits alone do not say that the direction is another")
+    else:
+        most = max(statistics.share_p_below(0, found["total"], RARE) for found in again.values())
+        evidence = Evidence(most, sides=1)
+        if len(again) < 2:
+            evidence = OPEN
+            lines.append("one arm alone was run again")
+    return make_claim("C6a", evidence, lines, [], reruns=again)
+
+
+def _judge_replicates(study: Study, name: str, kind: str, noun: str) -> Claim:
+    """Runs of one configuration made more than once, and for processes what the doctor compiled twice."""
+    pairs = [pair for pair in study["replicates"] if pair["kind"] == kind]
+    lines, control = [], []
+    for pair in pairs:
+        lines.append(
+            f"{' and '.join(pair['runs'])}: {format_counted_share(pair['other_tokens'])} problems have other tokens, "
+            f"{format_counted_share(pair['other_figures'])} other figures"
         )
         if pair["signs"][0] != pair["signs"][1]:
-            control.append(f"and the more accurate arm is another one ({' and '.join(pair['runs'])})")
-    if not control:
-        control = ["no other process, so only one is judged"]
-    if not study["replicates"]:
-        control.append("no configuration was run twice, so that no direction was seen to return")
-    differing = any(found["count"] for found in again.values())
-    turned = any(pair["signs"][0] != pair["signs"][1] for pair in study["replicates"])
-    said = [text for found in study["processes"] for dtype, text in found["process"].items() if dtype == "fp16"]
-    elsewhere = bool(study["replicates"])  # another process's operations have no direction to compare
-    same = all(text == "equal" for text in said) and not any(p["other_tokens"]["count"] for p in study["replicates"])
-    if turned:
-        verdict = NOT_REPRODUCED
-    elif not differing and len(again) == 2 and elsewhere and same:
-        verdict = REPRODUCED
+            lines.append(f"and the more accurate arm is not the same one ({' and '.join(pair['runs'])})")
+    equal = True
+    if kind == PROCESS:
+        for found in study["processes"]:
+            dtypes = ", ".join(f"{dtype} {said}" for dtype, said in found["process"].items())
+            control.append(f"another process, compiling for itself, on {found['device']}: {dtypes}")
+            equal = equal and found["process"].get("fp16", "equal") == "equal"
+    if not pairs:
+        said = f"no configuration was run again in another {noun}, so that no direction was seen to return"
+        return make_claim(name, None, [said], control)
+    lines.insert(0, f"{say_count(len(pairs), 'pair')} of runs of one configuration, in another {noun}")
+    if any(pair["signs"][0] * pair["signs"][1] < 0 for pair in pairs):
+        evidence = Evidence(refutes=0.0)
+    elif equal and not any(p["other_tokens"]["count"] or p["signs"][0] != p["signs"][1] for p in pairs):
+        most = max(statistics.share_p_below(0, pair["other_tokens"]["total"], RARE) for pair in pairs)
+        evidence = Evidence(most, sides=1)
     else:
-        verdict = CANNOT_TELL
-        if differing:
-            control.append("reruns differ in bits, which alone does not say that the direction does")
-        elif again:
-            control.append("within a process every rerun was equal; whether that holds across processes is open")
-    return make_claim("C6", verdict, lines, control, reruns=again)
+        evidence = OPEN
+        lines.append("runs differ, which alone does not say that the direction does")
+    return make_claim(name, evidence, lines, control, pairs=len(pairs))
 
 
-JUDGES = (judge_c1, judge_c2, judge_c3a, judge_c3b, judge_c4, judge_c5a, judge_c5b, judge_c6)
+def judge_c6b(study: Study) -> Claim:
+    """Run again in another process of one build."""
+    return _judge_replicates(study, "C6b", PROCESS, "process")
+
+
+def judge_c6c(study: Study) -> Claim:
+    """Run again under other versions."""
+    return _judge_replicates(study, "C6c", BUILD, "build")
+
+
+JUDGES = (
+    judge_c1, judge_c2, judge_c2b, judge_c3a, judge_c3b, judge_c3c, judge_c4, judge_c4b, judge_c5a, judge_c5b,
+    judge_c6a, judge_c6b, judge_c6c,
+)  # fmt: skip
 
 
 def judge(study: Study) -> list[Claim]:
-    """All claims in order."""
-    return [judge_claim(study) for judge_claim in JUDGES]
+    """All claims in order, with verdicts that hold together."""
+    return decide([judge_claim(study) for judge_claim in JUDGES], (REPRODUCED, NOT_REPRODUCED))

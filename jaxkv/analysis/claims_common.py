@@ -1,4 +1,4 @@
-"""What the judges of claims share: verdicts, texts, and the controls that several claims rest on."""
+"""What the judges of claims share: verdicts, and the controls that several claims rest on."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,35 +6,26 @@ from typing import Any
 from jaxkv.analysis import statistics
 from jaxkv.analysis.contrasts import base_precision
 from jaxkv.analysis.format import format_counted_share, format_percent
+from jaxkv.analysis.rules import Evidence
 
-REPRODUCED, NOT_REPRODUCED, CANNOT_TELL = "reproduced", "not reproduced", "cannot tell"
-VERDICTS = (REPRODUCED, NOT_REPRODUCED, CANNOT_TELL)
+REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
 Study = Mapping[str, Any]
 Claim = dict[str, Any]
-TEXTS = {
-    "C1": "100 % of FP16 generations diverge between cache on and off, greedy too",
-    "C2": "cache on is more accurate, in 8 of 9 conditions",
-    "C3a": "in FP32 divergence falls by eight orders of magnitude",
-    "C3b": "in FP32 flips are exactly 0.0 %",
-    "C4": "GQA models diverge sharply at layer 1, Gemma evenly over layers",
-    "C5a": "patching the whole residual stream does not bring the cache-free trajectory back",
-    "C5b": "so the cached state is the cause of the divergence",
-    "C6": "the direction is deterministic",
-}
 
 
-def make_claim(name: str, verdict: str, figure: Sequence[str], control: Sequence[str], **numbers: Any) -> Claim:
-    """A row of the claims table. `figure` and `control` are sentences; `numbers` what the verdict was read from."""
-    if verdict not in VERDICTS:
-        raise ValueError(f"'{verdict}' is no verdict")
-    return {
-        "id": name,
-        "claim": TEXTS[name],
-        "verdict": verdict,
-        "figure": list(figure),
-        "control": list(control),
-        "numbers": numbers,
-    }
+def make_claim(
+    name: str, evidence: Evidence | None, figure: Sequence[str], control: Sequence[str], **numbers: Any
+) -> Claim:
+    """A row of the claims table without its verdict, which depends on the other rows (`rules.decide`).
+
+    Args:
+      name: of the statement's rule.
+      evidence: None where no record bears on it.
+      figure: sentences.
+      control: sentences.
+      numbers: what the evidence was read from.
+    """
+    return {"id": name, "evidence": evidence, "figure": list(figure), "control": list(control), "numbers": numbers}
 
 
 def select(study: Study, precision: str | None = None, regime: str = "plain", framework: str = "jax") -> list[Any]:

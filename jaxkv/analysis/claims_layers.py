@@ -4,9 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxkv.analysis.claims_common import (
-    CANNOT_TELL,
-    NOT_REPRODUCED,
-    REPRODUCED,
     Claim,
     Study,
     by_model,
@@ -17,10 +14,11 @@ from jaxkv.analysis.claims_common import (
 )
 from jaxkv.analysis.contrasts import base_precision
 from jaxkv.analysis.format import format_counted_share, format_number
+from jaxkv.analysis.rules import CANNOT_TELL, DOUBLE, FAMILY, HALF, Evidence, hold_all, lies_above, lies_below
+from jaxkv.analysis.statistics import Estimate, read_estimate, share_p_above, share_p_below
 from jaxkv.analysis.summary import share
 from jaxkv.analysis.wording import LABELS
 
-HALF = 0.5  # "sharply at layer 1": more than half of the drift that leaves the last layer leaves the first
 NARROW = ("fp16", "bf16")
 EQUAL, ROUNDING, FAULT = "equal", "rounding", "fault"
 
@@ -34,21 +32,33 @@ def _percent(entry: Mapping[str, Any] | None) -> str:
     return f"{text} [{format_number(100 * entry['interval'][0], 3)}, {format_number(100 * entry['interval'][1], 3)}]"
 
 
-def judge_c4(study: Study) -> Claim:
-    """Sharp at the first layer in grouped-query models other than Gemma, even in Gemma.
-
-    'Sharp' is more than half of the drift that leaves the last layer leaving the first one already, 'even' less; the
-    paper gives no measure. A model of either kind whose interval is on the other side refutes the claim, and both kinds
-    are needed to reproduce it.
-    """
-    found = [
+def _select_drift(study: Study) -> list[Any]:
+    return [
         c
         for c in study["conditions"]
         if c.get("drift") and c["drift"]["status"] == "ok" and c["regime"] == "plain" and base_precision(c) in NARROW
     ]
+
+
+NO_DRIFT = ["no valid 16-bit drift records (`--experiments=drift`)"]
+
+
+def _read(entry: Mapping[str, Any] | None) -> Estimate | None:
+    """What the tests of a figure are made of; None where it has no interval."""
+    return read_estimate(entry["estimate"]) if entry and entry["estimate"] else None
+
+
+def judge_c4(study: Study) -> Claim:
+    """Sharp at the first layer in grouped-query models other than Gemma, even in Gemma.
+
+    A model of either kind whose interval is on the other side refutes the claim, and both kinds are needed to
+    reproduce it.
+    """
+    found = _select_drift(study)
     if not found:
-        return make_claim("C4", CANNOT_TELL, ["no valid 16-bit drift records (`--experiments=drift`)"], [])
-    lines, control, sides = [], [], []
+        return make_claim("C4", None, NO_DRIFT, [])
+    lines, control = [], []
+    sides: dict[str, list[Evidence]] = {"GQA": [], "Gemma": []}
     for condition in found:
         drift, name = condition["drift"], f"{condition['model']} {condition['precision']}"
         heads, first = drift["heads"], drift["first_layer"]
@@ -60,33 +70,55 @@ def judge_c4(study: Study) -> Claim:
         )
         if repeated := drift["repeated"]:
             control.append(f"{name} with K/V heads repeated into MHA: {_percent(repeated['first_layer'])}")
-        if first is not None and first["interval"] is not None and kind != "MHA":
-            low, high = first["interval"]
-            side = "sharp" if low > HALF else "even" if high < HALF else "open"
-            sides.append((kind, side))
-    wanted = {"GQA": "sharp", "Gemma": "even"}
-    if any(side not in ("open", wanted[kind]) for kind, side in sides):
-        verdict = NOT_REPRODUCED
-    elif {("GQA", "sharp"), ("Gemma", "even")} == set(sides):
-        verdict = REPRODUCED
-    else:
-        verdict = CANNOT_TELL
-        missing = [kind for kind in wanted if kind not in {kind for kind, _ in sides}]
-        if missing:
-            lines.append(f"no model of the kind {' or '.join(missing)} to set beside")
-    return make_claim("C4", verdict, lines, control, sides=[list(side) for side in sides])
+        if kind != "MHA":
+            sides[kind].append((lies_below if kind == "Gemma" else lies_above)(_read(first), HALF))
+    evidence = hold_all([*sides["GQA"], *sides["Gemma"]])
+    if missing := [kind for kind, parts in sides.items() if not parts]:
+        evidence = Evidence(1.0, evidence.refutes)
+        lines.append(f"no model of the kind {' or '.join(missing)} to set beside")
+    return make_claim("C4", evidence, lines, control)
+
+
+def judge_c4b(study: Study) -> Claim:
+    """Whether grouping makes the first layer sharp: the model beside itself with repeated K/V heads."""
+    found = [c for c in _select_drift(study) if c["drift"]["repeated"] is not None]
+    compared = [(c, c["drift"]["repeated"]["first_layer_against"]) for c in found]
+    parts, lines = [], []
+    for condition, each in compared:
+        if each is None:
+            continue
+        difference, ratio = each["difference"], each["ratio"]
+        span = difference["interval"]
+        shown = "no interval" if span is None else f"[{', '.join(format_number(100 * end, 3) for end in span)}]"
+        lines.append(
+            f"{condition['model']} {condition['precision']}: {_percent(condition['drift']['first_layer'])} as it is, "
+            f"{_percent(condition['drift']['repeated']['first_layer'])} with repeated heads: "
+            f"{format_number(100 * difference['mean'], 3)} points {shown} more, {_times(ratio)}"
+        )
+        parts.append(lies_above(_read(ratio), DOUBLE))
+    if not parts:
+        return make_claim("C4b", None, ["no drift records of a model beside itself with repeated K/V heads"], [])
+    control = ["repeated heads are equal mathematics in other shapes, which round otherwise by themselves"]
+    return make_claim("C4b", hold_all(parts), lines, control)
+
+
+def _times(entry: Mapping[str, Any]) -> str:
+    text = f"{format_number(entry['mean'], 3)} times"
+    return (
+        text if entry["interval"] is None else f"{text} [{', '.join(format_number(e, 3) for e in entry['interval'])}]"
+    )
 
 
 def judge_c5a(study: Study) -> Claim:
-    """The verdict of the patches (jaxkv.analysis.patching.judge_claim), all runs together."""
+    """What the patches say (jaxkv.analysis.patching.judge_claim), all runs together."""
     found = [c for c in study["conditions"] if c.get("patching") and c["patching"]["status"] == "ok"]
     control = ["every value of the donor gives the donor's logits, its own values change nothing: else no verdict"]
     if not found:
-        return make_claim("C5a", CANNOT_TELL, ["no valid patching records (`--experiments=patching`)"], control)
-    lines = [f"{c['model']} {c['precision']}: {c['patching']['claim']['why']}" for c in found]
-    verdicts = {c["patching"]["claim"]["verdict"] for c in found}
-    verdict = NOT_REPRODUCED if NOT_REPRODUCED in verdicts else CANNOT_TELL if CANNOT_TELL in verdicts else REPRODUCED
-    return make_claim("C5a", verdict, lines, control, verdicts=sorted(verdicts))
+        return make_claim("C5a", None, ["no valid patching records (`--experiments=patching`)"], control)
+    claims = [c["patching"]["claim"] for c in found]
+    lines = [f"{c['model']} {c['precision']}: {claim['why']}" for c, claim in zip(found, claims, strict=True)]
+    evidence = hold_all([Evidence(claim["supports"], claim["refutes"]) for claim in claims])
+    return make_claim("C5a", evidence, lines, control, verdicts=sorted({claim["verdict"] for claim in claims}))
 
 
 ALIKE = ("model", "precision", "device", "framework", "batch_size")  # of which programs have one shape
@@ -145,21 +177,30 @@ def diagnose(study: Study) -> list[dict[str, Any]]:
 def judge_c5b(study: Study) -> Claim:
     """Whether the arms part because there is a cache, or because they are of other shapes.
 
-    With both arms through one program, the cache still on, the share of steps whose logits differ is set against that
-    of the plain arms. If its upper bound lies below their interval, the cache does not suffice for the difference.
+    With both arms through one program, the cache still on, the share of steps whose logits differ is set against half
+    of that of the plain arms, either end of its interval.
     """
     found = [entry for entry in study["causes"] if entry["precision"] in NARROW]
-    lines = []
+    lines, parts = [], []
     for entry in found:
+        plain, aligned = entry["plain"], entry["aligned"]
         beside = "no aligned steps to set beside"
-        if entry["aligned"] is not None:
-            beside = f"through one program with the cache on {format_counted_share(entry['aligned'])}"
-        lines.append(f"{entry['name']}, steps with other bits: {format_counted_share(entry['plain'])}; {beside}")
-    verdict = NOT_REPRODUCED if any(entry["verdict"] == ROUNDING for entry in found) else CANNOT_TELL
-    if verdict == NOT_REPRODUCED:
-        lines.append("a cache alone does not make the arms part: other shapes round otherwise")
+        if aligned is not None:
+            beside = f"through one program with the cache on {format_counted_share(aligned)}"
+        lines.append(f"{entry['name']}, steps with other bits: {format_counted_share(plain)}; {beside}")
+        if aligned is not None and plain["count"]:
+            low, high = (HALF * end for end in plain["interval"])
+            count, total = aligned["count"], aligned["total"]
+            parts.append(Evidence(share_p_above(count, total, high), share_p_below(count, total, low)))
+    evidence = hold_all(parts) if parts else None
+    if evidence is not None and evidence.p <= FAMILY:
+        lines.append(
+            "a cache alone makes the arms part: a fault, or a cache that keeps other numbers than it was given"
+            if evidence.holds
+            else "a cache alone does not make the arms part: other shapes round otherwise"
+        )
     control = [*_describe_lengths(study), *describe_aligned(study)]
-    return make_claim("C5b", verdict, lines or ["no valid 16-bit run of the plain regime"], control)
+    return make_claim("C5b", evidence, lines or ["no valid 16-bit run of the plain regime"], control)
 
 
 def _describe_lengths(study: Study) -> list[str]:

@@ -10,7 +10,8 @@ import numpy as np
 
 from jaxkv.analysis import statistics
 from jaxkv.analysis.gather import SAMPLING, Run, describe_condition
-from jaxkv.analysis.summary import clustered_share, share
+from jaxkv.analysis.summary import PAIRED, clustered_share, share
+from jaxkv.records import fingerprint
 from jaxkv.schemas import find_headline
 
 Record = Mapping[str, Any]
@@ -18,7 +19,7 @@ Samples = Mapping[Any, Record]
 QUADRATIC = ("kl", "js")  # in the perturbation of the logits
 LINEAR = ("max_abs", "mean_abs")
 ARMS = ("cached", "uncached")
-ZERO_BOUND = "no problem differs: upper bound of the share that would"
+PROCESS, BUILD = "process", "build"  # in what a configuration that was run again was not the same
 
 
 def find_valid(run: Run) -> dict[tuple[int, str], Record]:
@@ -35,15 +36,15 @@ def base_precision(condition: Mapping[str, Any]) -> str | None:
 def pool_accuracy(conditions: Sequence[tuple[Mapping[str, Any], Samples]], scorer: str) -> dict[str, Any] | None:
     """Which arm is right more often, over conditions that ask the same problems.
 
-    Problems are the unit: their conditions are averaged first, since they are not independent. The tests that put
-    McNemar tables together take conditions as independent and stand beside it.
+    Problems are the unit: their conditions are put together first, since they are not independent.
 
     Args:
       conditions: description and valid samples by (problem, prompt) of each.
       scorer: one that every sample has.
 
     Returns:
-      None without a sample.
+      None without a sample. `p_cached` and `p_uncached` are the exact one-sided p-values that this arm does not lead
+      (`statistics.sign_flip`), `p` the two-sided one.
     """
     tables, by_problem = [], defaultdict(list)
     for condition, samples in conditions:
@@ -70,20 +71,18 @@ def pool_accuracy(conditions: Sequence[tuple[Mapping[str, Any], Samples]], score
         return None
     differences = [float(np.mean(values)) for values in by_problem.values()]
     pairs = [(t["only_cached"], t["only_uncached"]) for t in tables]
-    if any(map(any, by_problem.values())):
-        found = statistics.paired_interval(differences, np.zeros(len(differences)))
-        interval, method = found and list(found), "paired bootstrap over problems, widened to Student's t"
-    else:
-        bound = statistics.zero_upper_bound(len(differences))
-        interval, method = [-bound, bound], ZERO_BOUND
+    found = statistics.estimate_paired_share(differences)
+    leads = [int(sum(values)) for values in by_problem.values()]
+    sides = [statistics.sign_flip(leads), statistics.sign_flip([-lead for lead in leads])]
     ahead = [sum(a > b for a, b in pairs), sum(a < b for a, b in pairs), sum(a == b for a, b in pairs)]
     return {
         "scorer": scorer,
         "problems": len(differences),
-        "difference": {"mean": float(np.mean(differences)), "interval": interval, "method": method},
+        "difference": {"mean": float(np.mean(differences)), "interval": list(found.interval()), "method": PAIRED},
         "conditions": dict(zip(("cached_ahead", "uncached_ahead", "equal"), ahead, strict=True)),
-        "sign_p": statistics.sign_test(ahead[0], ahead[1]),
-        "stouffer_p": statistics.stouffer(pairs),
+        "p": min(1.0, 2 * min(sides)),
+        "p_cached": sides[0],
+        "p_uncached": sides[1],
         "tables": tables,
     }
 
@@ -118,12 +117,13 @@ def compare_precisions(narrow: Samples, wide: Samples) -> dict[str, Any] | None:
     for name in (*QUADRATIC, *LINEAR):
         first, second = (_total([samples[key] for key in shared], name) for samples in (narrow, wide))
         means = [sum(sums) / sum(sizes) for sums, sizes in (first, second)]
-        interval = statistics.ratio_bootstrap(first, second) if all(means) else None
+        found = statistics.estimate_ratio(first, second)
         metrics[name] = {
             "narrow": means[0],
             "wide": means[1],
             "orders": math.log10(means[0] / means[1]) if all(means) else None,
-            "interval": None if interval is None or not interval[0] else [math.log10(end) for end in interval],
+            "interval": found and [math.log10(end) for end in found.interval()],
+            "estimate": statistics.to_record(found),  # of the ratio
         }
     return {"problems": len(shared), "metrics": metrics}
 
@@ -161,8 +161,10 @@ def count_flips(runs: Sequence[tuple[Mapping[str, Any], Samples]]) -> dict[str, 
                 sequences, flipped = sequences + 1, flipped + any(flips)
     if not sequences:
         return None
+    found = [counts[p] for p in sizes], list(sizes.values())
     return {
-        "flips": clustered_share([counts[p] for p in sizes], list(sizes.values())),
+        "flips": clustered_share(*found),
+        "worth": statistics.effective_trials(*found),  # independent tokens that say as much
         "sequences_with_flip": share(flipped, sequences),
         "conditions": len(runs),
         "problems": len(sizes),
@@ -185,17 +187,21 @@ def count_reruns(runs: Sequence[tuple[Mapping[str, Any], Samples]]) -> dict[str,
 
 
 def find_replicates(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Runs of one configuration, made more than once: whether tokens, bits of the comparison and direction are one."""
+    """Runs of one configuration, made more than once: whether tokens, bits of the comparison and direction are one.
+
+    `kind` says in what they differ: 'build' if in versions of packages or of the device's runtime, else 'process'.
+    """
     groups = defaultdict(list)
     for run in runs:
         if run.run.get("fingerprint") and run.of("divergence"):
-            groups[run.run["fingerprint"]].append(run)
+            groups[_identify(run)].append(run)
     found = []
     for members in groups.values():
         for first, second in itertools.combinations(members, 2):
             a, b = find_valid(first), find_valid(second)
             shared = [key for key in a if key in b]
-            if not shared:
+            kind = BUILD if _find_build(first) != _find_build(second) else PROCESS
+            if not shared or (kind == PROCESS and first.run["fingerprint"] != second.run["fingerprint"]):
                 continue
             signs = [
                 np.sign(sum(_lead(samples[key]) for key in shared)).item() for samples in (a, b)
@@ -203,6 +209,7 @@ def find_replicates(runs: Sequence[Run]) -> list[dict[str, Any]]:
             found.append(
                 {
                     "runs": [first.name, second.name],
+                    "kind": kind,
                     "condition": describe_condition(first),
                     "problems": len(shared),
                     "other_tokens": share(sum(_tokens(a[key]) != _tokens(b[key]) for key in shared), len(shared)),
@@ -213,6 +220,19 @@ def find_replicates(runs: Sequence[Run]) -> list[dict[str, Any]]:
                 }
             )
     return found
+
+
+def _identify(run: Run) -> str:
+    """What a run's configuration is but for versions."""
+    device = run.run["config"].get("device")
+    kept = {key: value for key, value in device.items() if key != "runtime"} if isinstance(device, Mapping) else device
+    return fingerprint({**run.run["config"], "device": kept, "versions": None})
+
+
+def _find_build(run: Run) -> Any:
+    """Versions of what compiles and runs it: packages and the device's runtime."""
+    device = run.run["config"].get("device")
+    return run.run["config"].get("versions"), device.get("runtime") if isinstance(device, Mapping) else None
 
 
 def _tokens(sample: Record) -> list[list[int]]:

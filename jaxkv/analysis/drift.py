@@ -1,6 +1,6 @@
 """What the records of experiment 'drift' say: a summary, a table, a report. Reads records alone.
 
-Means are over positions, their intervals a bootstrap over problems. Relative distances are those of the cached value
+Means are over positions, their intervals over problems. Relative distances are those of the cached value
 from the uncached one.
 """
 
@@ -80,6 +80,7 @@ def summarize_drift(records: Sequence[Record], run: Mapping[str, Any]) -> dict[s
             "layers": _summarize_layers(repeated),
             "logits": _summarize_logits([s | {"steps": t["steps"]} for s, t in zip(repeated, valid, strict=True)]),
             "first_layer": _share_of_first_layer(repeated),
+            "first_layer_against": _compare_first_layers(valid),
             "compared": {tensor: _compare_to_repeated(valid, tensor) for tensor in TENSORS},
         }
         if repeated
@@ -135,7 +136,41 @@ def _share_of_first_layer(samples: Sequence[Record]) -> dict[str, Any] | None:
     kept = _with_places(samples, "decoded")
     columns = [s["layers"]["resid_pre"]["decoded"]["relative"] for s in kept]
     first, last = ([c[n] * s["places"]["decoded"] for c, s in zip(columns, kept, strict=True)] for n in (1, -1))
-    return mean_over_problems(first, last) if sum(last) else None
+    return (
+        mean_over_problems(first, last) | {"estimate": statistics.to_record(statistics.estimate_mean(first, last))}
+        if sum(last)
+        else None
+    )
+
+
+def _compare_first_layers(samples: Sequence[Record]) -> dict[str, Any] | None:
+    """The share of the drift that leaves the first layer, the model's against that with repeated heads, by problem.
+
+    Returns:
+      `difference` of the shares and `ratio`, each with an interval paired by problem (None where there is none) and
+      what its tests are made of; None without drift in one of the two.
+    """
+    kept = [s for s in _with_places(samples, "decoded") if s["repeated"] is not None]
+    sides: list[tuple[list[float], list[float]]] = []
+    for layers in ([s["layers"] for s in kept], [s["repeated"]["layers"] for s in kept]):
+        columns = [each["resid_pre"]["decoded"]["relative"] for each in layers]
+        places = [s["places"]["decoded"] for s in kept]
+        first, last = ([c[n] * size for c, size in zip(columns, places, strict=True)] for n in (1, -1))
+        sides.append((first, last))
+    shares = [sum(first) / sum(last) if sum(last) else 0.0 for first, last in sides]
+    if not all(shares):
+        return None
+    found: dict[str, Any] = {}
+    for name, value, estimate in (
+        ("difference", shares[0] - shares[1], statistics.estimate_difference(sides[0], sides[1])),
+        ("ratio", shares[0] / shares[1], statistics.estimate_ratio(sides[0], sides[1])),
+    ):
+        found[name] = {
+            "mean": value,
+            "interval": statistics.ends(estimate),
+            "estimate": statistics.to_record(estimate),
+        }
+    return found
 
 
 def _count_first(samples: Sequence[Record], segment: str) -> dict[str, Any]:

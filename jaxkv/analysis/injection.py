@@ -1,7 +1,7 @@
 """What changed caches do to a model: distance to its own clean run, and the task's score beside the clean one.
 
 Reads records alone, imports neither jax nor flax. The unit of every interval is the problem with all its seeds: noise
-is keyed by (seed, problem), so problems are independent of each other at one seed, and resampling them covers seeds.
+is keyed by (seed, problem), so problems are independent of each other at one seed, and their spread covers seeds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -116,18 +116,9 @@ def _summarize_score(valid: Clusters, control: Clusters, scorer: str) -> dict[st
     clean = _average(control, scorer, problems)
     if not possible.sum():
         return None
-    low, high = 0.0, 1.0
-    if len(problems) > 1:
-        low, high = statistics.cluster_bootstrap(points, possible)
-        if possible.min() == possible.max():  # widened to Student's t, and to the exact bound at 0 and at all
-            widened = statistics.paired_interval(points / possible, np.zeros(len(problems)))
-            low, high = widened if widened is not None else (low, high)
-        if points.sum() in (0, possible.sum()):
-            bound = statistics.zero_upper_bound(len(problems))
-            low, high = (0.0, bound) if not points.sum() else (1 - bound, 1.0)
     entry: dict[str, Any] = {
         "mean": float(points.sum() / possible.sum()),
-        "interval": [max(0.0, low), min(1.0, high)],
+        "interval": list(statistics.clustered_share_interval(points, possible)),
         "problems": len(problems),
         "of_control": None,
         "of_control_interval": None,
@@ -135,12 +126,7 @@ def _summarize_score(valid: Clusters, control: Clusters, scorer: str) -> dict[st
     if clean[0].sum():
         base = float(clean[0].sum() / clean[1].sum())
         entry["of_control"] = entry["mean"] / base
-        ratio = statistics.ratio_interval((points, possible), clean)
-        if ratio is None and np.array_equal(points, clean[0]):  # no problem differs: at most the bound's share would
-            bound = statistics.zero_upper_bound(len(problems))
-            ratio = (1 - bound / base, 1 + bound / base)
-        elif ratio is None and points.sum() in (0, possible.sum()):
-            ratio = (entry["interval"][0] / base, entry["interval"][1] / base)
+        ratio = statistics.share_of_control((points, possible), clean)
         entry["of_control_interval"] = None if ratio is None else [max(0.0, ratio[0]), ratio[1]]
     return entry
 

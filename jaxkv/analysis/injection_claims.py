@@ -1,9 +1,8 @@
 """Pairs of changes that differ in one thing, and what they say of the seed study's statements.
 
-A verdict is never stronger than its intervals: a statement holds where every pair's interval lies on its side, does not
-hold where every one lies wholly on the other, and cannot be told otherwise, since errors that differ in one thing still
-differ in the shape of their law. One on every other method does not hold where one method refutes it; bits count there
-as in `methods.weigh_bits`. A change with invalid samples decides nothing.
+How each statement is judged is told by `rules.SHEBEL`: one on pairs needs all of them either way, since errors that
+differ in one thing still differ in the shape of their law; one on every other method does not hold where one method
+refutes it, and bits count there as in `methods.weigh_bits`. A change with invalid samples decides nothing.
 """
 
 import itertools
@@ -16,18 +15,27 @@ import numpy as np
 from jaxkv.analysis import statistics
 from jaxkv.analysis.format import format_number, format_percent
 from jaxkv.analysis.methods import is_published_kvarn, weigh_bits
+from jaxkv.analysis.rules import (
+    CONTROL_KEPT,
+    DOES_NOT_HOLD,
+    HALF,
+    HOLDS,
+    OPEN,
+    Evidence,
+    decide,
+    hold_all,
+    lies_above,
+    lies_below,
+)
 from jaxkv.schema_injection import CLEAN
 
 Summary = Mapping[str, Any]
 Values = Mapping[str, Mapping[str, Mapping[int, float]]]  # change -> 'score' or 'kl' -> problem -> value
-HOLDS, DOES_NOT_HOLD, CANNOT_TELL = "holds", "does not hold", "cannot tell"
 NOT_RUN = "not run"  # nothing that bears on the statement was
 SCOPE = ("layers", "heads", "positions")
 ROWS = ("kind", "correlate", "draw", "side", *SCOPE)  # what the errors of a pair share, but for what is compared
 CLOSE = 0.01  # moments this near, relative to the error, count as equal
 SOME_FLIPS, NO_FLIPS, MANY_FLIPS = 0.01, 1e-4, 0.1
-CATASTROPHIC = 0.5  # of control: a change that keeps less is taken as a catastrophe
-KEEPS = 0.8
 METHOD = "method"
 KVARN = "KVarN"
 LOW_BITS = 3  # an element, scales counted, windows not: methods with codes of 2 bits
@@ -55,10 +63,10 @@ def _same(first: Summary, second: Summary, but: str = "") -> bool:
 
 
 def _matched(first: Summary, second: Summary) -> bool:
-    """Equal mean and standard deviation, not both nothing."""
-    scale = max(_rms(first), _rms(second))
-    gaps = abs(first["mean"] - second["mean"]), abs(first["std"] - second["std"])
-    return scale > 0 and max(gaps) <= CLOSE * scale
+    """Equal mean and variance, not both nothing: the mean relative to the error, the variance to itself."""
+    scale, spread = max(_rms(first), _rms(second)), max(first["std"], second["std"])
+    same_variance = abs(first["std"] ** 2 - second["std"] ** 2) <= CLOSE * spread**2
+    return scale > 0 and same_variance and abs(first["mean"] - second["mean"]) <= CLOSE * scale
 
 
 def _one_law(first: Summary, second: Summary) -> bool:
@@ -90,43 +98,80 @@ def compare_specs(first: Summary, second: Summary) -> str | None:
     return None
 
 
-def _is_rival(first: Summary, second: Summary) -> bool:
-    """Whether the first is another method's cache of 2-bit codes and the second KVarN's, as much of both packed.
+def _is_ours(entry: Summary) -> bool:
+    """Whether an entry is KVarN's cache as its authors have it, of 2-bit codes."""
+    return is_published_kvarn(entry["change"]) and bool(entry["cache"]) and _has_low_bits(entry)
 
-    Both read the rows of a call alike, exactly or packed: a method that packs them first pays in a prefill for what
-    the other does not.
+
+def _has_low_bits(entry: Summary) -> bool:
+    sides = [entry["spec"][side] for side in ("k", "v")]
+    return not any(side is None or side["bits"] > LOW_BITS for side in sides)
+
+
+def _why_no_rival(entry: Summary, ours: Summary) -> str:
+    """Why a cache of another method may not be set beside KVarN's; empty if it may.
+
+    Of 2-bit codes, as much of both packed. Both read the rows of a call alike, exactly or packed: a method that packs
+    them first pays in a prefill for what the other does not.
     """
-    specs = first["spec"], second["spec"]
-    for entry, spec in zip((first, second), specs, strict=True):
-        sides = [spec[side] for side in ("k", "v")]
-        if not entry["cache"] or any(side is None or side["bits"] > LOW_BITS for side in sides):
-            return False
-    ours = [[spec[side]["method"] == KVARN for side in ("k", "v")] for spec in specs]
-    kept = [[(spec[side]["first"], spec[side]["own"]) for side in ("k", "v")] for spec in specs]
-    alike = abs(first["cache"]["packed"] - second["cache"]["packed"]) <= PACKED_ALIKE
-    return not any(ours[0]) and is_published_kvarn(second["change"]) and kept[0] == kept[1] and alike
+    specs = entry["spec"], ours["spec"]
+    if any(specs[0][side] is None for side in ("k", "v")):
+        return "it leaves a side as it is"
+    if any(specs[0][side]["method"] == KVARN for side in ("k", "v")):
+        return "it is a form of KVarN"
+    if not entry["cache"] or not _has_low_bits(entry):
+        return f"it takes more than {LOW_BITS} bits an element"
+    if any(specs[0][side]["first"] != specs[1][side]["first"] for side in ("k", "v")):
+        return "it keeps other first tokens exactly"
+    if any(specs[0][side]["own"] != specs[1][side]["own"] for side in ("k", "v")):
+        return "it reads rows being written otherwise"
+    apart = abs(entry["cache"]["packed"] - ours["cache"]["packed"])
+    return "" if apart <= PACKED_ALIKE else f"its packed share is {format_percent(apart)} points away"
 
 
-def _contrast(first: Mapping[int, float], second: Mapping[int, float], share: bool = True) -> dict[str, Any] | None:
+def _list_unqualified(changes: Sequence[Summary]) -> list[str]:
+    """Quantizers that are not compared with KVarN's, with the reason."""
+    quantizers = [entry for entry in changes if entry["spec"] and entry["spec"]["family"] == "quant"]
+    lines = []
+    for ours in filter(_is_ours, quantizers):
+        for entry in quantizers:
+            why = "" if entry is ours else _why_no_rival(entry, ours)
+            if why:
+                lines.append(f"`{entry['change']}` is not compared with `{ours['change']}`: {why}")
+    return lines
+
+
+def _contrast(first: Mapping[int, float], second: Mapping[int, float], weight: float | None = 1.0) -> Any:
     """Mean of first minus second over the problems that both have, with its paired interval.
 
-    Where all problems differ alike, or none does, a resample shows no width: at most a share b of problems, the exact
-    bound, would then do otherwise, which moves the mean of a `share` by at most that much towards 1 or -1.
+    Args:
+      first, second: by problem.
+      weight: of scores, what the second counts; None of KL, which is skewed.
+
+    Returns:
+      None without problems; `interval` and `estimate` are None where there is none.
     """
     problems = sorted(first.keys() & second.keys())
     if not problems:
         return None
     a, b = (np.asarray([side[problem] for problem in problems], np.float64) for side in (first, second))
-    interval = statistics.paired_interval(a, b)
-    mean = float(np.mean(a - b))
+    if weight is None:
+        estimate = statistics.estimate_paired(a, b, skewed=True)
+    else:
+        estimate = statistics.estimate_paired_share(a - weight * b, weight)
+    mean = float(np.mean(a - (1.0 if weight is None else weight) * b))
     if abs(mean) < np.finfo(np.float64).eps * np.max(np.abs([a, b])):  # thirds, of three seeds, that should cancel
         mean = 0.0
-    if share and interval is not None:
-        if np.ptp(a - b) == 0:
-            bound = statistics.zero_upper_bound(len(problems))
-            interval = (1 - bound) * mean - bound, (1 - bound) * mean + bound
-        interval = max(-1.0, interval[0]), min(1.0, interval[1])
-    return {"mean": mean, "interval": None if interval is None else list(interval), "problems": len(problems)}
+    return {
+        "mean": mean,
+        "interval": statistics.ends(estimate),
+        "problems": len(problems),
+        "estimate": statistics.to_record(estimate),
+    }
+
+
+def _read(found: Summary | None) -> statistics.Estimate | None:
+    return statistics.read_estimate(found["estimate"]) if found and found["estimate"] else None
 
 
 def find_pairs(changes: Sequence[Summary], values: Values) -> list[dict[str, Any]]:
@@ -137,13 +182,13 @@ def find_pairs(changes: Sequence[Summary], values: Values) -> list[dict[str, Any
         kind = None
         if families == {"error"}:
             kind = compare_specs(first["spec"], second["spec"])
-        elif families == {"quant"} and _is_rival(first, second):
+        elif families == {"quant"} and _is_ours(second) and not _why_no_rival(first, second):
             kind = METHOD
         if kind is not None:
             names = first["change"], second["change"]
             found = {
-                measure: _contrast(values[names[0]][measure], values[names[1]][measure], share=measure == "score")
-                for measure in ("score", "kl")
+                measure: _contrast(values[names[0]][measure], values[names[1]][measure], weight)
+                for measure, weight in (("score", 1.0), ("kl", None))
             }
             broken = bool(first["invalid"] or second["invalid"])
             more = first["cache"]["bits"] - second["cache"]["bits"] if kind == METHOD else None
@@ -153,44 +198,37 @@ def find_pairs(changes: Sequence[Summary], values: Values) -> list[dict[str, Any
     return sorted(pairs, key=lambda pair: list(PAIRS).index(pair["kind"]))
 
 
-def decide(intervals: Sequence[Sequence[float] | None], one_refutes: bool = True) -> str:
-    """Whether a difference is above 0 in all of the intervals; one wholly below refutes it, or all of them do."""
-    if not intervals:
-        return CANNOT_TELL
-    below, above = ([i is not None and (i[1] < 0, i[0] > 0)[side] for i in intervals] for side in (0, 1))
-    if any(below) if one_refutes else all(below):
-        return DOES_NOT_HOLD
-    return HOLDS if all(above) else CANNOT_TELL
-
-
 def _span(interval: Sequence[float] | None) -> str:
     return "no interval" if interval is None else f"[{format_number(interval[0])}, {format_number(interval[1])}]"
 
 
-def _judge_pairs(pairs: Sequence[Summary], kind: str, measure: str, sign: int) -> tuple[str, list[str]]:
+Found = tuple[Evidence | None, list[str]]  # None where nothing that bears on the statement was run
+
+
+def _judge_pairs(pairs: Sequence[Summary], kind: str, measure: str, sign: int) -> Found:
     """Whether the first of each pair is worse by a measure: lower in score (sign -1), higher in KL (sign 1)."""
     chosen = [pair for pair in pairs if pair["kind"] == kind]
     if not chosen:
-        return NOT_RUN, ["no pair of changes that differ in this alone"]
-    intervals: list[Sequence[float] | None] = []
-    lines = []
+        return None, ["no pair of changes that differ in this alone"]
+    parts = []
+    lines = [f"{len(chosen)} pair{'s' if len(chosen) > 1 else ''} of {PAIRS[kind]}"]
     for pair in chosen:
         found = pair[measure]
         if not found:
-            intervals.append(None)
+            parts.append(OPEN)
             continue
+        evidence = (lies_above if sign > 0 else lies_below)(_read(found))
         interval = found["interval"]
-        worse = interval if sign > 0 or interval is None else [-interval[1], -interval[0]]
         why, counts = ("", True)
         if kind == METHOD:
-            why, counts = weigh_bits(pair["more_bits"], sign * found["mean"], worse)
+            why, counts = weigh_bits(pair["more_bits"], sign * found["mean"], evidence.verdict == HOLDS)
         if pair["invalid"]:
             why, counts = "invalid samples, so it decides nothing", True
         if counts:
-            intervals.append(None if why else worse)
+            parts.append(OPEN if why else evidence)
         text = f"`{pair['first']}` - `{pair['second']}`: {format_number(found['mean'])} {_span(interval)}"
         lines.append(f"{text} over {found['problems']} problems" + (f"; {why}" if why else ""))
-    return decide(intervals, one_refutes=kind == METHOD), lines
+    return hold_all(parts, one_refutes=kind == METHOD), lines
 
 
 def _of_control(entry: Summary | None, primary: str) -> tuple[float | None, Sequence[float] | None]:
@@ -206,43 +244,47 @@ def _say_share(entry: Summary, primary: str) -> str:
     return f"`{entry['change']}` keeps {format_percent(share)} % of control {span}"
 
 
-def _judge_share(entry: Summary | None, values: Values, primary: str, least: float) -> str:
-    """Whether a change keeps at least a share of control: by the ratio's interval and by the paired difference's."""
+def _judge_share(entry: Summary | None, values: Values, primary: str, least: float) -> Evidence:
+    """Whether a change keeps at least a share of control, by the paired difference; the ratio's interval must agree."""
     share, interval = _of_control(entry, primary)
     if entry is None or share is None or interval is None or entry["invalid"]:
-        return CANNOT_TELL
-    ours, control = values[entry["change"]]["score"], values[CLEAN]["score"]
-    found = _contrast(ours, {problem: least * value for problem, value in control.items()})
-    verdict = decide([found["interval"] if found else None])
-    agrees = interval[0] >= least if verdict == HOLDS else interval[1] < least
-    return verdict if agrees else CANNOT_TELL
+        return OPEN
+    evidence = lies_above(_read(_contrast(values[entry["change"]]["score"], values[CLEAN]["score"], least)))
+    agrees = interval[0] >= least if evidence.holds else interval[1] < least
+    return evidence if agrees else OPEN
 
 
-def _judge_catastrophe(changes: Sequence[Summary], values: Values, pairs: Sequence[Summary], primary: str) -> Any:
-    """Flips are catastrophic where those who flip keep less than half of control and their partners more."""
+def _judge_catastrophe(changes: Sequence[Summary], values: Values, pairs: Sequence[Summary], primary: str) -> Found:
+    """Flips are catastrophic where those who flip keep less than half of control and a partner more."""
     named = {entry["change"]: entry for entry in changes}
-    verdicts, lines = [], []
+    parts, lines = [], []
     for entry in changes:
         spec = entry["spec"]
         if not spec or spec["family"] != "error" or spec["flip_share"] < MANY_FLIPS or spec["side"] != "kv":
             continue
         if any(spec[name] is not None for name in SCOPE):
             continue  # what is changed in part of the cache alone says nothing of what flips do to all of it
-        keeps = _judge_share(entry, values, primary, CATASTROPHIC)
+        keeps = _judge_share(entry, values, primary, HALF)
         partners = [pair["second"] for pair in pairs if pair["kind"] == "flips" and pair["first"] == entry["change"]]
-        spared = any(_judge_share(named[name], values, primary, CATASTROPHIC) == HOLDS for name in partners)
-        broken = keeps == DOES_NOT_HOLD and spared
-        verdicts.append(DOES_NOT_HOLD if keeps == HOLDS else HOLDS if broken else CANNOT_TELL)
+        spared = [_judge_share(named[name], values, primary, HALF).supports for name in partners]
+        supports = max(keeps.refutes, min(1.0, len(spared) * min(spared))) if spared else 1.0
+        parts.append(Evidence(supports, keeps.supports))
         lines.append(f"{_say_share(entry, primary)}, {format_percent(spec['flip_share'])} % of signs flipped")
         lines += [f"beside it, without flips: {_say_share(named[name], primary)}" for name in partners]
-    if not verdicts:
-        return NOT_RUN, [f"no change of all of K and V that flips {format_percent(MANY_FLIPS)} % of signs"]
-    verdict = CANNOT_TELL
-    if DOES_NOT_HOLD in verdicts:
-        verdict = DOES_NOT_HOLD
-    elif set(verdicts) == {HOLDS}:
-        verdict = HOLDS
-    return verdict, lines
+    if not parts:
+        return None, [f"no change of all of K and V that flips {format_percent(MANY_FLIPS)} % of signs"]
+    return hold_all(parts), lines
+
+
+def _judge_wide(wide: Summary | None, plain: Summary | None, values: Values) -> Found:
+    """Whether U(-1.5, 1.5) scores above U(-1, 1)."""
+    if wide is None or plain is None:
+        return None, ["not both run"]
+    found = _contrast(values[WIDE]["score"], values[PLAIN]["score"])
+    if found is None:
+        return OPEN, ["-"]
+    lines = [f"score of `{WIDE}` - `{PLAIN}`: {format_number(found['mean'])} {_span(found['interval'])}"]
+    return OPEN if wide["invalid"] or plain["invalid"] else lies_above(_read(found)), lines
 
 
 def judge(changes: Sequence[Summary], values: Values, primary: str) -> dict[str, Any]:
@@ -255,37 +297,26 @@ def judge(changes: Sequence[Summary], values: Values, primary: str) -> dict[str,
     """
     pairs = find_pairs(changes, values)
     named = {entry["change"]: entry for entry in changes}
-    claims = []
-
-    def add(name: str, text: str, found: tuple[str, list[str]]) -> None:
-        claims.append({"id": name, "claim": text, "verdict": found[0], "figure": found[1]})
-
-    half = format_percent(CATASTROPHIC)
-    text = f"sign changes are catastrophic (less than {half} % of control is left, and more without them)"
-    add("E1a", text, _judge_catastrophe(changes, values, pairs, primary))
-    add("E1b", "at equal mean and variance, sign changes cost score", _judge_pairs(pairs, "flips", "score", -1))
-    add("E1c", "at equal mean and variance, sign changes raise KL", _judge_pairs(pairs, "flips", "kl", 1))
-    add("E2a", "at equal mean square, a mean costs more score than spread", _judge_pairs(pairs, "mean", "score", -1))
-    add("E2b", "at equal mean square, a mean raises KL more than spread", _judge_pairs(pairs, "mean", "kl", 1))
-    add("E2c", "at equal spread, a mean costs score", _judge_pairs(pairs, "shift", "score", -1))
-    add("E2d", "at equal spread, a mean raises KL", _judge_pairs(pairs, "shift", "kl", 1))
     wide, plain = named.get(WIDE), named.get(PLAIN)
-    lines = [_say_share(wide, primary)] if wide else [f"`{WIDE}` was not run"]
-    keeps = _judge_share(wide, values, primary, KEEPS) if wide else NOT_RUN
-    add("E3", f"U(-1.5, 1.5) keeps {format_percent(KEEPS)} % of control", (keeps, lines))
-    if wide and plain:
-        found = _contrast(values[WIDE]["score"], values[PLAIN]["score"])
-        interval = found["interval"] if found else None
-        lines = [f"score of `{WIDE}` - `{PLAIN}`: {format_number(found['mean'])} {_span(interval)}" if found else "-"]
-        usable = None if wide["invalid"] or plain["invalid"] else interval
-        add("E4", "U(-1.5, 1.5), which flips signs, beats U(-1, 1), which flips none", (decide([usable]), lines))
-    else:
-        add("E4", "U(-1.5, 1.5), which flips signs, beats U(-1, 1), which flips none", (NOT_RUN, ["not both run"]))
-    text = "at equal mean square, an error of a token's scale {} than one of each channel (KVarN, arXiv 2606.03458)"
-    add("E5a", text.format("costs more score"), _judge_pairs(pairs, "correlate", "score", -1))
-    add("E5b", text.format("raises KL more"), _judge_pairs(pairs, "correlate", "kl", 1))
-    text = "KVarN's cache of at most 3 bits an element {} every other method's, as much of both packed in no more bits "
-    text += "and rows being written read alike"
-    add("E6a", text.format("scores above"), _judge_pairs(pairs, "method", "score", -1))
-    add("E6b", text.format("has a KL below"), _judge_pairs(pairs, "method", "kl", 1))
-    return {"pairs": pairs, "claims": claims}
+    kept: Found = (None, [f"`{WIDE}` was not run"])
+    if wide is not None:
+        kept = _judge_share(wide, values, primary, CONTROL_KEPT), [_say_share(wide, primary)]
+    unqualified = _list_unqualified(changes)
+    scored, diverged = (_judge_pairs(pairs, METHOD, *by) for by in (("score", -1), ("kl", 1)))
+    found: dict[str, Found] = {
+        "E1a": _judge_catastrophe(changes, values, pairs, primary),
+        "E1b": _judge_pairs(pairs, "flips", "score", -1),
+        "E1c": _judge_pairs(pairs, "flips", "kl", 1),
+        "E2a": _judge_pairs(pairs, "mean", "score", -1),
+        "E2b": _judge_pairs(pairs, "mean", "kl", 1),
+        "E2c": _judge_pairs(pairs, "shift", "score", -1),
+        "E2d": _judge_pairs(pairs, "shift", "kl", 1),
+        "E3": kept,
+        "E4": _judge_wide(wide, plain, values),
+        "E5a": _judge_pairs(pairs, "correlate", "score", -1),
+        "E5b": _judge_pairs(pairs, "correlate", "kl", 1),
+        "E6a": (scored[0], [*scored[1], *unqualified]),
+        "E6b": (diverged[0], [*diverged[1], *unqualified]),
+    }
+    claims = [{"id": name, "evidence": evidence, "figure": lines} for name, (evidence, lines) in found.items()]
+    return {"pairs": pairs, "claims": decide(claims, (HOLDS, DOES_NOT_HOLD), NOT_RUN)}

@@ -16,6 +16,7 @@ from jaxkv.analysis.format import (
 )
 from jaxkv.analysis.injection_claims import NOT_RUN, PAIRS
 from jaxkv.analysis.injection_figures import draw_injection, name_method
+from jaxkv.analysis.rules import say_family, write_rules
 from jaxkv.analysis.samples import describe_problems, say_few, say_invalid, say_saturated, say_unfinished, say_unpacked
 from jaxkv.schema_injection import CLEAN
 
@@ -97,13 +98,14 @@ def write_claims(summary: Summary) -> list[Block]:
     tried = [claim for claim in summary["claims"] if claim["verdict"] != NOT_RUN]
     rows = [[f"{c['id']}: {c['claim']}", c["verdict"], tuple(c["figure"])] for c in tried]
     score = f"{summary['primary']} of {summary['task']}" if summary["primary"] else "none yet"
-    text = f"Statements of the seed study (Shebel 2025), and one of KVarN's, on this run; score: {score}."
+    text = f"Statements of the seed study (Shebel 2025), and one of KVarN's, on this run; score: {score}. "
+    text += say_family(summary["claims"])
     blocks: list[Block] = [Paragraph(text, "note")]
     if rows:
         blocks.append(Table(["statement", "verdict", "figure"], rows, kind="claims"))
     if left := [claim["id"] for claim in summary["claims"] if claim["verdict"] == NOT_RUN]:
         blocks.append(Paragraph(f"Not run here: {', '.join(left)}.", "note"))
-    return blocks
+    return [*blocks, *write_rules([claim["id"] for claim in tried])]
 
 
 def write_seed_table(summary: Summary) -> list[Block]:

@@ -1,7 +1,6 @@
 """Quantizers as statements on methods take them: what a name asks for, and when two caches may be compared."""
 
 import re
-from collections.abc import Sequence
 
 KVARN = "kvarn"
 PUBLISHED = ("tile", "first", "recent", "aux")  # options that leave KVarN what it is
@@ -24,19 +23,19 @@ def is_published_kvarn(quantizer: str) -> bool:
     return codes is not None and codes[0] == KVARN and set(codes[2]) <= set(PUBLISHED)
 
 
-def weigh_bits(more: float, worse: float, interval: Sequence[float] | None) -> tuple[str, bool]:
+def weigh_bits(more: float, worse: float, surely: bool) -> tuple[str, bool]:
     """What a rival's bits do to its comparison with KVarN.
 
     Args:
       more: bits an element of its whole cache above KVarN's.
       worse: how much worse than KVarN it is.
-      interval: of `worse`.
+      surely: whether its interval tells that it is worse.
 
     Returns:
       Why the pair cannot decide, empty if it can; and whether it must then leave a statement open.
     """
     if more < -BITS_CLOSE and worse > 0:
         return "is worse with fewer bits, so it does not count", False
-    if more > BITS_CLOSE and interval is not None and interval[0] <= 0:
+    if more > BITS_CLOSE and not surely:
         return "has more bits, so it decides nothing", True
     return "", True

@@ -32,8 +32,8 @@ NOTES = (
     "KL in nats, RMS and largest difference in logits; fp64: the cached arm in float64, along whose own tokens all "
     "distances are measured.",
     "Intervals are 95 %, over whole problems; with few of them they are rough. ≤: one-sided 95 % bound of a zero.",
-    "nearer: the arm whose distance is smaller, where the paired interval over problems (bootstrap, widened to "
-    "Student's t) leaves out 0. Each is judged alone: of twenty such intervals one may miss by chance.",
+    "nearer: the arm whose distance is smaller, where the paired interval over problems (Student's t, with wide "
+    "ends) leaves out 0. Each is judged alone: of twenty such intervals one may miss by chance.",
     "MB: 10^6 bytes of weights and cache as this device holds them (on a CPU most 16-bit weights lie in fp32); stored: "
     "in the policy's own dtypes; program: the most the decode program holds at once.",
     "ms: the fastest of the repeats, which on a machine that does other work too is still no fair race.",
@@ -118,14 +118,15 @@ def _judge(samples: Sequence[Record], reference: str, metric: str) -> dict[str, 
     columns = [[s["distance"][arm][reference][metric] for s in samples] for arm in ARMS]
     cached, uncached = ([float(np.mean(column)) for column in arm] for arm in columns)
     differ = sum(a != b for a, b in zip(*columns, strict=True))
-    interval = statistics.paired_interval(cached, uncached)
+    found = statistics.estimate_paired(cached, uncached, skewed=True)
+    interval = statistics.ends(found)
     nearer = "same" if not differ else None
     if differ and interval is not None:
         nearer = "uncached" if interval[0] > 0 else "cached" if interval[1] < 0 else None
     return {
         "differ": share(differ, len(samples)),
         "mean": float(np.mean(cached) - np.mean(uncached)),
-        "interval": None if interval is None else list(interval),
+        "interval": interval,
         "nearer": nearer,
     }
 

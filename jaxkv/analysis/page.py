@@ -38,6 +38,7 @@ from jaxkv.analysis.mitigations import make_tables
 from jaxkv.analysis.page_changes import METHOD as CHANGES_METHOD
 from jaxkv.analysis.page_changes import changes_alone, write_changes, write_statements
 from jaxkv.analysis.page_parity import write_parity
+from jaxkv.analysis.rules import say_family, write_rules
 from jaxkv.analysis.study import summarize_study
 from jaxkv.analysis.summary import share
 from jaxkv.analysis.wording import LABELS, describe_gate
@@ -56,14 +57,15 @@ METHOD = (
     "flip: the two arms' top tokens differ at a step, the lowest id winning an exact tie. A sequence of n tokens "
     "diverges with probability 1 - (1 - p)^n at p flips per token, so flips and diverging sequences are two rates.",
     "KL is KL(uncached to cached) in nats, taken in float64.",
-    "Intervals are 95 %. Those of per-token figures resample whole sequences and are never narrower than if tokens "
-    "were independent; over conditions problems are resampled, since conditions share them.",
+    "Intervals are 95 %, and sequences or problems are their unit; over conditions problems are, since conditions "
+    "share them. Shares have Wilson's, of as many tokens as the sequences are worth (Korn & Graubard 1998) and never "
+    "more than there are; means Student's t on the log; differences of accuracy that of Bonett & Price (2012). How "
+    "often each holds the truth was simulated (analysis/coverage.md).",
     "A count of zero stands with its one-sided 95 % bound, 1 - 0.05^(1/n), which takes trials as independent.",
-    "McNemar's test is exact. Over conditions the interval over problems decides; the sign test and Stouffer's z take "
-    "conditions as independent, which they are not, and stand beside it.",
+    "McNemar's test is exact. Over conditions, which share problems, the exact sign-flip test over problems stands in "
+    "its place: a problem's lead is added up over its conditions, and its sign is a fair coin.",
     "A sample in which a number was not finite is invalid and enters no figure: the argmax of NaN is no agreement.",
-    "A verdict speaks of these models, prompts, devices and versions. 'reproduced' needs the whole interval on the "
-    "claim's side, 'not reproduced' the whole interval on the other.",
+    "A verdict speaks of these models, prompts, devices and versions; each is reached by the rule under the claims.",
 )
 
 
@@ -76,7 +78,11 @@ def write_claims(study: Study) -> list[Block]:
         for claim in study["claims"]
     ]
     text = f"Claims of {PAPER}, on the models and devices of the {len(study['conditions'])} runs below."
-    return [Paragraph(text, "note"), Table(["claim", "verdict", "figure", "control"], rows, kind="claims")]
+    return [
+        Paragraph(f"{text} {say_family(study['claims'])}", "note"),
+        Table(["claim", "verdict", "figure", "control"], rows, kind="claims"),
+        *write_rules([claim["id"] for claim in study["claims"]]),
+    ]
 
 
 def _valid(study: Study) -> list[Mapping[str, Any]]:
@@ -205,15 +211,14 @@ def write_accuracy(study: Study) -> list[Block]:
                 continue
             found, points = pooled["conditions"], pooled["difference"]
             shown = format_points(points) if points["interval"] else f"{100 * points['mean']:+.1f}"
-            p = "-" if pooled["stouffer_p"] is None else format_number(pooled["stouffer_p"])
             ahead = f"{found['cached_ahead']}, {found['uncached_ahead']}, {found['equal']}"
-            rows.append([precision, scorer, str(pooled["problems"]), shown, ahead, format_number(pooled["sign_p"]), p])
+            rows.append([precision, scorer, str(pooled["problems"]), shown, ahead, format_number(pooled["p"])])
     if not rows:
         return []
     head = ["precision", "scorer", "problems", "cached - uncached, points", "conditions: cached ahead, behind, equal"]
     blocks: list[Block] = [
         Heading("Accuracy over conditions", name="accuracy"),
-        Table([*head, "sign test p", "Stouffer p"], rows),
+        Table([*head, "p, exact sign-flip test over problems"], rows),
     ]
     for condition in study["conditions"]:
         if condition.get("mitigations"):

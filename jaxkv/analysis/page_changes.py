@@ -6,9 +6,10 @@ from typing import Any
 from jaxkv.analysis.accumulation_page import write_accumulation
 from jaxkv.analysis.document import Block, Heading, Paragraph, Table
 from jaxkv.analysis.experiments import EXPERIMENTS
-from jaxkv.analysis.injection_claims import CANNOT_TELL, DOES_NOT_HOLD, HOLDS, NOT_RUN
+from jaxkv.analysis.injection_claims import NOT_RUN
 from jaxkv.analysis.injection_page import write_injection
 from jaxkv.analysis.perplexity import write_perplexity
+from jaxkv.analysis.rules import CANNOT_TELL, DOES_NOT_HOLD, HOLDS
 from jaxkv.analysis.study import CHECKED
 from jaxkv.schema_injection import CLEAN
 

@@ -24,17 +24,25 @@ Record = Mapping[str, Any]
 ARMS = ("uncached", "cached")
 
 
-def judge_gap(framework: Sequence[float], cache: Sequence[float]) -> dict[str, Any]:
+def judge_gap(framework: Sequence[float], cache: Sequence[float], *, shares: bool) -> dict[str, Any]:
     """Whether the framework gap is larger or smaller than the cache gap, problems being the unit.
+
+    Args:
+      framework: gap of each problem between frameworks.
+      cache: gap of each problem between the arms of one framework.
+      shares: whether gaps are shares of arms that part; else they are skewed, as KL is.
 
     Returns:
       means of both, their difference with an interval, and `larger`: 'framework', 'cache' or None where the interval
       holds 0, or where there is none, problems being too few or all equal.
     """
     differ = [a - b for a, b in zip(framework, cache, strict=True)]
-    found = statistics.paired_interval(framework, cache) if any(differ) else None
-    if len(set(differ)) == 1 and statistics.sign_test(len(differ), 0) > 0.05:
-        found = None  # an interval of no width, of so few problems that they may lean one way by chance
+    estimate = statistics.estimate_paired(framework, cache, skewed=True)
+    if shares:
+        estimate = statistics.estimate_paired_share(differ)
+    elif len(set(differ)) == 1 and (not differ[0] or statistics.sign_test(len(differ), 0) > 0.05):
+        estimate = None  # an interval of no width, of so few problems that they may lean one way by chance
+    found = statistics.ends(estimate)
     larger = None
     if found is not None:
         larger = "framework" if found[0] > 0 else "cache" if found[1] < 0 else None
@@ -43,7 +51,7 @@ def judge_gap(framework: Sequence[float], cache: Sequence[float]) -> dict[str, A
         "framework": float(np.mean(framework)),
         "cache": float(np.mean(cache)),
         "difference": float(np.mean(differ)),
-        "interval": found and list(found),
+        "interval": found,
         "larger": larger,
     }
 
@@ -175,7 +183,7 @@ def _contrast(first: str, second: str, pairs: Mapping, members: Mapping, shared:
             flips[int(a)][int(b)] += 1
     return {
         "frameworks": [first, second],
-        "gap": judge_gap(*halves),
+        "gap": judge_gap(*halves, shares=True),
         "parted": {
             kind: share(sum(map(any, zip(*found, strict=True))), len(shared))
             for kind, found in (("framework", between), ("cache", inside))
@@ -242,10 +250,10 @@ def summarize_parity(records: Sequence[Record], run: Mapping[str, Any]) -> dict[
     summary["pairs"] = {pair: summarize_comparisons([(s, s["pairs"][pair]) for s in valid]) for pair in PAIRS}
     kl = {pair: [float(np.mean(s["pairs"][pair]["kl"])) for s in valid] for pair in PAIRS}
     halves = [np.mean([kl[pair] for pair in kind.values()], axis=0).tolist() for kind in (FRAMEWORK_PAIRS, CACHE_PAIRS)]
-    ratio = statistics.ratio_bootstrap(*((half, np.ones(len(half))) for half in halves)) if sum(halves[1]) else None
-    summary["gap"] = judge_gap(*halves) | {
+    ratio = statistics.estimate_ratio(*((half, np.ones(len(half))) for half in halves))
+    summary["gap"] = judge_gap(*halves, shares=False) | {
         "ratio": sum(halves[0]) / sum(halves[1]) if sum(halves[1]) else None,
-        "ratio_interval": ratio and list(ratio),
+        "ratio_interval": statistics.ends(ratio),
     }
     summary["cosine"] = _summarize_cosine([[c for c in s["cosine"] if c is not None] for s in valid])
     flips = [[s["pairs"][CACHE_PAIRS[f]]["flip"] for s in valid] for f in ("jax", "torch")]

@@ -1,8 +1,8 @@
 """What the records of experiment 'patching' say: a summary, a table, a report, a verdict. Reads records alone.
 
-The share of the gap that a patch closes is 1 - (KL left) / (KL before), both summed over problems; its interval is a
-bootstrap over problems. It is negative where a patch moves the recipient further from the donor. Patches are compared
-problem by problem, each of the same weight.
+The share of the gap that a patch closes is 1 - (KL left) / (KL before), both summed over problems; its interval, over
+problems, is Student's t on the log of what is left. It is negative where a patch moves the recipient further from the
+donor. Patches are compared problem by problem, each of the same weight.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,6 +16,7 @@ from rich.text import Text
 
 from jaxkv.analysis import statistics
 from jaxkv.analysis.format import format_counted_share, format_number, format_percent
+from jaxkv.analysis.rules import CANNOT_TELL, FAMILY, HALF, OPEN, RULES, Evidence
 from jaxkv.analysis.samples import Record, collect, count_problems, describe_problems, list_invalid, say_few
 from jaxkv.analysis.summary import clustered_share, share
 from jaxkv.schema_patching import (
@@ -33,7 +34,7 @@ from jaxkv.schema_patching import (
 
 Summary = Mapping[str, Any]
 COMPARED = ((RESIDUAL, RESIDUAL_NOW), (KEYS_VALUES, RESIDUAL_NOW), (RESIDUAL, KEYS_VALUES))
-REPRODUCED, NOT_REPRODUCED, CANNOT_TELL = "reproduced", "not reproduced", "cannot tell"
+REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
 NOTE = (
     "Patched in all layers. closed: share of the KL between donor and recipient that the patch takes away, in % with a "
     "95 % interval over problems. flips back: argmax flips undone. ways back: free runs that keep to the donor's "
@@ -104,10 +105,12 @@ def _closed(left: Sequence[float], before: Sequence[float]) -> dict[str, Any] | 
     """The share of the gap closed; None where there was none."""
     if not sum(before):
         return None
+    ones = np.ones(len(before))
+    found = statistics.estimate_ratio((left, ones), (before, ones))
     interval = None
-    if len(before) > 1:
-        low, high = statistics.cluster_bootstrap(np.subtract(before, left), before)
-        interval = [low, high]
+    if found is not None:
+        low, high = found.interval()
+        interval = [1 - high, 1 - low]
     return {"share": 1 - sum(left) / sum(before), "interval": interval}
 
 
@@ -218,23 +221,23 @@ def _difference(summary: Summary, name: str, other: str) -> Mapping[str, Any]:
     return next(entry for entry in entries if (entry["patch"], entry["other"]) == (name, other))
 
 
-def judge_claim(summary: Summary) -> dict[str, str]:
-    """C5: patching the whole residual stream does not bring back the cache-free trajectory, so the cached state is the
-    cause.
+def judge_claim(summary: Summary) -> dict[str, Any]:
+    """C5a: the K/V state carries the divergence along (jaxkv.analysis.rules).
 
     Trajectories are those that every value of the donor brings back, where the unpatched programs flip a token.
-    Reproduced if the residual stream patched at each current position brings back fewer than half of them, and K and V
-    more than half; not reproduced if the stream brings back more than half. Each by its 95 % interval, and only where
+    Supported if the residual stream patched at each current position brings back fewer than half of them, and K and V
+    more than half; refuted if the stream brings back more than half, or K and V fewer. By exact tests, and only where
     free runs part. What the stream at all positions closes of the gap decides nothing: it sets what K and V are
     computed from.
 
     Returns:
-      verdict: 'reproduced', 'not reproduced' or 'cannot tell'.
+      verdict: of this run alone, 'reproduced', 'not reproduced' or 'cannot tell'.
       why: one sentence.
+      supports, refutes: p-values, as in `rules.Evidence`.
     """
 
-    def say(verdict: str, why: str) -> dict[str, str]:
-        return {"verdict": verdict, "why": why}
+    def say(verdict: str, why: str, found: Evidence = OPEN) -> dict[str, Any]:
+        return {"verdict": verdict, "why": why, "supports": found.supports, "refutes": found.refutes}
 
     if broken := find_broken_controls(summary):
         return say(CANNOT_TELL, broken[0])
@@ -258,11 +261,17 @@ def judge_claim(summary: Summary) -> dict[str, str]:
     if gap["interval"] is not None:
         brings += f"; at all positions the stream closes {_portion(gap)} more of the gap than K and V, in the mean of "
         brings += f"{gap['problems']} problems"
-    if back["interval"][0] > 0.5:
-        return say(NOT_REPRODUCED, f"{brings}.")
-    if back["interval"][1] < 0.5 < back_state["interval"][0]:
-        return say(REPRODUCED, f"{brings}.")
-    return say(CANNOT_TELL, f"{brings}: the intervals leave the claim open.")
+    stream, carried = (Evidence(*_against_half(entry)) for entry in (back, back_state))
+    found = Evidence(max(stream.refutes, carried.supports), min(1.0, 2 * min(stream.supports, carried.refutes)))
+    if found.p > FAMILY:
+        return say(CANNOT_TELL, f"{brings}: the counts leave the claim open.", found)
+    return say(REPRODUCED if found.holds else NOT_REPRODUCED, f"{brings}.", found)
+
+
+def _against_half(entry: Mapping[str, Any]) -> tuple[float, float]:
+    """p-values that a share is not above and not below a half."""
+    test = statistics.share_p_above, statistics.share_p_below
+    return test[0](entry["count"], entry["total"], HALF), test[1](entry["count"], entry["total"], HALF)
 
 
 def _portion(entry: Mapping[str, Any] | None) -> str:
@@ -301,8 +310,7 @@ def conclude(summary: Summary) -> list[str]:
     lines.append("A patch of the residual stream at the current position leaves the K and V of earlier positions as "
                  "they are, so that what it does not close is no proof of anything by itself.")  # fmt: skip
     claim = summary["claim"]
-    lines.append(f"C5, the residual stream does not bring back the trajectory and so the cached state is the cause: "
-                 f"{claim['verdict']}. {claim['why']}")  # fmt: skip
+    lines.append(f"C5a, {RULES['C5a'].statement}: {claim['verdict']}. {claim['why']}")
     return lines + say_few(summary["problems"]["ok"])
 
 

@@ -93,7 +93,8 @@ def _summarize_change(name: str, samples: Sequence[Record]) -> dict[str, Any]:
     windows = by_window.values()
     tokens = [sum(s["tokens"] for s in each) for each in windows]
     gaps = [math.fsum(s["nats"]["cached"] - s["nats"]["uncached"] for s in each) for each in windows]
-    interval = [math.exp(end) for end in statistics.cluster_bootstrap(gaps, tokens)] if len(tokens) > 1 else None
+    found = statistics.estimate_signed_mean(gaps, tokens)
+    interval = found and [math.exp(end) for end in found.interval()]
     summary["ratio"] = {"mean": math.exp(math.fsum(gaps) / sum(tokens)), "interval": interval}
     summary["kl"] = math.fsum(s["logits"]["kl"] for s in samples) / sum(tokens)
     summary["flips"] = clustered_share([sum(s["logits"]["flips"] for s in each) for each in windows], tokens)

@@ -246,7 +246,7 @@ def _provenance(run: Mapping[str, Any]) -> list[str]:
 
 def _caveats(summary: Summary, run: Mapping[str, Any]) -> list[str]:
     notes = [
-        "Intervals are 95 %. Those of per-token figures resample whole sequences, since tokens of a sequence are not"
+        "Intervals are 95 %. Those of per-token figures have the sequence as their unit, since its tokens are not"
         " independent; the bounds of zero counts take tokens as independent, so read them beside the sequences.",
         "Flips per token, sequences with a flip and sequences that diverge are three rates: a sequence of n tokens"
         " diverges with probability 1 - (1 - p)^n.",

@@ -105,17 +105,21 @@ def describe_problems(summary: Mapping[str, Any]) -> str:
 
 
 def mean_over_problems(sums: Sequence[float], sizes: Sequence[float]) -> dict[str, Any]:
-    """sum(sums) / sum(sizes) with a bootstrap interval over problems, None for one problem, and the largest of one."""
-    interval = list(statistics.cluster_bootstrap(sums, sizes)) if len(sums) > 1 else None
+    """sum(sums) / sum(sizes) with an interval over problems, None below three problems, and the largest of one."""
+    found = statistics.estimate_mean(sums, sizes)
     largest = max((total / size for total, size in zip(sums, sizes, strict=True) if size), default=0.0)
-    return {"mean": float(np.sum(sums) / np.sum(sizes)), "interval": interval, "max": float(largest)}
+    return {
+        "mean": float(np.sum(sums) / np.sum(sizes)),
+        "interval": statistics.ends(found),
+        "max": float(largest),
+    }
 
 
 def say_few(problems: int) -> list[str]:
     """What few problems mean for the intervals."""
     if problems == 1:
         return ["With one problem there are no intervals."]
-    return [f"An interval resampled from {problems} problems is rough."] if problems < 20 else []
+    return [f"An interval over {problems} problems is wide and rough."] if problems < 20 else []
 
 
 def list_unfinished(samples: Sequence[Record], run: Mapping[str, Any]) -> list[dict[str, Any]]:

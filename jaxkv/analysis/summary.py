@@ -15,9 +15,8 @@ from jaxkv.analysis import statistics
 from jaxkv.analysis.samples import collect
 from jaxkv.schemas import CONTROLS, LABEL_CHANGES, validate_sample
 
-CLUSTERED = (
-    f"percentile bootstrap over sequences ({statistics.RESAMPLES} resamples, seed 0), widened to Wilson on tokens"
-)
+CLUSTERED = "Wilson of as many trials as the sequences are worth (Korn & Graubard 1998)"
+PAIRED = "paired, Bonett & Price 2012"
 TIES_LISTED = 50
 Record = Mapping[str, Any]
 
@@ -110,8 +109,6 @@ def clustered_share(
 ) -> dict[str, Any] | None:
     """A share of tokens with an interval over sequences, never narrower than if tokens were independent.
 
-    The widening matters when sequences are few: a bootstrap of two sequences with a flip each has no width at all.
-
     Args:
       counts: counted tokens of each sequence.
       sizes: tokens of each sequence.
@@ -120,8 +117,7 @@ def clustered_share(
     entry = share(int(sum(counts)), int(sum(sizes)), independent)
     if entry is None:
         return None
-    low, high = statistics.cluster_bootstrap(counts, sizes)
-    entry["interval"] = [min(low, entry["interval"][0]), max(high, entry["interval"][1])]
+    entry["interval"] = list(statistics.clustered_share_interval(counts, sizes, independent))
     entry["method"] = CLUSTERED
     return entry
 
@@ -165,11 +161,12 @@ def summarize_comparisons(pairs: Sequence[tuple[Record, Mapping[str, Any] | None
 
 
 def describe_column(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> dict[str, Any]:
-    """Mean over all tokens with its interval over sequences (None for one sequence), and the largest value."""
+    """Mean over all tokens with its interval over sequences (None below three sequences), and the largest value."""
     sums = [float(c.sum()) for c in columns]
+    found = statistics.estimate_mean(sums, sizes)
     return {
         "mean": sum(sums) / sum(sizes),
-        "interval": list(statistics.cluster_bootstrap(sums, sizes)) if len(sizes) > 1 else None,
+        "interval": statistics.ends(found),
         "max": max(float(c.max()) for c in columns),
     }
 
@@ -221,12 +218,7 @@ def _summarize_accuracy(valid: Sequence[Record], scorer: str) -> dict[str, Any]:
     cached = np.array([s["arms"]["cached"]["scores"][scorer]["correct"] for s in valid], bool)
     uncached = np.array([s["arms"]["uncached"]["scores"][scorer]["correct"] for s in valid], bool)
     only_cached, only_uncached = int((cached & ~uncached).sum()), int((uncached & ~cached).sum())
-    if only_cached or only_uncached:
-        interval = list(statistics.paired_bootstrap(cached, uncached))
-        method = f"percentile bootstrap over problems ({statistics.RESAMPLES} resamples, seed 0)"
-    else:
-        bound = statistics.zero_upper_bound(len(valid))
-        interval, method = [-bound, bound], "no problem differs: upper bound of the share that would"
+    found = statistics.estimate_paired_share(cached.astype(float) - uncached)
     changes = Counter(s["label_change"][scorer] for s in valid)
     return {
         "cached": share(int(cached.sum()), len(valid)),
@@ -236,8 +228,8 @@ def _summarize_accuracy(valid: Sequence[Record], scorer: str) -> dict[str, Any]:
         "mcnemar_p": statistics.mcnemar_exact(only_cached, only_uncached),
         "difference": {
             "mean": float(cached.mean() - uncached.mean()),
-            "interval": interval,
-            "method": method,
+            "interval": list(found.interval()),
+            "method": PAIRED,
         },
         "label_changes": {kind: changes[kind] for kind in LABEL_CHANGES},
     }

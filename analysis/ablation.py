@@ -107,9 +107,9 @@ def _interval(gaps: Mapping[str, float], tokens: Mapping[str, int]) -> str:
         return "none valid"
     sums, sizes = list(gaps.values()), [tokens[window] for window in gaps]
     mean = math.exp(math.fsum(sums) / sum(sizes))
-    if len(sums) < 2:
+    if (found := statistics.estimate_signed_mean(sums, sizes)) is None:
         return f"{mean:.4g}"
-    low, high = (math.exp(end) for end in statistics.cluster_bootstrap(sums, sizes))
+    low, high = map(math.exp, found.interval())
     return f"{mean:.4g} [{low:.4g}, {high:.4g}]"
 
 

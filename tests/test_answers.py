@@ -138,7 +138,12 @@ LONG = [
 def test_ten_thousand_characters_take_linear_time(unit):
     for before, after in (("", ""), ("x(", ""), ("#### ", ""), ("\\boxed{", "}"), ("The answer is ", "!"), ("1", "x")):
         text = before + (unit * 10000)[:10000] + after
-        begin = time.process_time()
-        score(text, "18")
-        find_boxed(text)
-        assert time.process_time() - begin < 0.4  # 0.11 s at most seen; what is quadratic takes more than 1 s
+        seconds = []
+        for _ in range(3):  # other threads of the process count too: one quick try settles it
+            begin = time.process_time()
+            score(text, "18")
+            find_boxed(text)
+            seconds.append(time.process_time() - begin)
+            if seconds[-1] < 0.4:
+                break
+        assert min(seconds) < 0.4  # 0.11 s at most seen; what is quadratic takes more than 1 s

@@ -172,12 +172,16 @@ def test_c3_one_flip_rounds_to_nothing_and_is_not_nothing():
     assert judge(*study, name="C3c")["verdict"] == NOT_REPRODUCED
 
 
-@pytest.mark.parametrize(("margin", "near"), [(1e-6, 1), (1.0, 0)])
-def test_c3b_says_whether_the_flips_are_near_ties(margin, near):
+@pytest.mark.parametrize(("margin", "said"), [(0.0, (1, 0, 0)), (2e-6, (0, 1, 0)), (1.0, (0, 0, 1))])
+def test_c3b_says_how_near_the_flipped_tokens_were(margin, said):
     samples = make_samples("fp32", flips=lambda problem: [4] if problem == 2 else ())
     samples[2]["teacher_forced"]["margin"][4] = margin
+    for sample in samples:
+        steps = len(sample["teacher_forced"]["flip"])
+        sample["teacher_forced"] |= {name: [2e-6] * steps for name in ("margin_other", "shift", "unit")}
     text = text_of(judge(make_run(samples, precision="fp32"), name="C3b"))
-    assert f"of the flips of all FP32 runs {near} of 1 are at a margin within the perturbation" in text
+    ties, swaps, more = said
+    assert f"of the flips of all FP32 runs {ties} are at exact ties, {swaps} swaps by one unit, {more} more" in text
     assert "running free, 1 of 12" in text
 
 
@@ -306,3 +310,47 @@ def test_an_offset_of_the_logits_ratio_is_exact():
     same = contrasts.compare_precisions(narrow, {key: align([copy.deepcopy(s)])[0] for key, s in narrow.items()})
     assert same["metrics"]["kl"]["orders"] is None
     assert describe_condition(precisions()[1])["precision"] == "fp32"
+
+
+# Rounding or a fault.
+
+
+def measured(precision, distances=(1.0, 1.0), scale=None):
+    """Samples with distances to float64 of the cached and the uncached arm, and a size of the arms' difference."""
+    samples = make_samples(precision, count=40)
+    for sample in samples:
+        steps = len(sample["arms"]["cached"]["tokens"])
+        filled = {"flip": [False] * steps, "kl": [0.0] * steps, "max_abs": [1.0] * steps}
+        sample["truth"] = {
+            arm: filled | {"rms": [size] * steps} for arm, size in zip(("cached", "uncached"), distances, strict=True)
+        }
+        if scale is not None:
+            sample["teacher_forced"]["mean_abs"] = [scale] * steps
+    return samples
+
+
+GATE = {"passed": True, "problems": 2, "steps": 200, "tile": 8}
+
+
+def causes_of(**runs):
+    made = [make_run(samples, name=precision, precision=precision) for precision, samples in runs.items()]
+    for run in made:
+        run.run["sessions"][0]["gate"] = GATE
+    return {cause["precision"]: cause["verdict"] for cause in summarize_study(made)["causes"]}
+
+
+def test_rounding_takes_fp32_beside_float64():
+    assert causes_of(fp16=measured("fp16"), fp32=measured("fp32")) == {"fp16": "rounding", "fp32": "rounding"}
+    assert causes_of(fp16=measured("fp16")) == {"fp16": "cannot tell"}
+    assert causes_of(fp16=make_samples("fp16", count=40)) == {"fp16": "cannot tell"}
+
+
+@pytest.mark.parametrize("distances", [(1000.0, 1.0), (1.0, 1000.0)])
+def test_an_arm_far_from_float64_in_fp32_is_a_fault_of_all_precisions(distances):
+    found = causes_of(fp16=measured("fp16"), fp32=measured("fp32", distances))
+    assert found == {"fp16": "fault", "fp32": "fault"}
+
+
+def test_a_difference_that_does_not_fall_is_not_called_rounding():
+    found = causes_of(fp16=measured("fp16", scale=0.01), fp32=measured("fp32", scale=0.01))
+    assert found == {"fp16": "cannot tell", "fp32": "cannot tell"}

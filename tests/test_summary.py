@@ -95,9 +95,38 @@ def test_rates_are_kept_apart():
     assert free["differing_after"]["rate"] == pytest.approx((39 + 48 + 19) / (79 + 96 + 39))
     assert forced["kl"]["mean"] == 0.5
     assert forced["bit_equal"]["count"] == 13
-    # A margin of 0.5 is within twice 0.5; the 13 untouched first steps are not at risk.
-    assert forced["flips_within_perturbation"] == {"count": 4, "total": 4}
-    assert forced["tokens_at_risk"] == 1287
+    assert forced["law"] is None  # records of before have no shifts
+
+
+def test_the_law_and_the_distance_to_float64_are_of_the_records():
+    samples = [make_sample(problem, 4) for problem in range(3)]
+    for sample in samples:
+        sample["teacher_forced"] |= {
+            "flip": [True, False, False, False],
+            "margin": [0.0, 0.1, 1.0, 2.0],
+            "margin_other": [0.25, 0.0, 1.0, 2.0],
+            "shift": [-0.25, -0.1, 0.0, 0.0],
+            "unit": [0.125] * 4,
+            "choice_flip": [True, True, False, False],
+        }
+        distance = {"flip": [False] * 4, "kl": [0.1] * 4, "max_abs": [1.0] * 4}
+        sample["truth"] = {
+            "cached": distance | {"rms": [1.0, 2.0, 3.0, 64.0]},
+            "uncached": distance | {"rms": [2.0, 2.0, 2.0, 2.0]},
+        }
+    summary = summarize(samples, RUN)
+    law = summary["teacher_forced"]["law"]
+    assert law["flips"] == 3
+    assert law["kinds"] == {"tie_in_one": 3, "tie_in_both": 0, "swap_by_one_unit": 0, "more": 0}
+    assert law["ties"] == {"reference": 3, "other": 3, "both": 0}
+    assert law["choice_flips"] == 6
+    assert law["prediction"]["linear"] == pytest.approx(0.5 / 0.5 * (0.35 / 4) / 2)  # half of the margins below 0.5
+    truth = summary["truth"]
+    assert (truth["steps"], truth["nearer"], truth["beyond"]) == (12, 3, 3)
+    assert truth["ratio"] == pytest.approx(1.25)
+    text = render_markdown(summary, RUN)
+    assert "FAULT, not rounding: one arm is over 16 times as far at 3 of 12 steps" in text
+    assert "| other tokens chosen under the same noise | 6 |" in text
 
 
 def test_accuracy_is_paired_and_labels_are_split():

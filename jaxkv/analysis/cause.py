@@ -51,6 +51,26 @@ class Distance:
         return self.beyond >= max(FEWEST, SHARE * self.steps)
 
 
+def to_json(found: Distance | None) -> dict[str, Any] | None:
+    """For a summary; `read_distance` is its inverse."""
+    return None if found is None else dataclasses.asdict(found)
+
+
+def read_distance(summary: Mapping[str, Any]) -> Distance | None:
+    """The distance in a summary of 'divergence'; None in one of before there was any."""
+    found = summary.get("truth")
+    return None if found is None else Distance(**found)
+
+
+def describe_distance(found: Distance) -> str:
+    """In a line for a table or a report."""
+    beside = f"cached {found.ratio:.2g} times as far as uncached (median of {found.steps} steps)"
+    if found.faulty:
+        far = f"one arm is over {FACTOR:g} times as far at {found.beyond} of {found.steps} steps"
+        return f"FAULT, not rounding: {far}; {beside}"
+    return f"{beside}, nearer at {found.nearer}"
+
+
 def measure_distance(samples: Sequence[Mapping[str, Any]]) -> Distance | None:
     """Both arms' distance to float64, from samples of 'divergence'; None if none has one."""
     kept = [s["truth"] for s in samples if s.get("truth") and s["truth"]["cached"]["rms"]]

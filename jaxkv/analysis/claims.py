@@ -7,7 +7,7 @@ those of the study, not those of the paper: 'not reproduced' says that it does n
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxkv.analysis import statistics
+from jaxkv.analysis import cause, statistics
 from jaxkv.analysis.claims_common import (
     NOT_REPRODUCED,
     REPRODUCED,
@@ -84,6 +84,9 @@ def _describe_truth(study: Study, precision: str) -> list[str]:
         told = {None: "cannot tell which arm is nearer", "same": "no difference"}
         said = ", ".join(f"{told.get(n) or f'the {n} arm is nearer'} by {m.upper()}" for m, n in nearer.items())
         lines.append(f"distance to fp64, {found['model']} {found['variant']}: {said}")
+    for condition in select(study, precision):
+        if (found := cause.read_distance(condition["divergence"])) is not None:
+            lines.append(f"distance to fp64, {condition['name']}: {cause.describe_distance(found)}")
     return lines or ["no fp64 run, so which arm is nearer the truth is not measured"]
 
 
@@ -174,11 +177,17 @@ def _count_parted(study: Study) -> Mapping[str, Any] | None:
     return share(sum(s["count"] for s in found), sum(s["total"] for s in found)) if found else None
 
 
-def _count_near_ties(study: Study) -> tuple[int, int]:
-    """Flips of these runs whose margin is at most twice the largest logit difference of their step, and all of them."""
+def _sort_flips(study: Study) -> str | None:
+    """How near the two tokens were at the flips of the FP32 runs; None in records of before."""
     compared = [c["divergence"]["teacher_forced"] for c in select(study, "fp32") if c["divergence"]["teacher_forced"]]
-    found = [f for c in compared if (f := c["flips_within_perturbation"])]
-    return sum(f["count"] for f in found), sum(f["total"] for f in found)
+    kinds = [found["law"]["kinds"] for found in compared if found.get("law")]
+    if len(kinds) < len(compared):
+        return None
+    counts = {name: sum(kind[name] for kind in kinds) for name in kinds[0]}
+    return (
+        f"of the flips of all FP32 runs {counts['tie_in_one'] + counts['tie_in_both']} are at exact ties, "
+        f"{counts['swap_by_one_unit']} swaps by one unit, {counts['more']} more"
+    )
 
 
 def _describe_fp32(study: Study) -> tuple[list[str], list[str]]:
@@ -201,8 +210,7 @@ def _describe_fp32(study: Study) -> tuple[list[str], list[str]]:
     if parted := _count_parted(study):
         lines.append(f"running free, {format_counted_share(parted)} sequences of all FP32 runs part")
     if flips["count"]:
-        near = _count_near_ties(study)
-        lines.append(f"of the flips of all FP32 runs {near[0]} of {near[1]} are at a margin within the perturbation")
+        lines += [said] if (said := _sort_flips(study)) else []
     return lines, control
 
 

@@ -1,8 +1,9 @@
 """C4 and C5: where along the layers the arms part, what patching brings back, and whether the cache is the cause."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxkv.analysis import cause
 from jaxkv.analysis.claims_common import (
     Claim,
     Study,
@@ -14,13 +15,12 @@ from jaxkv.analysis.claims_common import (
 )
 from jaxkv.analysis.contrasts import base_precision
 from jaxkv.analysis.format import format_counted_share, format_number
-from jaxkv.analysis.rules import CANNOT_TELL, DOUBLE, FAMILY, HALF, Evidence, hold_all, lies_above, lies_below
+from jaxkv.analysis.rules import DOUBLE, FAMILY, HALF, Evidence, hold_all, lies_above, lies_below
 from jaxkv.analysis.statistics import Estimate, read_estimate, share_p_above, share_p_below
 from jaxkv.analysis.summary import share
 from jaxkv.analysis.wording import LABELS
 
 NARROW = ("fp16", "bf16")
-EQUAL, ROUNDING, FAULT = "equal", "rounding", "fault"
 
 
 def _percent(entry: Mapping[str, Any] | None) -> str:
@@ -145,9 +145,8 @@ def diagnose(study: Study) -> list[dict[str, Any]]:
 
     Returns:
       For each: `plain` and `aligned`, shares of steps with other bits (aligned: both arms through one program, cache
-      on, in a run or in the gate; None if there is none), and `verdict`: 'equal' (no plain step differs), 'rounding'
-      (plain steps differ, no aligned one does, and the bound of the aligned share lies below the plain interval),
-      'fault' (aligned steps differ too) or 'cannot tell'.
+      on, in a run or in the gate; None if there is none), `distance`, the largest of the plain arms' ratios of their
+      distances to float64 (None without one), and `verdict`, by `jaxkv.analysis.cause.decide`.
     """
     plain = [
         c
@@ -162,16 +161,48 @@ def diagnose(study: Study) -> list[dict[str, Any]]:
         tokens = sum(c["divergence"]["teacher_forced"]["tokens"] for c in members)
         equal = sum(c["divergence"]["teacher_forced"]["bit_equal"]["count"] for c in members)
         without, (differing, total) = share(tokens - equal, tokens), _count_aligned(study, members[0])
-        aligned, verdict = share(differing, total), CANNOT_TELL
-        if without is not None and not without["count"]:
-            verdict = EQUAL
-        elif aligned is not None and aligned["count"]:
-            verdict = FAULT
-        elif aligned is not None and without is not None and aligned["upper_bound"] < without["interval"][0]:
-            verdict = ROUNDING
-        precision = base_precision(members[0])
-        found.append({"name": name, "precision": precision, "plain": without, "aligned": aligned, "verdict": verdict})
+        aligned = share(differing, total)
+        enough = aligned is not None and without is not None and aligned.get("upper_bound", 1) < without["interval"][0]
+        same = [c for c in plain if all(c[k] == members[0][k] for k in ALIKE if k != "precision")]
+        distances = [d for c in same if (d := cause.read_distance(c["divergence"])) is not None]
+        known = cause.Evidence(
+            differs=without is not None and bool(without["count"]),
+            aligned=False if aligned is not None and aligned["count"] else True if enough else None,
+            distances=distances,
+            wide=any(base_precision(c) == "fp32" and c["divergence"].get("truth") for c in same),
+            falls=_find_falls(same),
+            full_gate=any(_passed_whole(c) for c in members),
+        )
+        ratios = [r for c in members if (d := cause.read_distance(c["divergence"])) for r in (d.ratio, 1 / d.ratio)]
+        entry: dict[str, Any] = {
+            "name": name,
+            "precision": base_precision(members[0]),
+            "plain": without,
+            "aligned": aligned,
+        }
+        found.append(entry | {"distance": max(ratios, default=None), "verdict": cause.decide(known)})
     return found
+
+
+def _find_falls(conditions: Sequence[Mapping[str, Any]]) -> list[bool | None]:
+    """Whether the difference of the arms falls from each 16-bit condition to the fp32 one of its sampler."""
+
+    def size(condition: Mapping[str, Any]) -> float | None:
+        return condition["divergence"]["teacher_forced"]["mean_abs"].get("median")
+
+    wide = {c["sampler"]: size(c) for c in conditions if base_precision(c) == "fp32"}
+    falls = []
+    for condition in conditions:
+        precision, narrow, other = base_precision(condition), size(condition), wide.get(condition["sampler"])
+        if precision in NARROW and narrow is not None and other is not None:
+            falls.append(cause.falls(str(precision), narrow, other))
+    return falls
+
+
+def _passed_whole(condition: Mapping[str, Any]) -> bool:
+    """Whether the plain programs passed the full gate."""
+    gate = condition["divergence"]["gate"] or {}
+    return bool(gate.get("passed") and (gate.get("plain") or {}).get("passed"))
 
 
 def judge_c5b(study: Study) -> Claim:

@@ -76,3 +76,24 @@ def format_expected(entry: Mapping[str, Any]) -> str:
         return f"at most {format_percent(entry['upper_bound'])} % (95 % upper bound)"
     low, high = entry["interval"]
     return f"{format_percent(entry['rate'])} % [{format_percent(low)}, {format_percent(high)}]"
+
+
+def format_law(comparison: Mapping[str, Any]) -> str:
+    """Flips that margins and shifts predict, as counts: linear and by convolution."""
+    if (found := comparison.get("law")) is None:
+        return "not recorded"
+    said = found["prediction"]
+    return ", ".join(format_number(said[form] * said["steps"], 3) for form in ("linear", "convolution"))
+
+
+def format_kinds(comparison: Mapping[str, Any]) -> str:
+    """Flips by how near the two tokens were."""
+    if (found := comparison.get("law")) is None:
+        return "not recorded"
+    return ", ".join(str(found["kinds"][kind]) for kind in ("tie_in_one", "tie_in_both", "swap_by_one_unit", "more"))
+
+
+def format_choices(comparison: Mapping[str, Any]) -> str:
+    """Steps at which the arms choose other tokens under the shared noise."""
+    found = comparison.get("law")
+    return "not recorded" if found is None or found["choice_flips"] is None else str(found["choice_flips"])

@@ -104,9 +104,14 @@ class Checked:
     choice_flips: int | None
 
 
+def to_json(found: Checked | None) -> dict[str, Any] | None:
+    """For a summary."""
+    return None if found is None else dataclasses.asdict(found)
+
+
 def check_law(comparisons: Sequence[Mapping[str, Any]]) -> Checked | None:
     """The law on the comparisons of a condition's samples; None if they lack what it needs or have no step."""
-    kept = [c for c in comparisons if c.get("shift")]
+    kept = [c for c in comparisons if "shift" in c and len(c["shift"])]
     if not kept:
         return None
     columns = ("margin", "shift", "flip", "margin_other", "unit")

@@ -12,6 +12,7 @@ from jaxkv.analysis import drift, figures, patching
 from jaxkv.analysis.attribution import HEADER as ATTRIBUTION_HEADER
 from jaxkv.analysis.attribution import conclude as conclude_attribution
 from jaxkv.analysis.attribution import make_rows as make_attribution_rows
+from jaxkv.analysis.cause import FACTOR
 from jaxkv.analysis.document import (
     Block,
     Bullets,
@@ -137,16 +138,25 @@ def write_conditions(study: Study) -> list[Block]:
 def _write_causes(study: Study) -> list[Block]:
     """Rounding or a fault, for each model and precision."""
     rows = [
-        [cause["name"], *(format_counted_share(cause[regime]) for regime in ("plain", "aligned")), cause["verdict"]]
+        [
+            cause["name"],
+            *(format_counted_share(cause[regime]) for regime in ("plain", "aligned")),
+            "not run" if cause["distance"] is None else format_number(cause["distance"], 3),
+            cause["verdict"],
+        ]
         for cause in study["causes"]
     ]
     if not rows:
         return []
     text = (
         "Steps with other bits, in the plain arms and with both arms through one program, the cache on (aligned: runs "
-        "and gates). rounding: the plain arms differ, and aligned they do not. fault: they differ aligned too."
+        "and gates), and how many times as far from float64 one plain arm is as the other (median over steps). "
+        "rounding: the plain arms differ, aligned they do not, both plain arms are about equally far from float64, in "
+        "fp32 too, and the difference falls from 16 bits to fp32 as the dtypes' units do; or the full gate passed. "
+        f"fault: they differ aligned too, or in some precision one plain arm is over {FACTOR:g} times as far as the "
+        "other at a tenth of its steps. cannot tell: one of these was not run."
     )
-    head = ["model and precision", "plain", "aligned", "verdict"]
+    head = ["model and precision", "plain", "aligned", "farther arm", "verdict"]
     return [Heading("Rounding or a fault", 3), Paragraph(text), Table(head, rows)]
 
 

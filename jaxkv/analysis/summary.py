@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.analysis import statistics
+from jaxkv.analysis import cause, law, statistics
 from jaxkv.analysis.samples import collect
 from jaxkv.schemas import CONTROLS, LABEL_CHANGES, validate_sample
 
@@ -56,6 +56,7 @@ def summarize(records: Sequence[Record], run: Mapping[str, Any]) -> dict[str, An
     if not valid:
         remedies = [session["remedy"] for session in run.get("sessions", []) if "remedy" in session]
         return summary | ({"remedy": remedies[-1]} if remedies else {})
+    summary["truth"] = cause.to_json(cause.measure_distance(valid))
     summary["teacher_forced"] = summarize_comparisons([(s, s["teacher_forced"]) for s in valid])
     summary["controls"] = {name: summarize_comparisons([(s, s["controls"][name]) for s in valid]) for name in CONTROLS}
     summary["free_running"] = _summarize_free_running(valid, summary["teacher_forced"])
@@ -132,23 +133,19 @@ def summarize_comparisons(pairs: Sequence[tuple[Record, Mapping[str, Any] | None
     def column(name: str) -> list[np.ndarray]:
         return [np.asarray(comparison[name], np.float64) for _, comparison in kept]
 
-    flips, margins, perturbations = column("flip"), column("margin"), column("max_abs")
-    # |a - b| <= e for all logits: only a margin of at most 2e can be closed. An untouched row cannot flip.
-    at_risk = [(m <= 2 * e) & (e > 0) for m, e in zip(margins, perturbations, strict=True)]
+    flips, margins = column("flip"), column("margin")
     ties = [
         {"problem": problem, "step": int(step), "flip": bool(flip[step])}
         for (problem, _), margin, flip in zip(kept, margins, flips, strict=True)
         for step in np.flatnonzero(margin == 0)
     ]
-    explained = sum(int((risk & (flip > 0)).sum()) for risk, flip in zip(at_risk, flips, strict=True))
     summary: dict[str, Any] = {
         "sequences": len(kept),
         "tokens": sum(sizes),
         "flips": clustered_share([int(f.sum()) for f in flips], sizes),
         "sequences_with_flip": share(sum(bool(f.any()) for f in flips), len(kept)),
         "bit_equal": clustered_share([int(c.sum()) for c in column("bit_equal")], sizes),
-        "flips_within_perturbation": {"count": explained, "total": int(sum(f.sum() for f in flips))},
-        "tokens_at_risk": int(sum(risk.sum() for risk in at_risk)),
+        "law": law.to_json(law.check_law([comparison for _, comparison in kept])),
         "ties": {
             "count": len(ties),
             "flips": sum(tie["flip"] for tie in ties),
@@ -167,6 +164,7 @@ def describe_column(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> dict
     return {
         "mean": sum(sums) / sum(sizes),
         "interval": statistics.ends(found),
+        "median": float(np.median(np.concatenate(columns))),
         "max": max(float(c.max()) for c in columns),
     }
 

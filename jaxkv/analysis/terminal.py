@@ -7,6 +7,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from jaxkv.analysis.cause import describe_distance, read_distance
 from jaxkv.analysis.format import format_cell, format_count, format_number, format_percent, format_points, format_share
 from jaxkv.analysis.wording import (
     Summary,
@@ -48,6 +49,8 @@ def render_table(summary: Summary) -> Table:
         kl, worst = format_number(c["kl"]["mean"]), format_number(c["max_abs"]["max"])
         _add_row(table, label, format_share(c["flips"]), format_count(c["sequences_with_flip"]), kl, worst, equal)
     outer.add_row(table)
+    if (distance := read_distance(summary)) is not None:
+        _add_row(outer, f"distance to float64: {describe_distance(distance)}")
     if free := summary["free_running"]:
         _add_row(outer, f"free-running sequences that diverge: {describe_divergence(free)}")
 

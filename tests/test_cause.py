@@ -199,10 +199,6 @@ def test_honest_runs_are_rounding(family):
         assert of_model(samples, precision) == (EQUAL if equal else ROUNDING)
 
 
-def test_one_precision_alone_cannot_tell():
-    assert of_model({"fp16": honest("gemma2", "fp16")}, "fp16") == CANNOT_TELL
-
-
 FINE = Distance(2, 24, 1e-6, 1e-6, 1.0, 12, 0)
 BAD = dataclasses.replace(FINE, beyond=5)
 PLAIN = Evidence(True, True, [FINE], True, [True], False)

@@ -298,7 +298,7 @@ def test_ids_without_an_embedding(directory, tmp_path):
 
     def items(rows):
         tokenizer = read_tokenizer(directory, model_config(rows), [])
-        return _items(task, types.SimpleNamespace(tokenizer=tokenizer, config=model_config(rows)), [0], "num_problems")
+        return _items(task, types.SimpleNamespace(tokenizer=tokenizer, config=model_config(rows)), [0])
 
     assert len(items(261)) == 1
     with pytest.raises(UserError, match=r"problem 0 has token 259, 260, but the embedding has 259 rows and .* 261"):

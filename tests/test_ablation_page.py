@@ -121,3 +121,15 @@ def test_the_page_says_what_the_kept_records_say(script):
     assert page.exists() == bool(kept)
     if kept:
         assert page.read_text() == script.render(kept)
+
+
+def test_the_page_is_what_the_kept_records_give(script):
+    kept = script.load()
+    assert (script.HERE / "README.md").read_text() == script.render(kept)
+
+
+def test_a_changed_record_changes_the_page(script):
+    kept = script.load()
+    windows = kept["gemma3-270m"]["cells"]["kvarn:k2v2,tile=32,first=16"]["windows"]
+    windows["0"][3] += 10.0
+    assert (script.HERE / "README.md").read_text() != script.render(kept)

@@ -34,9 +34,9 @@ How often the two best tokens swap between the arms, predicted from the margins 
 gap (`jaxkv/analysis/law.py` derives both forms; flips are teacher-forced argmax flips): `linear` is the density of
 margins at 0 times the mean absolute shift over two, `convolution` takes the two distributions whole. `from fp32` uses
 the margins of the fp32 run of the same model, framework and sampler, and of the condition its mean shift alone.
-Intervals are 95 %, of counts over sequences. A count of 0 has its upper bound. The law is one of small shifts: where the
-mean shift passes half a logit the density of margins is no longer flat on its scale, a third token overtakes both, and
-more tokens flip than predicted; such conditions are told apart below.
+Intervals are 95 %, of counts over sequences. A count of 0 has its upper bound. The law is one of small shifts:
+where the mean shift passes half a logit the density of margins is no longer flat on its scale, a third token
+overtakes both, and more tokens flip than predicted; such conditions are told apart below.
 
 This page is `python analysis/law.py`, made from the files beside it. Runs on the H200 are of the tree of
 734c53c, which the machine knew by an older commit alone.

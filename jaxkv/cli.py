@@ -40,7 +40,13 @@ def read_flagfile(path: str, outer: Sequence[str] = ()) -> list[str]:
         if not line.startswith("-") or not line.isprintable():
             shown = ascii(line) if not line.isprintable() else f"'{line}'"
             raise UserError(f"{path} line {number}: {shown:.60} is no flag; write one flag a line as --name=value")
-        found += read_flagfile(line.partition("=")[2], [*outer, path]) if line.startswith(f"{FLAGFILE}=") else [line]
+        flag, _, inner = line.partition("=")
+        if flag.split()[0] not in (FLAGFILE, FLAGFILE[1:]):
+            found.append(line)
+        elif not inner.strip():
+            raise UserError(f"{path} line {number}: {FLAGFILE} names no file; write {FLAGFILE}=FILE")
+        else:
+            found += read_flagfile(inner.strip(), [*outer, path])
     return found
 
 

@@ -250,6 +250,7 @@ def make_precision(name: str, **parts: str | None) -> Precision:
         policy[part] = dtype_from_name(value)
     if "scores" not in overrides:
         policy["scores"] = policy["activation"]
+    usual["scores"] = policy["activation"]
     changed = [part for part in sorted(overrides) if policy[part] != usual[part]]
     label = "+".join([name, *(f"{part}={overrides[part]}" for part in changed)])
     return Precision(name=label, **policy)

@@ -171,6 +171,9 @@ _DEFINED = [
 
 def _settings(found: flags.FlagValues = FLAGS) -> dict[str, Any]:
     """The flags, with what depends on other flags filled in."""
+    for holder in _DEFINED:
+        if found[holder.name].present and found[holder.name].value == "":
+            raise UserError(f"--{holder.name}= is empty; give a value or drop the flag")
     values: dict[str, Any] = {
         holder.name: holder.default if found[holder.name].value in ("", []) else found[holder.name].value
         for holder in _DEFINED

@@ -152,7 +152,12 @@ def check_samples(run: Mapping[str, Any], lines: bytes, directory: pathlib.Path)
     if (samples := run.get("samples")) is None:
         return
     known = samples["bytes"]
-    if hashlib.sha256(lines[:known]).hexdigest() != samples["sha256"] or len(lines) < known:
+    if len(lines) < known:
+        raise UserError(
+            f"{directory / 'samples.jsonl'} is missing or cut: it has {len(lines)} bytes, and run.json knows of "
+            f"{known}; put back a copy, or delete the directory to run it again"
+        )
+    if hashlib.sha256(lines[:known]).hexdigest() != samples["sha256"]:
         raise UserError(
             f"{directory / 'samples.jsonl'} was changed by hand: its first {known} bytes have another hash than in "
             "run.json; put back a copy, or delete the directory to run it again"

@@ -30,17 +30,18 @@ A sample of experiment 'divergence' is one problem decoded by both arms::
 
     distance = {"flip": [bool], "kl": [float], "rms": [float], "max_abs": [float]}
 
-`truth` is each arm's distance to a float64 run along the cached arm's tokens, where one was made; older records lack
-the field. The lists of a comparison have one entry a token and equal lengths. `kl` is KL(uncached || cached) in nats
-and `margin` the reference arm's top logit minus its second, `margin_other` the other arm's own; `shift` is by how much
-the gap between the reference's top two is another in the other arm, `unit` the spacing of the dtype at the top logit.
-These three, and `choice_flip` (the arms choose other tokens under the shared noise), are missing in older records.
-`teacher_forced` compares uncached with cached logits at each position, along the cached arm's tokens. `tile` is the
-aligned regime's, null in the plain one. `uncached_stepwise` compares the uncached arm's own run by draft and check
-with brute force. `scorer` is one of the task's, the same in both arms: "strict", "flexible" and "numeric" in gsm8k and
-arith. Samples of the PyTorch path also have `framework` "torch" (without the field it is "jax"), `attention` and
-`versions` (package -> str). `headroom` is the largest finite activation of the sample beside its dtype's maximum. In
-an invalid sample a non-finite number arose: it has no comparisons at all, since NaN is not agreement.
+`truth_left_out` says why a float64 run that was asked for is missing. `truth` is each arm's distance to a float64 run
+along the cached arm's tokens, where one was made; older records lack the field. The lists of a comparison have one
+entry a token and equal lengths. `kl` is KL(uncached || cached) in nats and `margin` the reference arm's top logit
+minus its second, `margin_other` the other arm's own; `shift` is by how much the gap between the reference's top two is
+another in the other arm, `unit` the spacing of the dtype at the top logit. These three, and `choice_flip` (the arms
+choose other tokens under the shared noise), are missing in older records. `teacher_forced` compares uncached with
+cached logits at each position, along the cached arm's tokens. `tile` is the aligned regime's, null in the plain one.
+`uncached_stepwise` compares the uncached arm's own run by draft and check with brute force. `scorer` is one of the
+task's, the same in both arms: "strict", "flexible" and "numeric" in gsm8k and arith. Samples of the PyTorch path also
+have `framework` "torch" (without the field it is "jax"), `attention` and `versions` (package -> str). `headroom` is
+the largest finite activation of the sample beside its dtype's maximum. In an invalid sample a non-finite number arose:
+it has no comparisons at all, since NaN is not agreement.
 """
 
 import math
@@ -124,8 +125,10 @@ def validate_comparison(record: Any, field: str) -> int:
         fail(field, f"lists of unequal length: {sorted(lengths)}")
     comparison = get_field(record, field, "dict")
     for index, equal in enumerate(comparison["bit_equal"]):
-        if equal and (comparison["flip"][index] or comparison["max_abs"][index]):
-            fail(f"{field}.bit_equal[{index}]", "true beside a flip or a difference")
+        if equal and comparison["max_abs"][index]:
+            fail(f"{field}.bit_equal[{index}]", "true beside a difference")
+        if comparison["flip"][index] and not comparison["max_abs"][index]:
+            fail(f"{field}.flip[{index}]", "true beside no difference")
     return lengths.pop()
 
 
@@ -278,4 +281,6 @@ def validate_sample(record: Mapping[str, Any]) -> None:
             validate_distance(record, f"truth.{arm}", steps["cached"])
     validate_free_running(record, {arm: record["arms"][arm]["tokens"] for arm in steps})
     for scorer in record["arms"]["cached"]["scores"]:
-        choose(record, f"label_change.{scorer}", LABEL_CHANGES)
+        differ = len({record["arms"][arm]["scores"][scorer]["correct"] for arm in ("cached", "uncached")}) > 1
+        if (choose(record, f"label_change.{scorer}", LABEL_CHANGES) != "same") != differ:
+            fail(f"label_change.{scorer}", "contradicts the scores of the arms")

@@ -26,6 +26,7 @@ class _Watch:
         self.received: int | None = None
         self.guarded = False  # whether somebody catches what the handler raises
         self.last: list[Callable[[], None]] = []
+        self.rest = _REST
         self._told = False
         self._telling = threading.RLock()  # a signal may come while the main thread tells of another
 
@@ -35,7 +36,7 @@ class _Watch:
             if self._told:
                 return
             terminal = "\r\x1b[K\x1b[?25h" if sys.__stderr__ and sys.__stderr__.isatty() else ""  # of a progress bar
-            line = f"{terminal}error: {SAID[signal.Signals(self.received or signal.SIGINT)]}; {_REST}\n"
+            line = f"{terminal}error: {SAID[signal.Signals(self.received or signal.SIGINT)]}; {self.rest}\n"
             with contextlib.suppress(OSError):
                 os.write(2, line.encode())
             self._told = True
@@ -69,8 +70,13 @@ class _Watch:
 _watch = _Watch()
 
 
-def watch() -> None:
-    """Has this process end as the module says. For the first lines of an entry module, before its slow imports."""
+def watch(rest: str = _REST) -> None:
+    """Has this process end as the module says. For the first lines of an entry module, before its slow imports.
+
+    Args:
+      rest: what the line says of what is lost and how to go on.
+    """
+    _watch.rest = rest
     pipe, writing = os.pipe()
     os.set_blocking(writing, False)
     for number in SAID:

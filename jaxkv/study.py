@@ -22,7 +22,7 @@ from jaxkv.condition import (
 from jaxkv.config import Precision
 from jaxkv.errors import UserError
 from jaxkv.programs import release_programs
-from jaxkv.provenance import environment, git_revision
+from jaxkv.provenance import environment, git_revision, hash_tokens
 from jaxkv.records import RunDirectory, check_place, read_run
 from jaxkv.writing import check_writable
 
@@ -100,6 +100,7 @@ def _run_experiments(settings: Settings, path: pathlib.Path, console: Any) -> No
     begin = time.monotonic()
     study = load_study(settings, console)
     with RunDirectory.open(path, make_run_config(study), _flagfile(settings, path), make_provenance(study)) as run:
+        _check_prompts(study, run)
         asked = {name: ask(study) for name in settings["experiments"] if (ask := EXPERIMENTS[name].asked)}
         if asked:
             run.record_provenance({"asked": asked})
@@ -115,6 +116,22 @@ def _run_experiments(settings: Settings, path: pathlib.Path, console: Any) -> No
         if study.framework == "jax" and "divergence" in settings["experiments"]:
             _explain_overflow(study, run)
         run.record_provenance({"seconds": round(time.monotonic() - begin, 1)})
+
+
+def _check_prompts(study: Study, run: RunDirectory) -> None:
+    """A chat template or a tokenizer's settings may have changed since the run began: hashes of weights do not tell.
+
+    Raises:
+      UserError: a problem that is done was put to the model in other tokens.
+    """
+    items = {item.problem: item for item in study.items}
+    for record in run.read():
+        item = items.get(record["problem"]) if record["experiment"] == "divergence" else None
+        if item is not None and record["prompt_sha256"] != hash_tokens(item.prompt):
+            raise UserError(
+                f"{run.path}: problem {item.problem} was asked in other tokens; the tokenizer or its chat template has "
+                "changed since, so choose another --out"
+            )
 
 
 def _show(path: pathlib.Path) -> None:
@@ -158,8 +175,8 @@ def _explain_overflow(study: Study, run: RunDirectory) -> None:
 
     item = next(item for item in study.items if item.problem == records[0]["problem"])
     with study.console.status("every sample is invalid: looking for a policy that runs"):
-        remedy = find_remedy(make, item, study.spec)
-    run.record_provenance({"remedy": describe_remedy(study.precision, remedy)})
+        found = find_remedy(make, item, study.spec, records[0]["invalid"]["step"])
+    run.record_provenance({"remedy": describe_remedy(study.precision, found)})
 
 
 def _record(run: RunDirectory, name: str, batches: Batches, total: int, done: int, console: Any) -> None:

@@ -165,7 +165,7 @@ class TorchModel:
         with self.torch.no_grad():
             for name, path in names.items():
                 shape = source_shape(path, shapes[path])
-                array = cast(np.asarray(leaves[path][...]), shape, np.dtype(self.precision.param), name)
+                array = cast(np.asarray(leaves[path][...]), shape, np.dtype(self.precision.param), name, read=False)
                 parameters[name].copy_(self._to_torch(array))
 
     def _to_torch(self, array: np.ndarray) -> Any:

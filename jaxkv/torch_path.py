@@ -257,7 +257,7 @@ def run_arms(arms: TorchArms, tokens: np.ndarray, rows: Rows, layout: Layout, sp
         again["forced_longer"] = timed("control_length", lambda: forced_run(longer))
     if batch.stepwise:
         again["stepwise"] = timed("uncached_stepwise", other_form)
-    return Runs(cached, forced, free, drafts, seconds=seconds, truth=None, **again)
+    return Runs(cached, forced, free, drafts, **again, truth=None, seconds=seconds, left_out=False)
 
 
 def run_batch(arms: TorchArms, batch: Batch, spec: RunSpec) -> BatchRun:

@@ -63,6 +63,8 @@ def make_samples(
         for arm, correct in zip(("cached", "uncached"), right(problem), strict=True):
             for score in sample["arms"][arm]["scores"].values():
                 score["correct"] = correct
+        if len(set(right(problem))) > 1:
+            sample["label_change"] = dict.fromkeys(sample["label_change"], "answer_changed")
         samples.append(sample)
     return samples
 

@@ -147,3 +147,23 @@ def test_ten_thousand_characters_take_linear_time(unit):
             if seconds[-1] < 0.4:
                 break
         assert min(seconds) < 0.4  # 0.11 s at most seen; what is quadratic takes more than 1 s
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("So the area is 18 ft^2.", "18"),
+        (r"The area is $18 \text{ cm}^2$.", "18"),
+        ("Thus, the garden is 120 m^2.", "120"),
+        ("The volume is 60 cm^3", "60"),
+        ("2^3 = 8", "8"),
+        ("#### Answer: 18 apples for 3 people", "18"),
+        ("#### The answer: 18, at 2 each", "18"),
+        (r"\boxed{\sqrt{16}}", None),
+        (r"\boxed{5!}", None),
+        (r"\boxed{2\sqrt{3}}", None),
+        (r"\boxed{5\pi}", None),
+    ],
+)
+def test_units_have_powers_markers_have_capitals_and_roots_are_no_numbers(text, value):
+    assert score(text, "18")["numeric"]["answer"] == value

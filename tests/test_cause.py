@@ -199,7 +199,7 @@ def test_honest_runs_are_rounding(family):
         assert of_model(samples, precision) == (EQUAL if equal else ROUNDING)
 
 
-FINE = Distance(2, 24, 1e-6, 1e-6, 1.0, 12, 0)
+FINE = Distance(2, 24, 1e-6, 1e-6, 1.0, 12, 0, 2.0)
 BAD = dataclasses.replace(FINE, beyond=5)
 PLAIN = Evidence(True, True, [FINE], True, [True], False)
 
@@ -215,6 +215,7 @@ PLAIN = Evidence(True, True, [FINE], True, [True], False)
         ({"distances": [], "wide": True}, CANNOT_TELL),
         ({"distances": [], "wide": False, "falls": [], "full_gate": True}, ROUNDING),
         ({"falls": [False]}, CANNOT_TELL),
+        ({"distances": [FINE, dataclasses.replace(FINE, beyond=1)]}, CANNOT_TELL),
         ({"differs": False}, EQUAL),
         ({"differs": False, "distances": [BAD]}, FAULT),
     ],
@@ -225,8 +226,10 @@ def test_each_verdict_has_its_evidence(changes, verdict):
 
 def test_one_ill_conditioned_step_is_no_fault():
     assert not dataclasses.replace(FINE, beyond=2).faulty
+    assert dataclasses.replace(FINE, beyond=1).doubtful
     assert dataclasses.replace(FINE, beyond=3).faulty
     assert not dataclasses.replace(FINE, steps=1000, beyond=99).faulty
+    assert dataclasses.replace(FINE, steps=1000, beyond=1, worst=2000.0).faulty
 
 
 @pytest.mark.parametrize(
@@ -243,3 +246,10 @@ def test_one_ill_conditioned_step_is_no_fault():
 )
 def test_a_rounding_falls_as_the_units_do(narrow, sizes, said):
     assert falls(narrow, *sizes) is said
+
+
+def test_float64_itself_is_no_fault():
+    """Beside a float64 run the float64 arms are at its own noise, one of them at 0."""
+    zero, noise = {"rms": [0.0] * 5}, {"rms": [7e-16] * 5}
+    found = measure_distance([{"truth": {"cached": noise, "uncached": zero}}])
+    assert (found.ratio, found.beyond) == (1.0, 0)

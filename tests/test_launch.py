@@ -10,7 +10,6 @@ import pytest
 from commands import DATA, SMALL, parse, run_in_process, run_process
 from sample_records import make_invalid
 
-from jaxkv import launch
 from jaxkv.errors import UserError
 from jaxkv.records import RunDirectory, read_run
 
@@ -143,11 +142,11 @@ def test_mistakes_end_in_one_line(name, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_an_empty_flag_is_an_unset_one():
-    settings = parse("--padding=", "--compilation_cache=", "--seed=4")
-    assert settings["padding"] == "equal"
-    assert settings["compilation_cache"] == launch.FLAGS["compilation_cache"].default
-    assert settings["seed"] == 4
+@pytest.mark.parametrize("name", ["padding", "checkpoint", "data", "out", "cache"])
+def test_an_empty_flag_is_a_mistake(name):
+    """As `--checkpoint=$UNSET` in a script: it would run something else."""
+    with pytest.raises(UserError, match=f"--{name}= is empty"):
+        parse(f"--{name}=", "--seed=4")
 
 
 def test_a_row_without_an_answer_is_named(tmp_path):

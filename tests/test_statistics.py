@@ -175,7 +175,8 @@ def test_tokens_of_alike_sequences_are_worth_less():
     assert statistics.effective_trials(counts, sizes) == pytest.approx(worth)
     assert statistics.clustered_share_interval(counts, sizes) == pytest.approx(statistics.wilson(worth / 2, worth))
     assert statistics.effective_trials([0, 0], [10, 10]) == 20
-    assert statistics.effective_trials([3], [10]) == 10
+    assert statistics.effective_trials([3], [10]) == 1  # one sequence does not say how sequences differ
+    assert statistics.effective_trials([0], [10]) == 10
 
 
 def test_expected_divergence_of_one_percent_over_256_tokens():

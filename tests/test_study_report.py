@@ -68,12 +68,18 @@ def take(sample, arm, step, token):
     sample["free_running"] = free_running(*(sample["arms"][name]["tokens"] for name in ("uncached", "cached")))
 
 
+def fail(sample):
+    """The cached arm's answer is wrong, and the label says so."""
+    sample["arms"]["cached"]["scores"]["numeric"]["correct"] = False
+    sample["label_change"]["numeric"] = "answer_changed"
+
+
 CHANGES = {
     "a flip": lambda s: s[1]["teacher_forced"]["flip"].__setitem__(3, True),
     "a KL": lambda s: s[1]["teacher_forced"]["kl"].__setitem__(3, 0.25),
     "a margin": lambda s: s[1]["teacher_forced"]["margin"].__setitem__(3, 2e-3),
     "a tie": lambda s: s[1]["teacher_forced"]["margin"].__setitem__(2, 1.0),
-    "an answer": lambda s: s[1]["arms"]["cached"]["scores"]["numeric"].__setitem__("correct", False),
+    "an answer": lambda s: fail(s[1]),
     "a token": lambda s: take(s[1], "cached", 6, 77),
     "a divergence": lambda s: take(s[0], "uncached", 5, s[0]["arms"]["cached"]["tokens"][5]),
     "a rerun": lambda s: s[1]["controls"]["cached_rerun"]["bit_equal"].__setitem__(0, False),

@@ -125,7 +125,7 @@ def test_the_law_and_the_distance_to_float64_are_of_the_records():
     assert (truth["steps"], truth["nearer"], truth["beyond"]) == (12, 3, 3)
     assert truth["ratio"] == pytest.approx(1.25)
     text = render_markdown(summary, RUN)
-    assert "FAULT, not rounding: one arm is over 16 times as far at 3 of 12 steps" in text
+    assert "FAULT, not rounding: one arm is over 16 times as far at 3 of 12 steps, 32 at most" in text
     assert "| other tokens chosen under the same noise | 6 |" in text
 
 

@@ -121,7 +121,7 @@ def judge_c5a(study: Study) -> Claim:
     return make_claim("C5a", evidence, lines, control, verdicts=sorted({claim["verdict"] for claim in claims}))
 
 
-ALIKE = ("model", "precision", "device", "framework", "batch_size")  # of which programs have one shape
+ALIKE = ("model", "weights", "precision", "device", "framework", "batch_size")  # of which programs have one shape
 
 
 def _count_aligned(study: Study, like: Mapping[str, Any]) -> tuple[int, int]:
@@ -169,7 +169,7 @@ def diagnose(study: Study) -> list[dict[str, Any]]:
             differs=without is not None and bool(without["count"]),
             aligned=False if aligned is not None and aligned["count"] else True if enough else None,
             distances=distances,
-            wide=any(base_precision(c) == "fp32" and c["divergence"].get("truth") for c in same),
+            wide=any(c["precision"] == "fp32" and c["divergence"].get("truth") for c in same),
             falls=_find_falls(same),
             full_gate=any(_passed_whole(c) for c in members),
         )
@@ -190,7 +190,7 @@ def _find_falls(conditions: Sequence[Mapping[str, Any]]) -> list[bool | None]:
     def size(condition: Mapping[str, Any]) -> float | None:
         return condition["divergence"]["teacher_forced"]["mean_abs"].get("median")
 
-    wide = {c["sampler"]: size(c) for c in conditions if base_precision(c) == "fp32"}
+    wide = {c["sampler"]: size(c) for c in conditions if c["precision"] == "fp32"}  # without overrides
     falls = []
     for condition in conditions:
         precision, narrow, other = base_precision(condition), size(condition), wide.get(condition["sampler"])

@@ -128,7 +128,7 @@ def compare_precisions(narrow: Samples, wide: Samples) -> dict[str, Any] | None:
     return {"problems": len(shared), "metrics": metrics}
 
 
-MATCHED = ("model", *SAMPLING, "framework", "attention", "regime", "device", "batch_size", "padding")
+MATCHED = ("model", "weights", *SAMPLING, "framework", "attention", "regime", "device", "batch_size", "padding")
 
 
 def pair_precisions(runs: Sequence[tuple[Mapping[str, Any], Samples]]) -> list[dict[str, Any]]:

@@ -141,6 +141,14 @@ def name_of(value: Any) -> str | None:
     return value.get("name") if isinstance(value, Mapping) else value
 
 
+def _name_weights(checkpoint: Any) -> str | None:
+    """What tells weights apart: the hashes of their files, or the seed of random ones; None if nothing is known."""
+    if not isinstance(checkpoint, Mapping):
+        return None
+    found = checkpoint.get("files") or checkpoint.get("source")
+    return None if found is None else records.fingerprint({"weights": found})
+
+
 def describe_condition(run: Run) -> dict[str, Any]:
     """What was run: model, precision, sampler, framework, regime, device. What is not known is None."""
     config = run.run["config"]
@@ -156,6 +164,7 @@ def describe_condition(run: Run) -> dict[str, Any]:
     return {
         "name": run.name,
         "model": name_of(model),
+        "weights": _name_weights(config.get("checkpoint")),
         "family": model.get("family") if isinstance(model, Mapping) else None,
         "layers": model.get("num_layers") if isinstance(model, Mapping) else None,
         "heads": {"query": heads[0], "kv": heads[1]},

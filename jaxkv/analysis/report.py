@@ -176,7 +176,8 @@ def _agreement(summary: Summary) -> list[str]:
 def _truth(summary: Summary) -> list[str]:
     """Each arm's distance to float64, where it was run."""
     if (found := cause.read_distance(summary)) is None:
-        return []
+        why = ["A float64 run was left out, since it does not fit into memory.", ""]
+        return ["## Distance to float64", "", *why] if summary["truth_left_out"] else []
     rows = [
         ["median RMS logit error, cached", format_number(found.cached)],
         ["median RMS logit error, uncached", format_number(found.uncached)],

@@ -112,8 +112,9 @@ def wilson(count: float, total: float, confidence: float = CONFIDENCE) -> tuple[
 def effective_trials(counts: Array, sizes: Array, trials: float | None = None) -> float:
     """How many independent trials say as much of a share as clustered ones (Korn & Graubard 1998).
 
-    Trials over the design effect, the variance of the share from cluster to cluster over that of independent trials,
-    taken as at least 1; and over the squared ratio of Student's t for so few clusters to the normal quantile.
+    Trials over the design effect, the variance of the share from cluster to cluster over that of independent
+    trials, taken as at least 1 (one cluster is worth one trial); and over the squared ratio of Student's t for so
+    few clusters to the normal quantile.
 
     Args:
       counts: counted trials of each cluster (sequence), [clusters].
@@ -124,7 +125,9 @@ def effective_trials(counts: Array, sizes: Array, trials: float | None = None) -
     total, clusters = float(size.sum()), len(size)
     trials = total if trials is None else trials
     rate = float(counted.sum()) / total
-    if clusters < 2 or not 0 < rate < 1:
+    if clusters < 2:
+        return 1.0 if 0 < rate < 1 else trials
+    if not 0 < rate < 1:
         return trials
     spread = float(np.sum((counted - rate * size) ** 2)) * clusters / (clusters - 1) / total**2
     effect = max(1.0, spread / (rate * (1 - rate) / trials))

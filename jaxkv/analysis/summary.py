@@ -57,6 +57,7 @@ def summarize(records: Sequence[Record], run: Mapping[str, Any]) -> dict[str, An
         remedies = [session["remedy"] for session in run.get("sessions", []) if "remedy" in session]
         return summary | ({"remedy": remedies[-1]} if remedies else {})
     summary["truth"] = cause.to_json(cause.measure_distance(valid))
+    summary["truth_left_out"] = next((s["truth_left_out"] for s in valid if "truth_left_out" in s), None)
     summary["teacher_forced"] = summarize_comparisons([(s, s["teacher_forced"]) for s in valid])
     summary["controls"] = {name: summarize_comparisons([(s, s["controls"][name]) for s in valid]) for name in CONTROLS}
     summary["free_running"] = _summarize_free_running(valid, summary["teacher_forced"])

@@ -51,6 +51,8 @@ def render_table(summary: Summary) -> Table:
     outer.add_row(table)
     if (distance := read_distance(summary)) is not None:
         _add_row(outer, f"distance to float64: {describe_distance(distance)}")
+    elif summary["truth_left_out"]:
+        _add_row(outer, "distance to float64: not run, since it does not fit into memory")
     if free := summary["free_running"]:
         _add_row(outer, f"free-running sequences that diverge: {describe_divergence(free)}")
 

@@ -137,8 +137,8 @@ def _random(source: str, precision: Precision, config: ModelConfig | None, shard
     from jaxkv.models.decoder import Decoder
 
     seed = source.removeprefix("random:")
-    if not seed.isdecimal():
-        raise UserError(f"'{source}' needs a whole number as seed; for example random:0")
+    if not re.fullmatch("[0-9]{1,10}", seed) or int(seed) >= 1 << 32:
+        raise UserError(f"'{source}' needs a whole number below 2**32 as seed; for example random:0")
     if config is None:
         raise UserError(f"{source} needs to know the architecture; name a model, for example --model=test-gemma2")
     graphdef, state = nnx.split(Decoder(config, precision, nnx.Rngs(int(seed))))

@@ -1,5 +1,11 @@
 """Writes a checkpoint as transformers does (`save_pretrained`): python -m jaxkv.checkpoints.export SOURCE DEST."""
 
+from jaxkv import stopping
+
+if __name__ == "__main__":
+    stopping.watch("nothing is written; run it again")  # before the imports below, which take seconds
+
+
 import json
 import math
 import pathlib
@@ -21,6 +27,7 @@ from jaxkv.checkpoints.tokenizer import AnyTokenizer, ByteTokenizer, write_trans
 from jaxkv.cli import run_command
 from jaxkv.config import dtype_from_name
 from jaxkv.errors import UserError
+from jaxkv.files import convert
 from jaxkv.models.families import key_table
 from jaxkv.models.tables import source_shape
 
@@ -64,13 +71,14 @@ def _transformers_tokenizer(tokenizer: AnyTokenizer) -> Any:
 def _special_ids(checkpoint: Checkpoint, hf: Any) -> dict[str, Any]:
     """bos_token_id, eos_token_id and pad_token_id; None where there is none."""
     stops, vocab_size = list(checkpoint.tokenizer.eos_ids), checkpoint.config.vocab_size
+    pad = checkpoint.generation.get("pad_token_id", hf.pad_token_id)
     ids: dict[str, Any] = {
         "bos_token_id": checkpoint.tokenizer.bos_id,
         "eos_token_id": (stops[0] if len(stops) == 1 else stops) or None,
-        "pad_token_id": checkpoint.generation.get("pad_token_id", hf.pad_token_id),
+        "pad_token_id": None if pad is None else convert(pad, int, "generation config: pad_token_id"),
     }
     for name, value in ids.items():
-        if any(i is not None and i >= vocab_size for i in (value if isinstance(value, list) else [value])):
+        if any(i is not None and not 0 <= i < vocab_size for i in (value if isinstance(value, list) else [value])):
             raise UserError(
                 f"{checkpoint.config.name}: the tokenizer's {name} {value} is no id of a vocabulary of {vocab_size}; "
                 "use a model and a tokenizer that belong together"

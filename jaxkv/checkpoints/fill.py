@@ -121,14 +121,22 @@ def _same_bits(a: SourceTensor, b: SourceTensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and a.read().tobytes() == b.read().tobytes()
 
 
-def cast(source: np.ndarray, shape: tuple[int, ...], dtype: DType, name: str) -> np.ndarray:
+def cast(source: np.ndarray, shape: tuple[int, ...], dtype: DType, name: str, *, read: bool = True) -> np.ndarray:
     """Our array of `shape` and `dtype` from a source tensor, rounded once (to nearest even).
 
+    Args:
+      source: the tensor.
+      shape: of the result, with as many elements.
+      dtype: of the result.
+      name: for the message.
+      read: whether it was just read and is to be looked at; weights that were are handed on as they are.
+
     Raises:
-      UserError: a weight is NaN or infinite, or has no finite value in `dtype`.
+      UserError: a weight that was read is NaN or infinite, or one has no finite value in `dtype`.
     """
     target = np.dtype(dtype)
-    _require_finite(source, name)
+    if read:
+        _require_finite(source, name)
     if source.dtype == target:
         return source.reshape(shape)
     rows = source.reshape(source.shape[0], -1)
@@ -139,7 +147,7 @@ def cast(source: np.ndarray, shape: tuple[int, ...], dtype: DType, name: str) ->
         block = rows[start : start + step]
         with np.errstate(over="ignore"):
             rounded = block.astype(target)
-        if may_overflow and (lost := np.isinf(rounded)).any():
+        if may_overflow and (lost := np.isinf(rounded) & np.isfinite(block)).any():
             largest = np.abs(block[lost].astype(np.float64)).max()
             raise UserError(
                 f"{name}: the weight {largest:.6g} is past the range of {target.name} and would become infinite; "

@@ -291,8 +291,6 @@ def _config_of(
     fields: dict[str, Any], stored: Sequence[Any], preset: ModelConfig | None, label: str, where: str
 ) -> ModelConfig:
     """The config, under the file's name. Raises UserError on what is not implemented or contradicts the tensors."""
-    from gguf.quants import dequantize
-
     arch, tensors = str(fields.get("general.architecture")), {tensor.name: tensor for tensor in stored}
     if arch not in _NAMES:
         read_config(fields, 0, False, preset, where)  # refuses it
@@ -307,7 +305,7 @@ def _config_of(
         "output.weight" not in tensors,
         preset,
         where,
-        None if freqs is None else dequantize(freqs.data, freqs.tensor_type),
+        None if freqs is None else _read_factors(freqs, where),
     )
     layers = len({name.split(".")[1] for name in tensors if name.startswith("blk.")})
     if config.num_layers != layers:  # before a decoder of that many is made
@@ -315,6 +313,16 @@ def _config_of(
             f"{where}: {arch}.block_count is {config.num_layers}, and the file has {layers} layers; {AGAIN}"
         )
     return dataclasses.replace(config, name=label)
+
+
+def _read_factors(tensor: Any, where: str) -> np.ndarray:
+    """RoPE's factors. Raises UserError if they are stored as something else."""
+    from gguf.quants import dequantize
+
+    try:
+        return dequantize(tensor.data, tensor.tensor_type)
+    except NotImplementedError as error:
+        raise UserError(f"{where}: tensor {tensor.name}: {error}; {AGAIN}") from None
 
 
 def _source(tensor: Any, arch: str, config: ModelConfig) -> SourceTensor:

@@ -75,6 +75,7 @@ def read_hf(
             config = check(config)
         generation, eos_ids = _read_generation(directory, raw, config.vocab_size)
         tensors = _list_all(weights, config, directory)
+        _check_layers(tensors, config, name)
         graphdef, abstract = abstract_decoder(config, precision)
         shapes = {path: leaf.shape for path, leaf in flat_paths(abstract).items()}
         plan = match_tensors(config, shapes, key_table(config.family), tensors, name)
@@ -112,6 +113,16 @@ def _read_generation(
     generation = read_json(file, dict[str, Any]) if os.path.lexists(file) else {}
     own = stop_ids([raw.get("eos_token_id")], vocab_size, directory / "config.json")
     return generation, own + stop_ids([generation.get("eos_token_id")], vocab_size, file)
+
+
+def _check_layers(tensors: Iterable[SourceTensor], config: ModelConfig, name: str) -> None:
+    """Before a decoder of that many layers is made. Raises UserError if the weights have another number of them."""
+    found = {parts[2] for t in tensors if (parts := t.name.split("."))[:2] == ["model", "layers"] and len(parts) > 2}
+    if len(found) != config.num_layers:
+        raise UserError(
+            f"{name}: config.json says {config.num_layers} layers and the weights have {len(found)}; "
+            "check that both belong together"
+        )
 
 
 def _list_all(weights: WeightFiles, config: ModelConfig, directory: pathlib.Path) -> list[SourceTensor]:

@@ -78,7 +78,8 @@ def _read_header(path: pathlib.Path) -> tuple[int, bytes]:
 def _check_layout(path: pathlib.Path, entries: dict[str, _Entry], begin: int) -> None:
     """Ranges follow each other without gap or overlap up to the end of the file, and each holds its shape.
 
-    A name that occurs twice in the header leaves a gap here, since JSON keeps the last of them.
+    A name that occurs twice in the header leaves a gap here, since JSON keeps the last of them; not if both have one
+    range, where the last counts.
     """
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):

@@ -21,6 +21,7 @@ from flax import nnx
 
 from jaxkv.analysis.metrics import free_running
 from jaxkv.audit import Finding, audit_rows
+from jaxkv.cli import describe_memory
 from jaxkv.compare import compare_logits, measure_distance
 from jaxkv.decode import Arms, Layout, Rollout, Rows, round_up, start_rollout
 from jaxkv.drafts import Forced, first_disagreement, free_by_drafts, free_stepwise
@@ -54,6 +55,7 @@ class Runs:
       forced_longer: `forced` at another padded length.
       stepwise: `free` by brute force.
       truth: the uncached float64 model along `cached`'s tokens.
+      left_out: whether a float64 run was asked for and does not fit into memory.
       seconds: wall time by name.
     """
 
@@ -67,6 +69,7 @@ class Runs:
     stepwise: Rollout | None
     truth: Rollout | None
     seconds: dict[str, float]
+    left_out: bool = False
 
 
 def control_length(layout: Layout, spec: RunSpec, tile: int | None = None) -> int:
@@ -119,14 +122,23 @@ class ArmRuns:
             again["stepwise"] = self._timed(
                 "uncached_stepwise", run_uncached, start, self.rows, self.layout, self.spec.uncached_length
             )
-        truth = None
-        if batch.truth and has_room(self.state, self.arms.config, self.layout):
+        truth, wanted = None, batch.truth and "float64" not in self.arms.precision.to_json().values()
+        if wanted and has_room(self.state, self.arms.config, self.layout):
             truth = self._timed("truth", _follow_in_float64, self.cached, self.rows, self.layout)
-        return Runs(self.cached, self.forced, free, drafts, seconds=self.seconds, truth=truth, **again)
+        left_out = wanted and truth is None
+        return Runs(
+            self.cached, self.forced, free, drafts, **again, truth=truth, seconds=self.seconds, left_out=left_out
+        )
 
 
-def _follow_in_float64(arms: Arms, state: nnx.State, reference: Rollout, rows: Rows, layout: Layout) -> Rollout:
-    return share_float64(arms.config).follow(state, reference, rows, layout)
+def _follow_in_float64(arms: Arms, state: nnx.State, reference: Rollout, rows: Rows, layout: Layout) -> Rollout | None:
+    """The float64 run; None where memory ran out all the same: the arms' own run goes on without it."""
+    try:
+        return share_float64(arms.config).follow(state, reference, rows, layout)
+    except (MemoryError, RuntimeError) as error:
+        if describe_memory(error) is None:
+            raise
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,8 +204,8 @@ def group_batches(batches: Sequence[Batch], arms: Arms, spec: RunSpec) -> list[S
     return [batches[i : i + size] for i in range(0, len(batches), size)]
 
 
-def _fault(ran: BatchRun, row: int) -> dict[str, Any] | None:
-    """Where a row's numbers stopped being finite, None if they never did."""
+def find_fault(ran: BatchRun, row: int) -> dict[str, Any] | None:
+    """Where a row's numbers stopped being finite, as a record has it; None if they never did."""
     runs, finding, free = ran.runs, ran.findings[row], ran.free_findings[row]
     along_cached: list[tuple[str, Rollout | None]] = [
         ("cached", runs.cached),
@@ -222,7 +234,7 @@ def compare_row(arms: Arms, item: Item, row: int, ran: BatchRun, spec: RunSpec) 
     def taken(run: Rollout) -> list[int]:
         return np.asarray(run.tokens[row, prompt : prompt + int(run.lengths[row])]).tolist()
 
-    fault = _fault(ran, row)
+    fault = find_fault(ran, row)
     steps = int(runs.cached.lengths[row])
     brute_steps = 0 if runs.stepwise is None else int(min(runs.stepwise.lengths[row], runs.free.lengths[row]))
 
@@ -252,6 +264,7 @@ def compare_row(arms: Arms, item: Item, row: int, ran: BatchRun, spec: RunSpec) 
             arm: measure_distance(runs.truth.logits[row], run.logits[row], steps)
             for arm, run in (("cached", runs.cached), ("uncached", runs.forced))
         },
+        **({"truth_left_out": "memory"} if runs.left_out else {}),
     }
 
 

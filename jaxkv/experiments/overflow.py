@@ -9,56 +9,65 @@ from jaxkv.audit import part_of
 from jaxkv.config import Precision
 from jaxkv.decode import Arms
 from jaxkv.experiments.batches import Batch, Item, RunSpec
-from jaxkv.experiments.divergence import run_batch
+from jaxkv.experiments.divergence import find_fault, run_batch
 
 WIDENED = ("residual", "scores")  # parts that fp32 can hold while all products stay in 16 bits
 NEW_TOKENS = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Remedy:
-    """A policy that was tried on one problem and kept its numbers finite.
+class Search:
+    """What was tried on a problem.
 
     Attributes:
-      flags: what to add to the command, e.g. '--residual=fp32'.
-      problem: what it was tried on.
+      problem: on which.
+      tokens: most new tokens of each try.
+      broke: whether its numbers broke again without a change.
+      flags: what kept them finite, e.g. '--residual=fp32'; None if nothing did.
     """
 
-    flags: str
     problem: int
+    tokens: int
+    broke: bool
+    flags: str | None
 
 
 def find_remedy(
-    make: Callable[[Mapping[str, str]], tuple[Arms, nnx.State]], item: Item, spec: RunSpec
-) -> Remedy | None:
+    make: Callable[[Mapping[str, str]], tuple[Arms, nnx.State]], item: Item, spec: RunSpec, step: int | None = None
+) -> Search:
     """Widens the part in which a problem's numbers break, until they do not.
 
     Args:
       make: from overridden parts of the policy to arms and the weights as they take them.
       item: a problem whose run was invalid.
-      spec: of the run; a few new tokens are enough to be tried.
+      spec: of the run.
+      step: at which its numbers broke, None if it is not known; each try goes some steps beyond it.
 
     Returns:
-      The fewest parts found; None if what breaks is no part that fp32 can hold alone, and bf16 is left.
+      The search; its flags are the fewest parts found.
     """
-    short = dataclasses.replace(spec, new_tokens=min(spec.new_tokens, NEW_TOKENS), batch_size=1)
+    tokens = min(spec.new_tokens, NEW_TOKENS + (step or 0))
+    short = dataclasses.replace(spec, new_tokens=tokens, batch_size=1, truth_problems=0)
     parts: dict[str, str] = {}
     while True:
         arms, state = make(parts)
-        found = run_batch(arms, state, Batch((item,), controls=False, stepwise=False), short)
-        broken = next((f.invalid for f in (*found.findings, *found.free_findings) if f.invalid), None)
-        if broken is None:
+        ran = run_batch(arms, state, Batch((item,), controls=False, stepwise=False), short)
+        if (broken := find_fault(ran, 0)) is None:
             flags = " ".join(f"--{name}={dtype}" for name, dtype in parts.items())
-            return Remedy(flags, item.problem) if parts else None
+            return Search(item.problem, tokens, bool(parts), flags or None)
         part = part_of(broken["op"])
         if part not in WIDENED or part in parts:
-            return None
+            return Search(item.problem, tokens, True, None)
         parts[part] = "fp32"
 
 
-def describe_remedy(precision: Precision, remedy: Remedy | None) -> str:
+def describe_remedy(precision: Precision, found: Search) -> str:
     """What to do, for the message of an invalid run."""
-    if remedy is not None:
-        return f"{remedy.flags} keeps it finite (tried on problem {remedy.problem})"
-    other = "bf16" if precision.name.startswith("fp16") else "fp32"
-    return f"no part of the policy alone mends it; use --precision={other}"
+    tried = f"tried on problem {found.problem}, {found.tokens} tokens"
+    if found.flags is not None:
+        return f"{found.flags} keeps it finite ({tried})"
+    if not found.broke:
+        return f"its numbers did not break again ({tried})"
+    if not precision.name.startswith("fp16"):
+        return f"no part of the policy alone mends it ({tried}): the weights may be damaged"
+    return f"no part of the policy alone mends it ({tried}); use --precision=bf16"

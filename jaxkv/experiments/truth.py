@@ -6,7 +6,7 @@ otherwise. It is therefore on inside these functions alone, never across a `yiel
 
 import dataclasses
 import functools
-import os
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -99,15 +99,21 @@ def share_float64(config: ModelConfig) -> Float64Model:
 
 
 def has_room(state: nnx.State, config: ModelConfig, layout: Layout) -> bool:
-    """Whether float64 weights and logits fit beside what is there, with half as much again for the work itself."""
+    """Whether float64 weights, logits and four times a layer's scores fit beside what is there; False if unknown."""
     weights = sum(leaf.size for leaf in jax.tree.leaves(state))
     logits = layout.batch * layout.new_tokens * config.vocab_size
-    return 1.5 * 8 * (weights + logits) < _free_bytes()
+    scores = layout.batch * config.num_query_heads * layout.slots**2
+    return 8 * (1.2 * weights + logits + 4 * scores) < _free_bytes()
 
 
 def _free_bytes() -> int:
+    """Of JAX's default device; 0 where that cannot be found out."""
     device = jax.devices()[0]
     if device.platform == "cpu":
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        try:
+            told = pathlib.Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()
+        except (OSError, IndexError):
+            return 0
+        return int(told[0]) * 1024
     found = device.memory_stats() or {}
     return found.get("bytes_limit", 0) - found.get("bytes_in_use", 0)

@@ -117,6 +117,8 @@ class HFConfig(msgspec.Struct, kw_only=True, frozen=True):
         theta = params.rope_theta or getattr(self, key) or default
         rope_type = params.rope_type or params.type or "default"
         if rope_type == "default":
+            if (params.factor or 1.0) != 1.0:
+                raise refuse(name, f"{option}.factor", params.factor, "without a rope_type is not implemented")
             return theta, None
         if rope_type != "llama3" or layer_type == "sliding_attention":
             raise refuse(name, f"{option}.rope_type", rope_type)

@@ -12,7 +12,7 @@ _FILLER = (
     r"[\s*_`=:~≈$\"'“”({\[]*(?:(?:(?:the|final|answer|is|are|be|would|should|therefore|thus|so|just|only|exactly|about"
     r"|approximately|a|total|of|equals?|to)\b|[A-Za-z] ?=)[\s*_`=:~≈,\"'“”({\[]*){0,8}"
 )
-_MARKER = re.compile(rf"####{_FILLER}")
+_MARKER = re.compile(rf"####{_FILLER}", re.IGNORECASE)
 _CUT_BOX = re.compile(r"\\(?:boxed|fbox) *\{[^{}\n]*\Z")
 _BOXED = re.compile(r"\\(?:boxed|fbox) *\{")
 _STATED = re.compile(
@@ -38,6 +38,7 @@ _SEVERAL = re.compile(r" to |,|,? (?:dollars?|pounds?|hours?|minutes?|days?|week
 _UNFINISHED = re.compile(r"[ )]*=")
 _LIST = re.compile(r"[\s$]*(?:[,;&]|and\b|or\b|to\b)[\s$]*", re.IGNORECASE)
 _EQUATIONS = re.compile(r"(?:[,;&]|\band\b) *[A-Za-z]+ *=", re.IGNORECASE)
+_NO_NUMBER = re.compile(r"\\sqrt|\\pi\b|[0-9]!|√|π")
 _MOST = 64  # numbers and parentheses of one expression
 
 
@@ -119,7 +120,7 @@ class _Answer:
         place = bisect.bisect_left(self.numbers, at, key=lambda number: number.start)
         if place == len(self.numbers) or self.numbers[place].end > end:
             return None
-        if _EQUATIONS.search(self.text, self.numbers[place].end, end):
+        if _EQUATIONS.search(self.text, self.numbers[place].end, end) or _NO_NUMBER.search(self.text, at, end):
             return _Settled(at, None, end)
         return self._evaluate(self._skip_equations(place, end), at, end, _LIST)
 

@@ -51,7 +51,8 @@ _DIGITS = (
     r"|[0-9]+)(?:\.[0-9]+)?|(?<!\.)\.[0-9]+"
 )
 _NUMBER = re.compile(
-    rf"(?:(?P<outer>[-+])?{_CURRENCY} ?(?P<inner>[-+])?|(?P<bare>[-+])?(?<![0-9A-Z])(?<!\b[a-z])(?<![0-9]\.))"
+    rf"(?:(?P<outer>[-+])?{_CURRENCY} ?(?P<inner>[-+])?"
+    r"|(?P<bare>[-+])?(?<![0-9A-Z])(?<!\b[a-z])(?<![A-Za-z]\^)(?<![0-9]\.))"
     rf"(?P<digits>{_DIGITS})(?P<exponent>[eE][-+]?[0-9]{{1,2}}(?![0-9A-Za-z]))?"
 )
 _REFERENCE = re.compile(r"\b(?:step|equation|eq\.|footnote|figure)[ \-(#]{0,2}$", re.IGNORECASE)

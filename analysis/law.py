@@ -27,6 +27,7 @@ from jaxkv.schema_injection import CLEAN
 
 HERE = pathlib.Path(__file__).parent / "law"
 FEWEST = 16  # sequences; runs that time cut short count as far as they went
+LEAST = 1e-7  # flips per step; less is not drawn
 COLUMNS = ("margin", "shift", "margin_other", "unit", "flip")
 ABOUT = """# The law of flips
 
@@ -204,7 +205,6 @@ def draw(rows: Sequence[Row]) -> None:
     figure, axes = plt.subplots(figsize=(7, 5.2), dpi=110)
     kinds = {"cache": "s", "torch": "^", "jax": "o"}
     colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(r.condition.name.split()[0] for r in rows))}
-    floor = min(1 / r.steps for r in rows) / 2
     for row in rows:
         words = row.condition.name.split()
         kind = "cache" if len(words) > 4 else words[3]
@@ -215,9 +215,10 @@ def draw(rows: Sequence[Row]) -> None:
             axes.errorbar(
                 row.convolution, seen, [[seen - low], [high - seen]], linestyle="none", linewidth=0.7, **style
             )
-        elif row.convolution > floor / 30:
-            axes.plot(row.convolution, floor, markerfacecolor="none", linestyle="none", **style)
-    ends = np.array([floor / 2, max(r.convolution for r in rows) * 2])
+        elif row.convolution > LEAST:
+            bound = statistics.zero_upper_bound(row.steps)
+            axes.plot(row.convolution, bound, **(style | {"marker": 7}), markerfacecolor="none", linestyle="none")
+    ends = np.array([LEAST, max(r.convolution for r in rows) * 2])
     axes.plot(ends, ends, color="0.5", linewidth=0.8)
     axes.set(
         xscale="log", yscale="log", xlabel="flips per step, predicted (convolution)", ylabel="flips per step, seen"
@@ -226,7 +227,7 @@ def draw(rows: Sequence[Row]) -> None:
         axes.plot([], [], "o", color=colour, label=name)
     for kind, label in (("o", "JAX"), ("^", "PyTorch"), ("s", "quantized cache")):
         axes.plot([], [], kind, color="0.3", label=label)
-    axes.plot([], [], "o", color="0.3", markerfacecolor="none", label="none seen, at half a step's rate")
+    axes.plot([], [], marker=7, color="0.3", markerfacecolor="none", linestyle="none", label="none seen: upper bound")
     axes.legend(fontsize=7, frameon=False)
     figure.tight_layout()
     figure.savefig(HERE / "law.png", metadata={"Software": None})

@@ -118,7 +118,7 @@ def _read_generation(
 def _check_layers(tensors: Iterable[SourceTensor], config: ModelConfig, name: str) -> None:
     """Before a decoder of that many layers is made. Raises UserError if the weights have another number of them."""
     found = {parts[2] for t in tensors if (parts := t.name.split("."))[:2] == ["model", "layers"] and len(parts) > 2}
-    if len(found) != config.num_layers:
+    if found and len(found) != config.num_layers:  # without any, all that is missing is told later
         raise UserError(
             f"{name}: config.json says {config.num_layers} layers and the weights have {len(found)}; "
             "check that both belong together"

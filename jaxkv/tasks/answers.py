@@ -38,7 +38,9 @@ _SEVERAL = re.compile(r" to |,|,? (?:dollars?|pounds?|hours?|minutes?|days?|week
 _UNFINISHED = re.compile(r"[ )]*=")
 _LIST = re.compile(r"[\s$]*(?:[,;&]|and\b|or\b|to\b)[\s$]*", re.IGNORECASE)
 _EQUATIONS = re.compile(r"(?:[,;&]|\band\b) *[A-Za-z]+ *=", re.IGNORECASE)
-_NO_NUMBER = re.compile(r"\\sqrt|\\pi\b|[0-9]!|√|π")
+_NO_NUMBER = re.compile(
+    r"\\sqrt|\\pi\b|[0-9]!|√|π|\b[A-Za-z] *[-+*] *[0-9]|[0-9] *[-+*] *[A-Za-z]\b"  # roots, and sums with unknowns
+)
 _MOST = 64  # numbers and parentheses of one expression
 
 

@@ -226,5 +226,8 @@ def test_a_run_without_a_valid_problem_fails_and_says_why(tmp_path, monkeypatch,
         run_in_process(*command)
     assert "report: " in capsys.readouterr().out
     monkeypatch.setattr("jaxkv.experiments.divergence.run_divergence", lambda *_: iter(()))
+    with pytest.raises(UserError, match="problem 0 was asked in other tokens"):  # the samples above are made up
+        run_in_process(*command)
+    monkeypatch.setattr("jaxkv.study.hash_tokens", lambda ids: records[0]["prompt_sha256"])
     with pytest.raises(UserError, match="none of its 2 samples is valid"):
         run_in_process(*command)

@@ -26,7 +26,7 @@ DTYPES = ("fp16", "bf16", "fp32")
 
 
 PROMPT = tuple(np.random.default_rng(0).integers(12, 800, 23).tolist())
-SPEC = RunSpec(16, bucket=8, control_problems=0, stepwise_problems=0)
+SPEC = RunSpec(16, bucket=8, control_problems=0, stepwise_problems=0, truth_problems=1)
 
 
 @functools.cache

@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 from flax import nnx
+from scipy import stats
 
-from jaxkv.analysis.statistics import clopper_pearson, wilson
+from jaxkv.analysis.statistics import wilson
 from jaxkv.checkpoints.tokenizer import Tokenizer
 from jaxkv.config import ModelConfig, make_precision
 from jaxkv.decode import Arms, make_layout, make_rows
@@ -46,7 +47,7 @@ class Outcome:
             "problems": total,
             "accuracy": self.accuracy,
             "wilson_95": wilson(right, total),
-            "clopper_pearson_95": clopper_pearson(right, total),
+            "clopper_pearson_95": tuple(map(float, stats.binomtest(right, total).proportion_ci(0.95, method="exact"))),
             "scorer": SCORER,
             "unfinished": self.unfinished,
         }

@@ -40,10 +40,12 @@ def hash_tokens(ids: Sequence[int] | np.ndarray) -> str:
 
 
 def git_revision() -> str | None:
-    """Commit of the source tree this package runs from, with '-dirty' if tracked files differ.
+    """Commit of the source tree this package runs from, with '-dirty' if tracked files differ; None outside one.
 
-    Outside a repository it is what JAXKV_REVISION says (a copy sent to another machine may set it), else None.
+    JAXKV_REVISION goes before it: who sends a copy to another machine, with a git history of its own or none, sets it.
     """
+    if said := os.environ.get("JAXKV_REVISION"):
+        return said
     here = pathlib.Path(__file__)
 
     def git(*arguments: str) -> str:
@@ -54,7 +56,7 @@ def git_revision() -> str | None:
         git("ls-files", "--error-unmatch", here.name)  # An installed copy may lie inside somebody else's repository.
         return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):
-        return os.environ.get("JAXKV_REVISION")
+        return None
 
 
 def environment() -> dict[str, Any]:

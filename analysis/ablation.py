@@ -1,75 +1,53 @@
 """The page on what of KVarN does the harm, from records of perplexity through each cache.
 
-python analysis/ablation.py                       # analysis/ablation/README.md from what is kept beside it
-python analysis/ablation.py RUN...                # keeps the records of runs first, one file a model
-
-Runs are those of launch/ablation.sh: of one model they differ in their caches alone. Of each window the sums are kept
-that the page is made of.
+Its runs are those of launch/ablation.sh: of one model they differ in their caches alone.
 """
 
 import dataclasses
-import gzip
-import json
 import math
 import pathlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from experiments import join_origins
-from injection import write_table
-
 from jaxkv.analysis import perplexity, statistics
+from jaxkv.analysis.document import Code, Heading, Paragraph, Table, to_markdown
 from jaxkv.analysis.format import format_number, format_percent
-from jaxkv.analysis.gather import name_of, read_runs
+from jaxkv.analysis.gather import Run, describe_origin, name_of, read_runs
 from jaxkv.analysis.joining import join_runs
-from jaxkv.errors import UserError
 from jaxkv.interventions.quantizers import CacheQuant, parse_cache_quant
 from jaxkv.interventions.quantizers.kvarn import KVarN
 from jaxkv.schema_injection import CLEAN
 
-HERE = pathlib.Path(__file__).parent / "ablation"
 Kept = Mapping[str, Any]
-ABOUT = """# What of KVarN does the harm
-
-Perplexity of WikiText-2's test split through a quantized cache over that without one, in windows of {context} tokens
-given and {scored} scored, each fed one by one through the cache. Cells that are compared have the same first tokens in
-16 bits and, at one tile, the same tokens that wait for their tile. Normalisation left out keeps its scales, all 1: the
-bits do not change. Bits are counted: of an element of keys and of values, and of the whole cache at a window's length,
-first and waiting tokens at 16. Intervals are 95 %, over windows, each judged alone: {cells} caches of a model are
-looked at. KL(uncached || cached) is in nats a token.
-
-This page is `python analysis/ablation.py`, made from the files beside it.
-"""
-PARTS = """
-## {title}
-
-{text}
-
-{table}"""
+ABOUT = """Perplexity of WikiText-2's test split through a quantized cache over that without one, in windows of
+{context} tokens given and {scored} scored, each fed one by one through the cache. Cells that are compared
+have the same first tokens in 16 bits and, at one tile, the same tokens that wait for their tile.
+Normalisation left out keeps its scales, all 1: the bits do not change. Bits are counted: of an element of
+keys and of values, and of the whole cache at a window's length, first and waiting tokens at 16. Intervals
+are 95 %, over windows, each judged alone: {cells} caches of a model are looked at. KL(uncached || cached)
+is in nats a token."""
+EFFECTS = """Perplexity with the factor over that without it, paired by window; the geometric mean over all pairs of
+cells that differ in it alone. Above 1 it harms. A tile of 128 leaves more tokens waiting in 16 bits."""
 
 
-def keep(sources: Sequence[pathlib.Path], directory: pathlib.Path = HERE) -> list[pathlib.Path]:
-    """Writes PLATFORM_MODEL.json.gz for the runs of each model: the sums of each window under each cache.
+def load(runs: Sequence[pathlib.Path]) -> dict[str, Kept]:
+    """Of each model, the sums of each window under each cache, and where they came from.
 
     Raises:
-      UserError: runs of a model that differ in more than their caches, or one without a record.
+      UserError: runs of a model that differ in more than their caches.
     """
-    by_model: dict[str, list[Any]] = {}
-    for source, run in zip(sources, read_runs(sources), strict=True):
-        by_model.setdefault(name_of(run.run["config"]["model"]), []).append((source, run))
-    written = []
-    for model, members in by_model.items():
-        run = join_runs(model, [run for _, run in members])
-        summary = perplexity.summarize_perplexity(run.records, run.run)
-        if not summary["changes"]:
-            raise UserError(f"the runs of {model} hold no records of perplexity; run launch/ablation.sh")
+    by_model: dict[str, list[Run]] = {}
+    for run in read_runs(runs):
+        by_model.setdefault(str(name_of(run.run["config"]["model"])), []).append(run)
+    kept = {}
+    for model, members in sorted(by_model.items()):
+        joined = join_runs(model, members)
         windows: dict[str, dict[int, Mapping[str, Any]]] = {}
-        for record in run.records:
+        for record in joined.records:
             if record["status"] == "ok":
                 windows.setdefault(record["change"], {})[record["problem"]] = record
         cells = {}
-        for entry in summary["changes"]:
+        for entry in perplexity.summarize_perplexity(joined.records, joined.run)["changes"]:
             rows = windows.get(entry["change"], {})
             cells[entry["change"]] = {
                 "spec": entry.get("spec"),
@@ -83,21 +61,7 @@ def keep(sources: Sequence[pathlib.Path], directory: pathlib.Path = HERE) -> lis
                     for index, row in sorted(rows.items())
                 },
             }
-        provenance = join_origins([source for source, _ in members])
-        path = directory / f"{provenance['device']['platform']}_{model}.json.gz"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"provenance": provenance, "invalid": summary["invalid"], "cells": cells})
-        path.write_bytes(gzip.compress(text.encode(), mtime=0))
-        written.append(path)
-    return written
-
-
-def load(directory: pathlib.Path = HERE) -> dict[str, Kept]:
-    """The kept records by model."""
-    kept = {}
-    for path in sorted(directory.glob("*.json.gz")):
-        model = path.name.split("_", 1)[1].removesuffix(".json.gz")
-        kept[model] = json.loads(gzip.decompress(path.read_bytes()))
+        kept[model] = {"origin": describe_origin(joined), "cells": cells}
     return kept
 
 
@@ -137,7 +101,7 @@ def _bits(cell: Kept) -> str:
     return f"{' / '.join(sides)}; {format_number(cell['cache']['bits'], 3)}"
 
 
-def write_cells(kept: Mapping[str, Kept], wanted: Callable[[str], bool]) -> str:
+def write_cells(kept: Mapping[str, Kept], wanted: Callable[[str], bool]) -> Table:
     """Each cell: bits, ratio, KL and share of flips by model."""
     names = dict.fromkeys(name for run in kept.values() for name in run["cells"] if name != CLEAN and wanted(name))
     head = ["cache"]
@@ -155,7 +119,7 @@ def write_cells(kept: Mapping[str, Kept], wanted: Callable[[str], bool]) -> str:
             tokens, kl, flips = (math.fsum(row[part] for row in cell["windows"].values()) for part in (0, 4, 5))
             cells += [_bits(cell), show_ratio(cell), format_number(kl / tokens), format_percent(flips / tokens)]
         rows.append(cells)
-    return write_table(head, rows)
+    return Table(head, rows)
 
 
 def _change(quant: CacheQuant, sides: str, **fields: Any) -> str:
@@ -210,7 +174,7 @@ def _tile(name: str) -> int:
     return method.granularity if method else 0
 
 
-def write_effects(kept: Mapping[str, Kept]) -> str:
+def write_effects(kept: Mapping[str, Kept]) -> Table:
     """The factors' main effects: one at a time, over all pairs of cells of a tile that differ in it alone."""
     rows = []
     for index, (label, *_) in enumerate(FACTORS):
@@ -227,7 +191,7 @@ def write_effects(kept: Mapping[str, Kept]) -> str:
                     cells.append(show_effect(pairs) if pairs else "-")
                 if count:
                     rows.append([label, sides, "128 / 32" if "tile" in label else str(tile), str(count), *cells])
-    return write_table(["factor", "quantized", "tile", "pairs", *kept], rows)
+    return Table(["factor", "quantized", "tile", "pairs", *kept], rows)
 
 
 def _sides(name: str) -> tuple[bool, bool]:
@@ -235,22 +199,36 @@ def _sides(name: str) -> tuple[bool, bool]:
     return quant.k.quantizer is not None, quant.v.quantizer is not None
 
 
-def write_runs(kept: Mapping[str, Kept]) -> str:
+def write_runs(kept: Mapping[str, Kept]) -> Table:
     """What was run: windows, device, versions, weights, date."""
     rows = []
     for model, run in kept.items():
-        origin = run["provenance"]
+        origin = run["origin"]
         cells = {name: cell for name, cell in run["cells"].items() if name != CLEAN}
         valid = sorted({len(cell["windows"]) for cell in cells.values()})
-        packages, device = origin["packages"], origin["device"]
-        row = [model, f"{len(cells)}", " to ".join(map(str, valid[:: max(1, len(valid) - 1)])), device["kind"]]
-        row += [f"jax {packages['jax']}", ", ".join(dict.fromkeys(origin["date"]))]
+        row = [
+            model,
+            f"{len(cells)}",
+            " to ".join(map(str, valid[:: max(1, len(valid) - 1)])),
+            origin["device"]["kind"],
+        ]
+        row += [f"jax {origin['versions']['jax']}", ", ".join(origin["dates"])]
+        row.append(", ".join(revision[:12] for revision in origin["revisions"]))
         files = origin["checkpoint"]["files"].items()
         weights = [digest for name, digest in files if name.endswith((".gguf", ".safetensors"))]
         rows.append([*row, *(f"`{digest[:12]}`" for digest in (*weights[:1], origin["data"]["problems"]["sha256"]))])
-    return write_table(
-        ["model", "caches", "valid windows", "device", "versions", "date", "weights, SHA-256", "text, SHA-256"], rows
-    )
+    head = [
+        "model",
+        "caches",
+        "valid windows",
+        "device",
+        "versions",
+        "date",
+        "revisions",
+        "weights, SHA-256",
+        "text, SHA-256",
+    ]
+    return Table(head, rows)
 
 
 def render(kept: Mapping[str, Kept]) -> str:
@@ -258,45 +236,28 @@ def render(kept: Mapping[str, Kept]) -> str:
     rows = [row for run in kept.values() for cell in run["cells"].values() for row in cell["windows"].values()]
     scored, given = (", ".join(str(count) for count in sorted({row[part] for row in rows})) for part in (0, 1))
     most = max(sum(name != CLEAN for name in run["cells"]) for run in kept.values())
-    first = [run["provenance"]["command"] for run in kept.values()]
-    commands = [command if isinstance(command, str) else command[0] for command in first]
-    parts = (
-        (
-            "Main effects",
-            "Perplexity with the factor over that without it, paired by window; the geometric mean over all pairs of\n"
-            "cells that differ in it alone. Above 1 it harms. A tile of 128 leaves more tokens waiting in 16 bits.",
+    others = "Other windows, layers, widths and methods."
+    return to_markdown(
+        "What of KVarN does the harm",
+        [
+            Paragraph(ABOUT.format(context=given, scored=scored, cells=most)),
+            Heading("Main effects"),
+            Paragraph(EFFECTS),
             write_effects(kept),
-        ),
-        ("The factorial", "KVarN at 2 bits, `passes=0` being without normalisation.", write_cells(kept, in_factorial)),
-        (
-            "Beside other methods",
-            "Other windows, layers, widths and methods.",
+            Heading("The factorial"),
+            Paragraph("KVarN at 2 bits, `passes=0` being without normalisation."),
+            write_cells(kept, in_factorial),
+            Heading("Beside other methods"),
+            Paragraph(others),
             write_cells(kept, lambda name: not in_factorial(name)),
-        ),
-        (
-            "What was run",
-            "`launch/ablation.sh`; the first of each model's commands, whose others are of other caches:\n\n"
-            + "\n".join(f"    {command}" for command in commands),
+            Heading("What was run"),
+            Paragraph("`launch/ablation.sh`; the first of each model's commands, whose others are of other caches:"),
+            Code("\n".join(run["origin"]["commands"][0] for run in kept.values())),
             write_runs(kept),
-        ),
+        ],
     )
-    page = ABOUT.format(context=given, scored=scored, cells=most)
-    return page + "".join(PARTS.format(title=title, text=text, table=table) for title, text, table in parts)
 
 
-def main(arguments: list[str]) -> int:
-    """Entry point; returns the exit code."""
-    if arguments:
-        print(*keep(list(map(pathlib.Path, arguments))), sep="\n")
-    kept = load()
-    if not kept:
-        raise UserError(f"{HERE.name}/ holds no kept records; name the runs of launch/ablation.sh")
-    (HERE / "README.md").write_text(render(kept))
-    return 0
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except UserError as error:
-        sys.exit(f"error: {error}")
+def write_page(runs: Sequence[pathlib.Path], out: pathlib.Path) -> None:
+    """Writes README.md from the runs of launch/ablation.sh."""
+    (out / "README.md").write_text(render(load(runs)))

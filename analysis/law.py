@@ -1,55 +1,36 @@
-"""The law of flips against counts: predicted from margins and a noise scale, and seen, condition by condition.
-
-python analysis/law.py               # analysis/law/README.md and its figure from what is kept beside it
-python analysis/law.py RUN...        # keeps the steps of runs first: those of 'divergence' and 'injection'
-
-Of each teacher-forced step the columns that the law is made of are kept, in one Parquet file.
-"""
+"""The law of flips against counts: predicted from margins and a noise scale, and seen, condition by condition."""
 
 import dataclasses
-import json
 import pathlib
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from xml.etree import ElementTree as ET
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
-from injection import write_table
 from scipy import optimize, stats
 
 from jaxkv.analysis import statistics
+from jaxkv.analysis.document import Heading, Paragraph, Table, to_markdown
 from jaxkv.analysis.format import format_number
-from jaxkv.analysis.gather import name_of, read_runs
+from jaxkv.analysis.gather import Run, drop_copies, name_of, read_runs
 from jaxkv.analysis.law import NEAR, check_law, predict
+from jaxkv.analysis.svg import Chart, limits
 from jaxkv.schema_injection import CLEAN
 
-HERE = pathlib.Path(__file__).parent / "law"
-FEWEST = 16  # sequences; runs that time cut short count as far as they went
+FEWEST = 16  # sequences
 LEAST = 1e-7  # flips per step; less is not drawn
 COLUMNS = ("margin", "shift", "margin_other", "unit", "flip")
-ABOUT = """# The law of flips
-
-How often the two best tokens swap between the arms, predicted from the margins between them and from the shift of that
-gap (`jaxkv/analysis/law.py` derives both forms; flips are teacher-forced argmax flips): `linear` is the density of
-margins at 0 times the mean absolute shift over two, `convolution` takes the two distributions whole. `from fp32` uses
-the margins of the fp32 run of the same model, framework and sampler, and of the condition its mean shift alone.
-Intervals are 95 %, of counts over sequences. A count of 0 has its upper bound. The law is one of small shifts:
-where the mean shift passes half a logit the density of margins is no longer flat on its scale, a third token
-overtakes both, and more tokens flip than predicted; such conditions are told apart below.
-
-This page is `python analysis/law.py`, made from the files beside it. Runs on the H200 are of the tree of
-734c53c, which the machine knew by an older commit alone.
-
-![Flips predicted and seen, of each condition](law.png)
-
-{fits}
-{table}
-## What was run
-
-{runs}
-"""
+ABOUT = """How often the two best tokens swap between the arms, predicted from the margins between them and from the
+shift of that gap (`jaxkv/analysis/law.py` derives both forms; flips are teacher-forced argmax flips):
+`linear` is the density of margins at 0 times the mean absolute shift over two, `convolution` takes the
+two distributions whole. `from fp32` uses the margins of the fp32 run of the same model, framework and
+sampler, and of the condition its mean shift alone. Intervals are 95 %, of counts over sequences. A count
+of 0 has its upper bound. The law is one of small shifts: where the mean shift passes half a logit the
+density of margins is no longer flat on its scale, a third token overtakes both, and more tokens flip than
+predicted; such conditions are told apart below."""
+COLOURS = ("#2457a6", "#c4581b", "#2e8b57", "#8a4fa8", "#8a7400", "#a33a5c", "#2a8a9e")
+STYLE = """text{font:10px sans-serif;fill:#444} .title{font-weight:600} .grid{stroke:#ddd} .axis,.rule{stroke:#888}
+.dot{fill:none;stroke-width:5;stroke-linecap:round} .interval{opacity:.6}"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,67 +52,35 @@ class Condition:
     samples: Sequence[Mapping[str, Any]]
 
 
-def _split(records: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
+def _split(run: Run) -> Iterator[tuple[str, list[Any]]]:
     """Comparisons of a run by the change of its cache; of 'divergence' there is one, without a change."""
-    plain = [r["teacher_forced"] for r in records if r["experiment"] == "divergence" and r["teacher_forced"]]
-    if len(plain) >= FEWEST:
+    plain = [record["teacher_forced"] for record in run.of("divergence") if record["teacher_forced"]]
+    if run.run["config"]["decoding"].get("regime", "plain") == "plain":
         yield "", plain
     changed: dict[str, list[Any]] = {}
-    for record in records:
-        if record["experiment"] == "injection" and record["change"] != CLEAN and record["teacher_forced"]:
+    for record in run.of("injection"):
+        if record["change"] != CLEAN and record["seed"] == 0 and record["teacher_forced"]:
             changed.setdefault(record["change"], []).append(record["teacher_forced"])
-    yield from ((change, found) for change, found in changed.items() if len(found) >= FEWEST)
+    yield from changed.items()
 
 
-def keep(sources: Sequence[pathlib.Path]) -> None:
-    """Writes steps.parquet, and runs.json with what the steps came from."""
-    columns: dict[str, list[Any]] = {name: [] for name in ("condition", "sequence", *COLUMNS)}
-    conditions: list[dict[str, str]] = []
-    for run in read_runs(sources):
+def load(runs: Sequence[pathlib.Path]) -> list[Condition]:
+    """The conditions of runs that have steps enough; of those made twice the one with more sequences."""
+    found: dict[str, Condition] = {}
+    for run in drop_copies(read_runs(runs))[0]:
         config = run.run["config"]
+        if not (run.of("divergence") or run.of("injection")):
+            continue
         model, sampler, framework = name_of(config["model"]), config["sampling"]["sampler"], config["framework"]
         precision = config["precision"]["name"]
-        for change, found in _split(run.records):
-            if "shift" not in found[0]:
+        for change, records in _split(run):
+            name = " ".join(filter(None, (model, precision, sampler, framework, change)))
+            if len(records) < FEWEST or (name in found and len(found[name].samples) >= len(records)):
                 continue
-            session = run.run["sessions"][-1]
-            conditions.append(
-                {
-                    "name": " ".join(filter(None, (model, precision, sampler, framework, change))),
-                    "group": f"{model} {framework} {sampler}",
-                    "precision": precision,
-                    "device": config["device"]["kind"],
-                    "versions": f"jax {config['versions']['jax']}",
-                    "date": session["started"][:10],
-                    "revision": str(session.get("git"))[:12],
-                }
-            )
-            for number, sample in enumerate(found):
-                steps = len(sample["flip"])
-                columns["condition"] += [len(conditions) - 1] * steps
-                columns["sequence"] += [number] * steps
-                for name in COLUMNS:
-                    columns[name] += sample[name]
-    HERE.mkdir(exist_ok=True)
-    kinds = {"condition": pa.int16(), "sequence": pa.int16(), "flip": pa.bool_()}
-    table = pa.table({name: pa.array(values, kinds.get(name, pa.float32())) for name, values in columns.items()})
-    pq.write_table(table, HERE / "steps.parquet", compression="zstd", compression_level=19)
-    (HERE / "runs.json").write_text(json.dumps(conditions, indent=1) + "\n")
-
-
-def load() -> list[Condition]:
-    """The kept conditions."""
-    table = pq.read_table(HERE / "steps.parquet")
-    arrays = {name: table[name].to_numpy() for name in table.column_names}
-    found = []
-    for index, about in enumerate(json.loads((HERE / "runs.json").read_text())):
-        mine = arrays["condition"] == index
-        samples = [
-            {name: arrays[name][mine & (arrays["sequence"] == number)] for name in COLUMNS}
-            for number in np.unique(arrays["sequence"][mine])
-        ]
-        found.append(Condition(about["name"], about["group"], about["precision"], about["device"], samples))
-    return found
+            samples = [{column: np.asarray(record[column]) for column in COLUMNS} for record in records]
+            group = f"{model} {framework} {sampler}"
+            found[name] = Condition(name, group, precision, config["device"]["kind"], samples)
+    return list(found.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,88 +144,100 @@ def fit(predicted: np.ndarray, seen: np.ndarray) -> tuple[str, str]:
     )
 
 
-def draw(rows: Sequence[Row]) -> None:
-    """law.png: seen against predicted flips per step, both axes in log."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 5.2), dpi=110)
-    kinds = {"cache": "s", "torch": "^", "jax": "o"}
-    colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(r.condition.name.split()[0] for r in rows))}
-    for row in rows:
-        words = row.condition.name.split()
-        kind = "cache" if len(words) > 4 else words[3]
-        seen = row.seen / row.steps
-        style = {"color": colours[words[0]], "marker": kinds[kind], "markersize": 5, "alpha": 0.8}
-        if row.seen:
-            low, high = row.interval
-            axes.errorbar(
-                row.convolution, seen, [[seen - low], [high - seen]], linestyle="none", linewidth=0.7, **style
-            )
-        elif row.convolution > LEAST:
-            bound = statistics.zero_upper_bound(row.steps)
-            axes.plot(row.convolution, bound, **(style | {"marker": 7}), markerfacecolor="none", linestyle="none")
-    ends = np.array([LEAST, max(r.convolution for r in rows) * 2])
-    axes.plot(ends, ends, color="0.5", linewidth=0.8)
-    axes.set(
-        xscale="log", yscale="log", xlabel="flips per step, predicted (convolution)", ylabel="flips per step, seen"
+def draw(rows: Sequence[Row]) -> str:
+    """Seen against predicted flips per step, both axes in log, as SVG."""
+    told = [(row, row.seen / row.steps) for row in rows if row.convolution > LEAST]
+    bound = [statistics.zero_upper_bound(row.steps) for row, seen in told if not seen]
+    low, high = limits(
+        [*(row.convolution for row, _ in told), *filter(None, (seen for _, seen in told)), *bound], log=True
     )
-    for name, colour in colours.items():
-        axes.plot([], [], "o", color=colour, label=name)
-    for kind, label in (("o", "JAX"), ("^", "PyTorch"), ("s", "quantized cache")):
-        axes.plot([], [], kind, color="0.3", label=label)
-    axes.plot([], [], marker=7, color="0.3", markerfacecolor="none", linestyle="none", label="none seen: upper bound")
-    axes.legend(fontsize=7, frameon=False)
-    figure.tight_layout()
-    figure.savefig(HERE / "law.png", metadata={"Software": None})
-    plt.close(figure)
+    models = list(dict.fromkeys(row.condition.name.split()[0] for row, _ in told))
+    chart = Chart(
+        "Flips per step",
+        (low, high, "predicted (convolution)", True),
+        (low, high, "seen", True),
+        notes=models,
+        keys=True,
+    )
+    chart.rule([(low, low), (high, high)])
+    for row, seen in told:
+        series = models.index(row.condition.name.split()[0])
+        if seen:
+            chart.interval(row.convolution, max(low, row.interval[0]), row.interval[1], series)
+            chart.dots(series, [(row.convolution, seen)])
+        else:
+            chart.interval(row.convolution, low, statistics.zero_upper_bound(row.steps), series)
+    chart.svg.set("xmlns", "http://www.w3.org/2000/svg")
+    ET.SubElement(chart.svg, "style").text = STYLE + "".join(
+        f" .s{i}{{stroke:{colour}}} .fill.s{i}{{fill:{colour};stroke:none}}" for i, colour in enumerate(COLOURS)
+    )
+    return ET.tostring(chart.svg, encoding="unicode") + "\n"
 
 
-def render(rows: Sequence[Row]) -> str:
-    """The page."""
+FORMS = {
+    "linear": lambda row: row.linear,
+    "convolution": lambda row: row.convolution,
+    "from fp32": lambda row: row.from_wide,
+}
+
+
+def write_fits(rows: Sequence[Row]) -> Table:
+    """How the counts go with what is predicted, below and above the shift up to which the law holds."""
+    fits = []
+    for small in (True, False):
+        told = [row for row in rows if row.convolution > 0 and (row.shift < NEAR) == small]
+        for label, pick in FORMS.items():
+            kept = [(pick(row) * row.steps, row.seen) for row in told if pick(row)]
+            if len(kept) < 3:
+                continue
+            predicted, seen = (np.array(column, float) for column in zip(*kept, strict=True))
+            fits.append(
+                [f"{'below' if small else 'above'} {NEAR:g} logits", label, str(len(kept)), *fit(predicted, seen)]
+            )
+    return Table(
+        ["mean absolute shift", "form", "conditions", "flips seen over predicted", "exponent of predicted"], fits
+    )
+
+
+def write_rows(rows: Sequence[Row]) -> Table:
+    """Each condition."""
     cells = []
     for row in rows:
         low, high = row.interval
         seen = f"{row.seen} ({format_number(low * row.steps, 2)} to {format_number(high * row.steps, 2)})"
         if not row.seen:
             seen = f"0 (below {format_number(statistics.zero_upper_bound(row.steps) * row.steps, 2)})"
-        said = [
-            "-" if rate is None else format_number(rate * row.steps, 3)
-            for rate in (row.linear, row.convolution, row.from_wide)
-        ]
+        rates = (pick(row) for pick in FORMS.values())
+        said = ["-" if rate is None else format_number(rate * row.steps, 3) for rate in rates]
         cells.append([row.condition.name, str(row.steps), format_number(row.shift, 2), seen, *said])
-    head = ["condition", "steps", "mean absolute shift, logits", "flips seen", "linear", "convolution", "from fp32"]
+    return Table(["condition", "steps", "mean absolute shift, logits", "flips seen", *FORMS], cells)
+
+
+def render(rows: Sequence[Row]) -> str:
+    """The page."""
+    devices = ", ".join(sorted({row.condition.device for row in rows}))
     total, steps = sum(row.seen for row in rows), sum(row.steps for row in rows)
-    lines = [f"{len(rows)} conditions, {total} flips in {steps} steps.", ""]
-    fits = []
-    for small in (True, False):
-        told = [row for row in rows if row.convolution > 0 and (row.shift < NEAR) == small]
-        for label, pick in (
-            ("linear", lambda r: r.linear),
-            ("convolution", lambda r: r.convolution),
-            ("from fp32", lambda r: r.from_wide),
-        ):
-            kept = [(pick(row) * row.steps, row.seen) for row in told if pick(row)]
-            predicted, seen = (np.array(column, float) for column in zip(*kept, strict=True))
-            size = f"{'below' if small else 'above'} {NEAR:g} logits"
-            fits.append([size, label, str(len(kept)), *fit(predicted, seen)])
-    head_of_fits = ["mean absolute shift", "form", "conditions", "flips seen over predicted", "exponent of predicted"]
-    lines.append(write_table(head_of_fits, fits))
-    about = json.loads((HERE / "runs.json").read_text())
-    kinds = sorted({(a["device"], a["versions"], a["date"], a["revision"]) for a in about})
-    runs = write_table(["device", "versions", "date", "revision"], [list(kind) for kind in kinds])
-    return ABOUT.format(fits="\n".join(lines), table=write_table(head, cells), runs=runs)
+    return to_markdown(
+        "The law of flips",
+        [
+            Paragraph(ABOUT),
+            Paragraph("![Flips predicted and seen, of each condition](law.svg)"),
+            Paragraph(
+                "A line is the interval of a count; without a dot no flip was seen, and the line ends at the bound."
+            ),
+            Paragraph(f"{len(rows)} conditions on {devices}, {total} flips in {steps} steps."),
+            write_fits(rows),
+            Heading("The conditions"),
+            write_rows(rows),
+            Paragraph(
+                "Commands, dates, versions and revisions are on the pages of `study`, `qwen`, `caches` and `shipped`."
+            ),
+        ],
+    )
 
 
-def main(arguments: Sequence[str]) -> None:
-    if arguments:
-        keep([pathlib.Path(argument) for argument in arguments])
-    rows = make_rows(load())
-    draw(rows)
-    (HERE / "README.md").write_text(render(rows))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def write_page(runs: Sequence[pathlib.Path], out: pathlib.Path) -> None:
+    """Writes README.md and law.svg from runs of 'divergence' and 'injection'."""
+    rows = make_rows(load(runs))
+    (out / "law.svg").write_text(draw(rows))
+    (out / "README.md").write_text(render(rows))

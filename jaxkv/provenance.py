@@ -71,5 +71,5 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": packages,
-        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+        "variables": {name: " ".join(os.environ[name].split()) for name in VARIABLES if name in os.environ},
     }

@@ -1,0 +1,66 @@
+"""Every page under analysis/ is what the records kept beside it give, byte for byte."""
+
+import importlib
+import json
+import pathlib
+import sys
+
+import pytest
+from sealing import reseal
+
+from jaxkv.errors import UserError
+
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "analysis"))
+rebuild = importlib.import_module("rebuild")
+sys.path.pop(0)
+
+
+@pytest.mark.parametrize("page", rebuild.PAGES)
+def test_a_page_is_what_its_records_give(page):
+    assert rebuild.check(page) == []
+
+
+def test_every_file_is_a_page_or_a_measurement():
+    folders = {place.name for place in rebuild.HERE.iterdir() if place.is_dir() and place.name != "__pycache__"}
+    assert folders == set(rebuild.PAGES)
+    assert sum(file.stat().st_size for file in rebuild.HERE.rglob("*.*")) < 20e6
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """The kept runs of the ablation, unpacked."""
+    return rebuild.unpack("ablation", tmp_path)
+
+
+def test_a_record_changed_by_hand_changes_the_page(runs, tmp_path):
+    samples = next(run / "samples.jsonl" for run in runs if run.name == "gemma3-270m-kvarn-32")
+    lines = samples.read_text().splitlines()
+    at = next(i for i, line in enumerate(lines) if '"change":"kvarn:k2v2,tile=32,first=16"' in line)
+    record = json.loads(lines[at])
+    record["nats"]["cached"] += 10
+    lines[at] = json.dumps(record, separators=(",", ":"))
+    samples.write_text("\n".join(lines) + "\n")
+    with pytest.raises(UserError, match="changed"):
+        rebuild.PAGES["ablation"][1](runs, tmp_path)
+    reseal(samples.parent)
+    rebuild.PAGES["ablation"][1](runs, tmp_path)
+    assert (tmp_path / "README.md").read_bytes() != (rebuild.HERE / "ablation" / "README.md").read_bytes()
+
+
+def test_kept_runs_name_no_place_of_the_machine_they_were_made_on():
+    for page in rebuild.PAGES:
+        if not (rebuild.HERE / page / "runs.tar.xz").exists():
+            continue
+        for name, text in rebuild.read_texts(page):
+            for line in text.splitlines():
+                value = line.partition("=" if name.endswith("flags") else ": ")[2].strip(' ",')
+                assert not value.startswith(("/", "./")), (page, name, line)
+                assert not line.startswith(("--out=", "--compilation_cache=")), (page, name, line)
+
+
+def test_what_is_kept_is_the_same_however_often(runs, monkeypatch, tmp_path):
+    monkeypatch.setattr(rebuild, "HERE", tmp_path)
+    (first, again) = (rebuild.keep(name, runs).read_bytes() for name in ("one", "two"))
+    assert first == again
+    assert [run.name for run in rebuild.unpack("one", tmp_path / "out")] == [run.name for run in runs]

@@ -210,7 +210,7 @@ def _describe_fp32(study: Study) -> tuple[list[str], list[str]]:
     if not found:
         return [], control
     lines = [f"{_say_flips(found)}; {say_count(found['conditions'], 'condition')}"]
-    if parted := _count_parted(study):
+    if (parted := _count_parted(study)) and parted[0]:
         lines.append(f"running free, {parted[0]} of {parted[1]} sequences of all FP32 runs part")
     if found["flips"]["count"]:
         lines += [said] if (said := _sort_flips(study)) else []
@@ -315,7 +315,8 @@ def _judge_replicates(study: Study, name: str, kind: str, noun: str, plural: str
         said = f"no configuration was run again in another {noun}, so that no direction was seen to return"
         return make_claim(name, None, [said], control)
     others = len({pair["another"] for pair in pairs})
-    lines.insert(0, f"{say_count(len(pairs), 'pair')} of runs of one configuration, in {others} other {plural}")
+    said = f"{others} other {noun if others == 1 else plural}"
+    lines.insert(0, f"{say_count(len(pairs), 'pair')} of runs of one configuration, in {said}")
     if any(pair["signs"][0] * pair["signs"][1] < 0 for pair in pairs):
         evidence = Evidence(refutes=0.0)
     elif equal and not any(p["other_tokens"]["count"] or p["signs"][0] != p["signs"][1] for p in pairs):

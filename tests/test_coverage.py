@@ -168,22 +168,20 @@ def of_control(generator, problems):
 
 
 def no_flip(by_sequence):
-    """The worst share of sequences with a flip: just above the bound that is told of none, as is seen one time in 20.
+    """The worst rate: just above the bound that is told where none is seen, which it should be one time in 20.
 
-    A sequence that has one flips at 3 of 10 tokens in a row on the mean, by a length that is geometric.
+    A sequence of 100 tokens that flips at all does so 29 times on the mean, as the next tokens follow the first.
     """
+    burst = 30 * (1 - (29 / 30) ** 100)  # mean of a geometric law of mean 30, cut at 100
 
     def trial(generator, sequences):
-        truth = 1.0001 * statistics.zero_upper_bound(sequences)
-        tokens = np.full(sequences, 100)
-        flips = np.where(
-            generator.random(sequences) < truth, np.minimum(generator.geometric(1 / 30, sequences), 100), 0
-        )
-        found = clustered_share(flips.tolist(), tokens.tolist())
-        told = found.get("upper_bound", 1.0)
-        if not by_sequence and not flips.any():
-            told = statistics.zero_upper_bound(float(tokens.sum()))
-        return truth if by_sequence else truth * 0.3, (0.0, told)
+        bound = statistics.zero_upper_bound(sequences if by_sequence else 100 * sequences)
+        share_that_flips = 1.0001 * bound if by_sequence else min(1.0, 1.0001 * bound * 100 / burst)
+        flips = np.minimum(generator.geometric(1 / 30, sequences), 100)
+        flips *= generator.random(sequences) < share_that_flips
+        found = clustered_share(flips.tolist(), [100] * sequences)
+        assert not by_sequence or found.get("upper_bound", bound) == bound
+        return 1.0001 * bound, (0.0, 1.0 if flips.any() else bound)
 
     return trial
 
@@ -234,15 +232,16 @@ ROWS = (
     Row("the same", CLUSTERED, "1.5 % of tokens, correlation within a sequence 0.01", flips(0.015)),
     Row("bit-equal steps, agreement", CLUSTERED, "half of the steps, correlation within a sequence 0.1",
         flips(0.5, 0.1)),
-    Row("the same", CLUSTERED, "0.1 % of tokens, in rows of 8: what follows a first flip", bursts(0.001, 8)),
+    Row("flips per token, rare", CLUSTERED, "0.1 % of tokens, in rows of 8: what follows a first flip",
+        bursts(0.001, 8)),
     Row("the same", CLUSTERED, "0.1 % of tokens, in rows of 48", bursts(0.001, 48)),
     Row("sequences that part, accuracy", EXACT, "12 % of sequences, independent", parted(0.12)),
     Row("the same", EXACT, "1 % of sequences, independent", parted(0.01)),
     Row("the same", EXACT, "half of the sequences, independent", parted(0.5)),
     Row("bound of a zero of tokens: share of sequences with one (one-sided)", "exact, sequences being the trials",
-        "a sequence that flips does so 30 times on the mean; the worst share of such", no_flip(True)),
+        "a sequence of 100 tokens that flips does so 29 times on the mean; the worst share of such", no_flip(True)),
     Row("the same as a rate per token", "exact, tokens being the trials, for comparison: no report prints it",
-        "the same", no_flip(False), None),
+        "the same, at the worst rate per token", no_flip(False), None),
     Row("score over seeds", CLUSTERED, "3 seeds, each problem with a probability of its own", score_over_seeds),
     Row("difference of accuracy, paired", BONETT, "1 % right in the first arm alone, 1 % in the second",
         paired_right(0.01, 0.01)),
@@ -279,14 +278,14 @@ def render(found):
     lines = [
         "# Coverage of the intervals",
         "",
-        f"How often an interval of 95 % holds the truth, in percent, over {DRAWS} simulated studies of 1 to 100 clusters",
-        "(sequences, problems or windows); in brackets, how often it lies wholly below and wholly above it. Where so few",
-        f"clusters do not tell how they differ, reports print none ({NONE}).",
+        f"How often an interval of 95 % holds the truth, in percent, over {DRAWS} simulated studies of 1 to 100",
+        "clusters (sequences, problems or windows); in brackets, how often it lies wholly below and wholly above it.",
+        f"Where so few clusters do not tell how they differ, reports print none ({NONE}).",
         f"The error of a figure is about {100 * (0.95 * 0.05 / DRAWS) ** 0.5:.1f} points. The functions are those of",
         "`jaxkv/analysis/statistics.py`; `python tests/test_coverage.py` writes this page, and the test compares",
-        f"the two and fails where an interval covers less than {100 * LEAST:.0f} %. One need not: that of a difference of",
-        "two KL (90 %), which is judged by its sign alone, and covers where there is no difference. The expected share of",
-        "sequences that part is made of the interval of flips per token and covers as that does.",
+        f"the two and fails where an interval covers less than {100 * LEAST:.0f} %. One need not: that of a difference",
+        "of two KL (90 %), which is judged by its sign alone, and covers where there is no difference. The expected",
+        "share of sequences that part is made of the interval of flips per token and covers as that does.",
         "",
         "| " + " | ".join(head) + " |",
         "|" + " --- |" * len(head),

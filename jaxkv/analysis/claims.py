@@ -88,7 +88,7 @@ def _describe_truth(study: Study, precision: str) -> list[str]:
         if base_precision({"precision": found["variant"]}) != precision or found["tile"] is not None:
             continue
         nearer = {m: found["nearer"][m]["nearer"] for m in ("rms", "kl")}
-        told = {None: "cannot tell which arm is nearer", "same": "no difference"}
+        told = {None: "cannot tell which arm is nearer", "same": "no difference seen"}
         said = ", ".join(f"{told.get(n) or f'the {n} arm is nearer'} by {m.upper()}" for m, n in nearer.items())
         lines.append(f"distance to fp64, {found['model']} {found['variant']}: {said}")
     for condition in select(study, precision):

@@ -55,7 +55,7 @@ def judge_c1(study: Study) -> Claim:
     ended, cut = (sum(found[kind] for found in together) for kind in ("ended", "cut"))
     if ended:
         evidence = Evidence(refutes=0.0)
-        lines.append(f"{ended} ended by themselves and had not parted")
+        lines.append(f"ended by themselves, the arms together: {ended}")
     elif cut:
         evidence = OPEN
     else:
@@ -64,7 +64,7 @@ def judge_c1(study: Study) -> Claim:
         if evidence.p > FAMILY:
             lines.append("all part, but the bounds of so few sequences do not tell 100 % from less")
     if cut:
-        lines.append(f"{cut} were cut by length before they parted, and might yet")
+        lines.append(f"cut by length, the arms together, so that they might part yet: {cut}")
     rates = {c["name"]: s["rate"] for c, s in shares}
     return make_claim("C1", evidence, lines, control, diverged=rates)
 
@@ -299,12 +299,13 @@ def _judge_replicates(study: Study, name: str, kind: str, noun: str, plural: str
     pairs = [pair for pair in study["replicates"] if pair["kind"] == kind]
     lines, control = [], []
     for pair in pairs:
-        lines.append(
-            f"{' and '.join(pair['runs'])}: {format_count(pair['other_tokens'])} problems have other tokens, "
-            f"{format_count(pair['other_figures'])} other figures"
-        )
-        if pair["signs"][0] != pair["signs"][1]:
-            lines.append(f"and the more accurate arm is not the same one ({' and '.join(pair['runs'])})")
+        names, turned = " and ".join(pair["runs"]), pair["signs"][0] != pair["signs"][1]
+        if pair["other_tokens"]["count"] or pair["other_figures"]["count"]:
+            lines.append(
+                f"{names}: {format_count(pair['other_tokens'])} problems have other tokens, "
+                f"{format_count(pair['other_figures'])} other figures"
+            )
+        lines += [f"and the more accurate arm is not the same one ({names})"] if turned else []
     equal = True
     if kind == PROCESS:
         for found in study["processes"]:
@@ -316,7 +317,8 @@ def _judge_replicates(study: Study, name: str, kind: str, noun: str, plural: str
         return make_claim(name, None, [said], control)
     others = len({pair["another"] for pair in pairs})
     said = f"{others} other {noun if others == 1 else plural}"
-    lines.insert(0, f"{say_count(len(pairs), 'pair')} of runs of one configuration, in {said}")
+    apart = sum(pair["other_tokens"]["count"] > 0 for pair in pairs)
+    lines.insert(0, f"{say_count(len(pairs), 'pair')} of runs of one configuration, in {said}; other tokens in {apart}")
     if any(pair["signs"][0] * pair["signs"][1] < 0 for pair in pairs):
         evidence = Evidence(refutes=0.0)
     elif equal and not any(p["other_tokens"]["count"] or p["signs"][0] != p["signs"][1] for p in pairs):

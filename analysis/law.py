@@ -11,7 +11,7 @@ from scipy import optimize, stats
 
 from jaxkv.analysis import statistics
 from jaxkv.analysis.document import Heading, Paragraph, Table, to_markdown
-from jaxkv.analysis.format import format_number
+from jaxkv.analysis.format import format_number, format_percent
 from jaxkv.analysis.gather import Run, drop_copies, name_of, read_runs
 from jaxkv.analysis.law import NEAR, check_law, predict
 from jaxkv.analysis.svg import Chart, limits
@@ -25,9 +25,9 @@ shift of that gap (`jaxkv/analysis/law.py` derives both forms; flips are teacher
 `linear` is the density of margins at 0 times the mean absolute shift over two, `convolution` takes the
 two distributions whole. `from fp32` uses the margins of the fp32 run of the same model, framework and
 sampler, and of the condition its mean shift alone. Intervals are 95 %, of counts over sequences. A count
-of 0 has its upper bound. The law is one of small shifts: where the mean shift passes half a logit the
-density of margins is no longer flat on its scale, a third token overtakes both, and more tokens flip than
-predicted; such conditions are told apart below."""
+of 0 has the bound of the sequences that flip. The law is one of small shifts: where the mean shift passes
+half a logit the density of margins is no longer flat on its scale, a third token overtakes both, and more
+tokens flip than predicted; such conditions are told apart below."""
 COLOURS = ("#2457a6", "#c4581b", "#2e8b57", "#8a4fa8", "#8a7400", "#a33a5c", "#2a8a9e")
 STYLE = """text{font:10px sans-serif;fill:#444} .title{font-weight:600} .grid{stroke:#ddd} .axis,.rule{stroke:#888}
 .dot{fill:none;stroke-width:5;stroke-linecap:round} .interval{opacity:.6}"""
@@ -144,10 +144,16 @@ def fit(predicted: np.ndarray, seen: np.ndarray) -> tuple[str, str]:
     )
 
 
+def _bound(row: Row) -> float:
+    """Flips per step of a condition without one, if as many sequences as may go unseen had one each."""
+    sequences = len(row.condition.samples)
+    return statistics.zero_upper_bound(sequences) * sequences / row.steps
+
+
 def draw(rows: Sequence[Row]) -> str:
     """Seen against predicted flips per step, both axes in log, as SVG."""
     told = [(row, row.seen / row.steps) for row in rows if row.convolution > LEAST]
-    bound = [statistics.zero_upper_bound(row.steps) for row, seen in told if not seen]
+    bound = [_bound(row) for row, seen in told if not seen]
     low, high = limits(
         [*(row.convolution for row, _ in told), *filter(None, (seen for _, seen in told)), *bound], log=True
     )
@@ -166,7 +172,7 @@ def draw(rows: Sequence[Row]) -> str:
             chart.interval(row.convolution, max(low, row.interval[0]), row.interval[1], series)
             chart.dots(series, [(row.convolution, seen)])
         else:
-            chart.interval(row.convolution, low, statistics.zero_upper_bound(row.steps), series)
+            chart.interval(row.convolution, low, _bound(row), series)
     chart.svg.set("xmlns", "http://www.w3.org/2000/svg")
     ET.SubElement(chart.svg, "style").text = STYLE + "".join(
         f" .s{i}{{stroke:{colour}}} .fill.s{i}{{fill:{colour};stroke:none}}" for i, colour in enumerate(COLOURS)
@@ -206,7 +212,8 @@ def write_rows(rows: Sequence[Row]) -> Table:
         low, high = row.interval
         seen = f"{row.seen} ({format_number(low * row.steps, 2)} to {format_number(high * row.steps, 2)})"
         if not row.seen:
-            seen = f"0 (below {format_number(statistics.zero_upper_bound(row.steps) * row.steps, 2)})"
+            share = statistics.zero_upper_bound(len(row.condition.samples))
+            seen = f"0 (in less than {format_percent(share)} of sequences)"
         rates = (pick(row) for pick in FORMS.values())
         said = ["-" if rate is None else format_number(rate * row.steps, 3) for rate in rates]
         cells.append([row.condition.name, str(row.steps), format_number(row.shift, 2), seen, *said])
@@ -223,7 +230,7 @@ def render(rows: Sequence[Row]) -> str:
             Paragraph(ABOUT),
             Paragraph("![Flips predicted and seen, of each condition](law.svg)"),
             Paragraph(
-                "A line is the interval of a count; without a dot no flip was seen, and the line ends at the bound."
+                "A line is the interval of a count; without a dot none was seen, and it ends at the bound, a flip each."
             ),
             Paragraph(f"{len(rows)} conditions on {devices}, {total} flips in {steps} steps."),
             write_fits(rows),

@@ -7,7 +7,6 @@ import numpy as np
 from flax import nnx
 from scipy import stats
 
-from jaxkv.analysis.statistics import wilson
 from jaxkv.checkpoints.tokenizer import Tokenizer
 from jaxkv.config import ModelConfig, make_precision
 from jaxkv.decode import Arms, make_layout, make_rows
@@ -42,12 +41,13 @@ class Outcome:
     def to_json(self) -> dict[str, Any]:
         """Counts with 95 % intervals."""
         right, total = int(self.correct.sum()), len(self.correct)
+        found = stats.binomtest(right, total)
         return {
             "correct": right,
             "problems": total,
             "accuracy": self.accuracy,
-            "wilson_95": wilson(right, total),
-            "clopper_pearson_95": tuple(map(float, stats.binomtest(right, total).proportion_ci(0.95, method="exact"))),
+            "wilson_95": tuple(map(float, found.proportion_ci(0.95, method="wilson"))),
+            "clopper_pearson_95": tuple(map(float, found.proportion_ci(0.95, method="exact"))),
             "scorer": SCORER,
             "unfinished": self.unfinished,
         }

@@ -49,15 +49,46 @@ def test_c1_one_that_agrees_refutes():
     assert "79 of 80" in text_of(claim)
 
 
+def cut(samples, problems):
+    """The samples, those of some problems cut by length."""
+    for sample in samples:
+        if sample["problem"] in problems:
+            for arm in sample["arms"].values():
+                arm["stop"] = "length"
+    return samples
+
+
+@pytest.mark.parametrize(("problems", "verdict"), [(range(80), CANNOT_TELL), ([0], CANNOT_TELL), ([1], NOT_REPRODUCED)])
+def test_c1_what_was_cut_by_length_might_part_yet(problems, verdict):
+    """Of 80 sequences the first does not part: cut, it says nothing, and if others were cut it counts as before."""
+    samples = cut(make_samples(count=80, flips=lambda p: (3,) if p else ()), problems)
+    claim = judge(make_run(samples), name="C1")
+    assert claim["verdict"] == verdict
+    assert ("cut by length, the arms together, so that they might part yet: 1" in text_of(claim)) == (0 in problems)
+
+
+def test_c1_all_cut_and_none_parted_says_nothing():
+    claim = judge(make_run(cut(make_samples(count=80), range(80))), name="C1")
+    assert (claim["verdict"], claim["p"]) == (CANNOT_TELL, 1.0)
+    assert "so that they might part yet: 80" in text_of(claim)
+    assert judge(make_run(make_samples(count=80)), name="C1")["verdict"] == NOT_REPRODUCED
+
+
+def test_c1_a_sequence_that_parted_and_was_cut_counts():
+    samples = cut(make_samples(count=80, flips=lambda p: (3,)), range(80))
+    assert judge(make_run(samples), name="C1")["verdict"] == REPRODUCED
+
+
 def test_c1_the_other_precisions_and_regimes_do_not_count():
-    agreeing = make_samples(count=80)
-    whole = make_run(make_samples(count=80, flips=lambda p: (3,)))
-    aligned = make_run(align(make_samples(count=80)), name="aligned")
+    agreeing = make_samples(count=120)
+    whole = make_run(make_samples(count=120, flips=lambda p: (3,)))
+    aligned = make_run(align(make_samples(count=120)), name="aligned")
     torch = make_run(as_torch(copy.deepcopy(agreeing)), name="torch")
     claim = judge(whole, make_run(agreeing, name="bf16", precision="bf16"), aligned, torch, name="C1")
     assert claim["verdict"] == REPRODUCED
     assert "PyTorch, tiny fp16" in text_of(claim)
-    assert "logits differ at 0 of 1600 steps (95 % upper bound 0.19 %)" in text_of(claim)
+    said = "logits differ at 0 of 2400 steps in 120 sequences (95 % upper bound 2.5 % of sequences)"
+    assert said in text_of(claim)
     assert judge(aligned, name="C1")["verdict"] == CANNOT_TELL
 
 
@@ -153,7 +184,7 @@ def test_c3a_conditions_must_match():
 def test_c3_a_zero_is_worth_its_bound(name):
     few = judge(make_run(make_samples("fp32"), precision="fp32"), name=name)
     assert few["verdict"] == CANNOT_TELL
-    assert "0 of 240 (95 % upper bound 1.2 %)" in text_of(few)
+    assert "0 of 240 in 12 problems (95 % upper bound 22 % of problems)" in text_of(few)
     wide = make_run(make_samples("fp32", count=80, tokens=250), "wide", precision="fp32")
     assert judge(wide, name=name)["verdict"] == CANNOT_TELL
     calm = make_run(make_samples("fp16", count=80, tokens=250), "narrow", precision="fp16")
@@ -170,6 +201,43 @@ def test_c3_one_flip_rounds_to_nothing_and_is_not_nothing():
     study = make_run(many, "wide", precision="fp32"), flipping
     assert judge(*study, name="C3b")["verdict"] == REPRODUCED
     assert judge(*study, name="C3c")["verdict"] == NOT_REPRODUCED
+
+
+def spread(problem, place):
+    """One problem of FP32 with flips at these steps."""
+    return lambda p: place if p == problem else ()
+
+
+def test_c3b_flips_of_one_problem_are_one_trial():
+    """Eight flips in one of 80 problems may be one event; that a problem may have so many makes a zero worth less."""
+    narrow = make_run(make_samples("fp16", 80, 250, flips=lambda p: [4]), "narrow", precision="fp16")
+    many = make_run(make_samples("fp16", 80, 250, flips=lambda p: range(8) if p == 5 else [4]), "narrow")
+    none, burst = (
+        make_run(make_samples("fp32", 80, 250, flips=spread(3, steps)), "wide", precision="fp32")
+        for steps in ((), range(8))
+    )
+    found = {
+        name: judge(*runs, name="C3b")["p"]
+        for name, runs in {"none": (none, narrow), "many": (none, many), "burst": (burst, narrow)}.items()
+    }
+    # 0.05 % of 250 tokens is an eighth of a flip: in 12.5 % of problems, or in 1.6 % where one may have eight.
+    tests = {"none": 2 * 0.875**80, "many": 2 * (1 - 0.125 / 8) ** 80}
+    holm = {name: min(1.0, p * (2 if p < 0.05 else 1)) for name, p in tests.items()}
+    assert found["none"] < 0.05 < found["many"]
+    assert found["many"] >= min(1.0, tests["many"])
+    assert found["none"] >= holm["none"]
+    assert found["burst"] == 1
+
+
+def test_c3_the_control_is_of_the_same_problems():
+    """FP16 on other problems, or of another sampler, says nothing of whether FP32 could have flipped."""
+    wide = make_run(make_samples("fp32", 80, 250), "wide", precision="fp32")
+    narrow = make_samples("fp16", 160, 250, flips=lambda p: [4] if p >= 80 else ())
+    claim = judge(wide, make_run(narrow, "narrow"), name="C3c")
+    assert "this tests nothing" in text_of(claim)
+    assert "FP16, the same problems: tokens that flip: 0 of 20000" in text_of(claim)
+    other = sampled("top_p", make_samples("fp16", 80, 250, flips=lambda p: [4]))
+    assert "this tests nothing" in text_of(judge(wide, make_run(other, "narrow"), name="C3c"))
 
 
 @pytest.mark.parametrize(("margin", "said"), [(0.0, (1, 0, 0)), (2e-6, (0, 1, 0)), (1.0, (0, 0, 1))])
@@ -194,7 +262,8 @@ def batched(size, precision, count=12, change=lambda samples: samples, name=None
 def test_the_same_problems_in_other_batches_count_once_and_pair_with_their_own():
     runs = [batched(size, precision, count) for size, count in ((1, 4), (8, 12)) for precision in ("fp16", "fp32")]
     study = summarize_study(runs)
-    assert study["flips"]["fp32"]["problems"] == study["flips"]["fp32"]["sequences_with_flip"]["total"] == 12
+    assert study["flips"]["fp32"]["problems"] == study["flips"]["fp32"]["problems_with_flip"]["total"] == 12
+    assert study["flips"]["fp32"]["flips"]["total"] == 12 * 20
     assert study["flips"]["fp32"]["conditions"] == 1
     assert [(p["narrow"], p["wide"]) for p in study["precisions"]] == [("b1-fp16", "b1-fp32"), ("b8-fp16", "b8-fp32")]
     titles = list(figures._panels(study))
@@ -258,7 +327,7 @@ def test_c6_needs_another_process_or_run():
     again = make_run(copy.deepcopy(samples), name="b", fingerprint="same")
     claim = judge(once, again, name="C6b")
     assert claim["verdict"] == CANNOT_TELL  # of twelve problems
-    assert "0 of 12 (95 % upper bound 22 %) problems have other tokens" in text_of(claim)
+    assert "1 pair of runs of one configuration, in 1 other process; other tokens in 0" in text_of(claim)
     other = make_run(copy.deepcopy(samples), name="b", fingerprint="another")
     assert judge(once, other, name="C6b")["p"] is None
     turned = make_run(make_samples(right=lead(6, 1)), name="b", fingerprint="same")
@@ -279,11 +348,23 @@ def test_c6_another_build_is_told_from_another_process():
 
 def test_c6_a_rerun_with_other_bits():
     samples = make_samples()
-    assert judge(make_run(copy.deepcopy(samples)), name="C6a")["verdict"] == REPRODUCED
+    claim = judge(make_run(copy.deepcopy(samples)), name="C6a")
+    assert claim["verdict"] == CANNOT_TELL  # of one run, however many its steps
+    assert "0 of 1 runs (95 % upper bound 95 %), of 12 sequences and 240 steps" in text_of(claim)
     samples[2]["controls"]["cached_rerun"]["bit_equal"][4] = False
     claim = judge(make_run(samples, name="a", fingerprint="same"), name="C6a")
     assert claim["verdict"] == NOT_REPRODUCED
-    assert "1 of 240" in text_of(claim)
+    assert "1 of 1 runs" in text_of(claim)
+
+
+def test_c6_pairs_that_share_a_process_are_one_trial():
+    """Three runs are three pairs, and two further processes."""
+    runs = [make_run(make_samples(), name=name, fingerprint="same") for name in "abc"]
+    study = summarize_study(runs)
+    assert len(study["replicates"]) == 3
+    assert {pair["another"] for pair in study["replicates"]} == {"b", "c"}
+    assert judge(*runs, name="C6b")["p"] == 1
+    assert "in 2 other processes" in text_of(judge(*runs, name="C6b"))
 
 
 @pytest.mark.parametrize("name", ["C1", "C2", "C3a", "C3b", "C3c", "C6a"])

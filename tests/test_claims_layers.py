@@ -101,7 +101,8 @@ def test_c5b_a_cache_without_a_difference():
     plain, aligned = make_run(make_samples()), make_run(align(make_samples()), name="aligned")
     claim = judge(plain, aligned, name="C5b")
     assert claim["verdict"] == NOT_REPRODUCED
-    assert "0 of 240 (95 % upper bound 1.2 %)" in claim["figure"][0]
+    assert "12 of 12 (95 % lower bound 78 %); through one program with the cache on 0 of 12" in claim["figure"][0]
+    assert "in these programs a cache alone does not make most of it" in claim["figure"][-1]
     assert judge(plain, name="C5b")["verdict"] == CANNOT_TELL
     assert judge(aligned, name="C5b")["verdict"] == CANNOT_TELL
     still = make_samples()
@@ -112,13 +113,38 @@ def test_c5b_a_cache_without_a_difference():
     assert "a cache alone makes the arms part: a fault" in claim["figure"][-1]
 
 
-def test_c5b_one_aligned_step_that_differs_counts():
-    samples = align(make_samples(count=3, tokens=4))
-    plain = make_samples(count=3, tokens=4)
-    for sample in plain[:2]:
-        sample["teacher_forced"] = copy.deepcopy(sample["controls"]["cached_rerun"])
-    runs = make_run(plain), make_run(samples, name="aligned")
-    assert judge(*runs, name="C5b")["verdict"] == CANNOT_TELL  # 4 of 12 against 0 of 12
+def test_c5b_the_steps_of_two_problems_are_two_trials():
+    """A gate of two problems says nothing alone, however many its steps."""
+    plain = make_run(make_samples(count=40))
+    plain.run["sessions"][0]["gate"] = {"passed": True, "problems": 2, "steps": 200, "tile": 8}
+    claim = judge(plain, name="C5b")
+    assert claim["verdict"] == CANNOT_TELL
+    assert "through one program with the cache on 0 of 2 (95 % upper bound 78 %)" in claim["figure"][0]
+
+
+def test_c5b_runs_that_share_problems_do_not_add_up():
+    runs = [make_run(make_samples(count=3), name=name) for name in "abc"]
+    runs += [make_run(align(make_samples(count=3)), name=f"aligned {name}") for name in "abc"]
+    (line,) = judge(*runs, name="C5b")["figure"]
+    aligned = "through one program with the cache on 0 of 3 (95 % upper bound 63 %)"
+    assert line.endswith(f"3 of 3 (95 % lower bound 37 %); {aligned}")
+
+
+def test_c5b_a_few_steps_of_every_problem_are_not_most():
+    """One aligned step of 20 differs in each: a difference in all problems, and little of the divergence."""
+    samples = align(make_samples())
+    for sample in samples:
+        sample["teacher_forced"]["bit_equal"][3] = False
+    runs = make_run(make_samples()), make_run(samples, name="aligned")
+    assert judge(*runs, name="C5b")["verdict"] == CANNOT_TELL
+    assert {cause["verdict"] for cause in summarize_study(runs)["causes"]} == {"fault"}
+
+
+def test_c5a_a_run_that_asks_some_problems_again_adds_nothing():
+    whole = patching_run(back_state=range(11))
+    again = make_run(make_patching(back_state=range(11), count=4), name="layers", experiments=["patching"])
+    assert judge(whole, again, name="C5a")["verdict"] == REPRODUCED
+    assert judge(whole, again, name="C5a")["p"] == judge(whole, name="C5a")["p"]
 
 
 # Grids and pages.

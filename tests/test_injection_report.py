@@ -29,7 +29,7 @@ from jaxkv.analysis.injection_claims import compare_specs
 from jaxkv.analysis.injection_figures import draw_injection
 from jaxkv.analysis.injection_page import OWN, SEED_TABLE, render_injection, to_html, to_markdown
 from jaxkv.analysis.page import write_blocks
-from jaxkv.analysis.statistics import wilson
+from jaxkv.analysis.statistics import clopper_pearson
 from jaxkv.analysis.study import summarize_study
 from jaxkv.interventions.quantizers.spec import METHODS
 from jaxkv.schema_injection import validate_injection
@@ -117,9 +117,9 @@ def test_intervals_hold_what_few_problems_cannot_rule_out():
     records = make_control([True] * 8) + make_change("x", ERROR, [False] * 8) + make_change("y", ERROR, [True] * 8)
     none, every = (of(summary_of(records), name)["score"]["numeric"] for name in "xy")
     bound = 1 - 0.05 ** (1 / 8)
-    assert none["interval"] == pytest.approx(wilson(0, 8))
+    assert none["interval"] == pytest.approx(clopper_pearson(0, 8))
     assert none["of_control_interval"] == pytest.approx([0, bound])
-    assert every["interval"] == pytest.approx(wilson(8, 8))
+    assert every["interval"] == pytest.approx(clopper_pearson(8, 8))
     assert every["of_control_interval"] == pytest.approx([1 - bound, 1 + bound])
 
 
@@ -141,7 +141,7 @@ def test_a_lost_problem_leaves_no_narrower_share_of_control_than_none():
 
 @pytest.mark.parametrize(("flips", "parted", "rate"), [(TOKENS, "lower_bound", 1), (0, "upper_bound", 0)])
 def test_seeds_are_no_independent_trials(flips, parted, rate):
-    """48 of 48 runs of 16 problems bound as 16 of 16 do, and a token of three seeds as one token."""
+    """48 of 48 runs of 16 problems bound as 16 of 16 do, and so do all of their tokens."""
     control = [True] * 16
     records = make_control(control) + make_change("x", ERROR, control, seeds=(0, 1, 2), flips=flips)
     entry = of(summary_of(records), "x")
@@ -149,10 +149,10 @@ def test_seeds_are_no_independent_trials(flips, parted, rate):
     assert (diverged["count"], diverged["total"]) == (48 * rate, 48)
     assert (agreement["count"], agreement["total"]) == (48 * TOKENS * (1 - rate), 48 * TOKENS)
     upper = {"lower_bound": "upper_bound", "upper_bound": "lower_bound"}[parted]
-    for found, name, total in ((diverged, parted, 16), (agreement, upper, 16 * TOKENS)):
-        bound = 1 - 0.05 ** (1 / total)
+    bound = 1 - 0.05 ** (1 / 16)
+    for found, name in ((diverged, parted), (agreement, upper)):
         assert found[name] == pytest.approx(bound if name == "upper_bound" else 1 - bound)
-        assert found["interval"] == pytest.approx(wilson(0 if name == "upper_bound" else total, total))
+        assert found["interval"] == pytest.approx(clopper_pearson(0 if name == "upper_bound" else 16, 16))
 
 
 def test_one_run_that_does_not_part_leaves_no_narrower_interval_than_none():
@@ -161,7 +161,7 @@ def test_one_run_that_does_not_part_leaves_no_narrower_interval_than_none():
     records[-1] = make_record(15, "x", ERROR, 2)
     found = of(summary_of(records), "x")["diverged"]
     assert found["count"] == 47
-    assert found["interval"][0] < wilson(16, 16)[0]
+    assert found["interval"][0] < clopper_pearson(16, 16)[0]
 
 
 CHANGES = {

@@ -76,6 +76,7 @@ def test_whether_the_same_sequences_and_steps_part():
         "fisher_p": pytest.approx(stats.fisher_exact([[9, 0], [0, 3]]).pvalue),
     }  # fmt: skip
     assert same["same_flips"]["both"] == 3
+    assert same["same_flips"]["fisher_p"] is None  # steps of a sequence are not independent
     apart = free(both(ours=(1, 2, 3), theirs=(4, 5, 6)))["contrasts"][0]
     assert apart["same_sequences"]["both"] == apart["same_flips"]["both"] == 0
 

@@ -12,26 +12,28 @@ from hypothesis.extra import numpy as hnp
 from scipy import stats
 from scipy.special import softmax
 
-from jaxkv.analysis import metrics, statistics
+from jaxkv.analysis import metrics, statistics, summary
+from jaxkv.analysis.format import format_counted_share, format_share
 
 
 @settings(deadline=None)
 @given(st.integers(1, 3000), st.floats(0, 1), st.sampled_from([0.9, 0.95, 0.99]))
-def test_wilson_matches_scipy(total, fraction, confidence):
+def test_the_interval_of_a_share_matches_scipy(total, fraction, confidence):
     count = round(fraction * total)
-    theirs = stats.binomtest(count, total).proportion_ci(confidence, "wilson")
-    np.testing.assert_allclose(statistics.wilson(count, total, confidence), (theirs.low, theirs.high), atol=1e-9)
+    theirs = stats.binomtest(count, total).proportion_ci(confidence, "exact")
+    found = statistics.clopper_pearson(count, total, confidence)
+    np.testing.assert_allclose(found, (theirs.low, theirs.high), atol=1e-9)
 
 
-def test_wilson_matches_newcombe_1998():
-    # Newcombe, Statistics in Medicine 17 (1998), table I: 81/263, 15/148, 0/20, 1/29.
+def test_the_interval_of_a_share_matches_newcombe_1998():
+    # Newcombe, Statistics in Medicine 17 (1998), table I, method 5: 81/263, 15/148, 0/20, 1/29.
     for (count, total), interval in {
-        (81, 263): (0.2553, 0.3662),
-        (15, 148): (0.0624, 0.1605),
-        (0, 20): (0.0000, 0.1611),
-        (1, 29): (0.0061, 0.1718),
+        (81, 263): (0.2527, 0.3676),
+        (15, 148): (0.0578, 0.1617),
+        (0, 20): (0.0000, 0.1684),
+        (1, 29): (0.0009, 0.1776),
     }.items():
-        np.testing.assert_allclose(statistics.wilson(count, total), interval, atol=5e-5)
+        np.testing.assert_allclose(statistics.clopper_pearson(count, total), interval, atol=5e-5)
 
 
 @settings(deadline=None)
@@ -173,10 +175,23 @@ def test_tokens_of_alike_sequences_are_worth_less():
     counts, sizes = [0, 10, 0, 10], [10] * 4
     worth = 40 / (10 * 4 / 3) / (stats.t.ppf(0.975, 3) / stats.norm.ppf(0.975)) ** 2
     assert statistics.effective_trials(counts, sizes) == pytest.approx(worth)
-    assert statistics.clustered_share_interval(counts, sizes) == pytest.approx(statistics.wilson(worth / 2, worth))
-    assert statistics.effective_trials([0, 0], [10, 10]) == 20
+    exact = statistics.clopper_pearson(worth / 2, worth)
+    assert statistics.clustered_share_interval(counts, sizes) == pytest.approx(exact)
     assert statistics.effective_trials([3], [10]) == 1  # one sequence does not say how sequences differ
-    assert statistics.effective_trials([0], [10]) == 10
+
+
+def test_a_zero_is_worth_its_sequences():
+    """None and all of the tokens do not say how they cluster: it may be by whole sequences."""
+    for counts in ([0, 0, 0], [10, 20, 0]):
+        assert statistics.effective_trials(counts, [10, 20, 0]) == 2  # one has no token
+    entry = summary.clustered_share([0, 0, 0], [10, 20, 0])
+    assert entry["upper_bound"] == pytest.approx(1 - 0.05**0.5)
+    assert format_share(entry, "steps") == "0 of 30 steps in 2 sequences (95 % upper bound 78 % of sequences)"
+    turned = summary.take_rest(entry)
+    assert format_counted_share(turned) == "30 of 30 in 2 sequences (95 % lower bound 22 % of sequences)"
+    assert summary.take_rest(turned)["interval"] == pytest.approx(entry["interval"])
+    assert format_share(summary.take_rest(turned)) == format_share(entry)
+    assert format_share(summary.clustered_share([0, 0], [1, 1])) == "0 of 2 (95 % upper bound 78 %)"
 
 
 def test_expected_divergence_of_one_percent_over_256_tokens():
@@ -189,7 +204,7 @@ def test_expected_divergence_of_one_percent_over_256_tokens():
 @pytest.mark.parametrize(("count", "total"), [(0, 0), (-1, 3), (4, 3)])
 def test_impossible_shares_are_refused(count, total):
     with pytest.raises(ValueError, match="not a share"):
-        statistics.wilson(count, total)
+        statistics.clopper_pearson(count, total)
 
 
 LOGITS = hnp.arrays(np.float32, st.tuples(st.integers(1, 5), st.integers(2, 9)), elements=st.floats(-60, 60, width=32))

@@ -24,8 +24,12 @@ def lead(problems, arm=0):
     return lambda p: ((True, False), (False, True))[arm] if p < problems else (True, True)
 
 
-def part(count, agreeing=0):
-    return [make_run(make_samples(count=count, flips=lambda p: (3,) if p >= agreeing else ()))]
+def part(count, agreeing=0, stop="eos"):
+    samples = make_samples(count=count, flips=lambda p: (3,) if p >= agreeing else ())
+    for sample in samples:
+        for arm in sample["arms"].values():
+            arm["stop"] = stop
+    return [make_run(samples)]
 
 
 def score(problems, arm, precision):
@@ -69,22 +73,28 @@ def through_one_program(count=12, still=False):
     return [make_run(make_samples()), make_run(aligned, name="aligned")]
 
 
-def rerun(differing=0, count=12, tokens=20):
-    samples = make_samples(count=count, tokens=tokens)
-    for sample in samples[:differing]:
-        sample["controls"]["cached_rerun"]["bit_equal"][0] = False
-    return [make_run(samples)]
+def rerun(runs, differing=0):
+    """Runs of one problem whose arms were run again, of other bits in some."""
+    made = []
+    for number in range(runs):
+        samples = make_samples(count=1, tokens=2)
+        samples[0]["controls"]["cached_rerun"]["bit_equal"][0] = number >= differing
+        made.append(make_run(samples, name=f"run {number}"))
+    return made
 
 
-def again(count, arm=0, **changes):
-    first = make_run(make_samples(count=count, right=lead(6)), name="a", fingerprint="same", versions={"jax": "1"})
-    second = {"fingerprint": "same", "versions": {"jax": "1"}} | changes
-    return [first, make_run(make_samples(count=count, right=lead(6, arm)), name="b", **second)]
+def again(others, arm=0, builds=False):
+    """A run and others of its configuration, in each of which six problems are right in one arm alone."""
+    made = []
+    for number in range(1 + others):
+        samples = make_samples(count=6, tokens=2, right=lead(6, arm if number == 1 else 0))
+        build = str(number * builds)
+        made.append(make_run(samples, name=f"run {number}", fingerprint=f"f{build}", versions={"jax": build}))
+    return made
 
 
-OTHER = {"fingerprint": "other", "versions": {"jax": "2"}}
 CLAIMS = {  # reproduced, not reproduced, cannot tell
-    "C1": (part(120), part(120, 1), part(12)),
+    "C1": (part(120), part(120, 1), part(120, 120, "length")),
     "C2": (score(20, 0, "fp16"), score(20, 1, "fp16"), score(3, 0, "fp16")),
     "C2b": (score(20, 0, "bf16"), score(20, 1, "bf16"), score(3, 0, "bf16")),
     "C3a": (
@@ -100,9 +110,9 @@ CLAIMS = {  # reproduced, not reproduced, cannot tell
     "C4b": (drift(mistral=(0.8, 0.2)), drift(mistral=(0.8, 0.7)), drift(mistral=(0.8, 0.4))),
     "C5a": (patch(back_state=range(11)), patch(back=range(11), back_state=range(11)), patch(back_state=range(6))),
     "C5b": (through_one_program(still=True), through_one_program(), through_one_program(1)),
-    "C6a": (rerun(), rerun(1), rerun(count=1, tokens=5)),
-    "C6b": (again(120), again(120, 1), again(12)),
-    "C6c": (again(120, **OTHER), again(120, 1, **OTHER), again(12, **OTHER)),
+    "C6a": (rerun(120), rerun(120, 1), rerun(12)),
+    "C6b": (again(120), again(3, 1), again(12)),
+    "C6c": (again(120, builds=True), again(3, 1, builds=True), again(12, builds=True)),
 }  # fmt: skip
 N = 60
 CONTROL = some(45, N)

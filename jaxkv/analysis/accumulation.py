@@ -166,7 +166,7 @@ def _curve(members: ByProblem, static: ByProblem | None, places: Mapping[str, Se
 
 def _share(agreed: Sequence[int], steps: Sequence[int]) -> dict[str, Any] | None:
     """A share of steps with its interval over problems, None for the interval of one problem."""
-    entry = clustered_share(agreed, steps)
+    entry = clustered_share(agreed, steps, unit="problems")
     if entry is not None and len(steps) < 2:
         return {name: entry[name] for name in ("count", "total", "rate")} | {"interval": None}
     return entry

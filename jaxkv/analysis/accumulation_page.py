@@ -33,11 +33,11 @@ NOTES = (
     "Repair: an oracle gives packed tokens the norm back with which they entered, in `static` alone: it says what an "
     "error is made of, not what of it feeds back. % gone: 1 - e'/e, of the error as a norm. K3b is of the squared "
     "error, 1 - (e'/e)^2, as E_M is: half of the squared error is 29 % of the norm.",
-    "Problems count alike. Intervals are 95 %, over problems, widened to Student's t; the share of agreeing steps has "
-    "one that is never narrower than if steps were independent. A figure that is 0 in every problem stands with the "
-    "exact 95 % bound of the share of problems in which it is not.",
-    "Every statement and quantizer is judged alone: of twenty such intervals one may miss by chance. A statement on "
-    "all quantizers holds where each interval lies on its side, and does not where one lies wholly on the other.",
+    "Problems count alike. Intervals are 95 %, over problems, by Student's t; the share of agreeing steps has one that "
+    "is never narrower than if steps were independent. A figure that is 0 in every problem stands with the exact 95 % "
+    "bound of the share of problems in which it is not.",
+    "Every interval stands alone, and so does what is said of one quantizer: of twenty one may miss by chance. The "
+    "verdicts of the table hold their 5 % together.",
     "bits: of an element of the whole cache at the slots it had, counted from its arrays, windows included; bytes: "
     "beside the clean cache's.",
     "Positions count from the first one after the prompt. A record has bins of its own; each lies whole in the bin "

@@ -15,9 +15,17 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxkv.analysis import statistics
-from jaxkv.analysis.format import format_counted_share, format_mean, format_number, format_percent, format_share
+from jaxkv.analysis.format import (
+    format_bound,
+    format_count,
+    format_counted_share,
+    format_mean,
+    format_number,
+    format_percent,
+    format_share,
+)
 from jaxkv.analysis.samples import check
-from jaxkv.analysis.summary import clustered_share
+from jaxkv.analysis.summary import clustered_share, take_rest
 from jaxkv.schema_attribution import ALL, ALL_BUT, ALONE, FENCED, OP_CLASSES, PLAIN, PROGRAMS, VARIANTS
 from jaxkv.schema_attribution import validate_attribution as validate
 
@@ -126,21 +134,14 @@ def _describe_kept(kept: Mapping[str, Any] | None) -> str:
     return f"{text} [{format_number(100 * low, 3)}, {format_number(100 * high, 3)}]"
 
 
-def _steps(count: float, total: int) -> str:
-    """A count of steps; none and all with the bound that so many trials allow."""
-    count = int(count)
-    if count in (0, total):
-        bound = format_percent(statistics.zero_upper_bound(total))
-        return f"{count} of {total} steps (95 % bound on {'the share' if not count else 'the rest'}: {bound} %)"
-    return f"{count} of {total} steps"
-
-
 def _is_exact(figures: Mapping[str, Any]) -> bool:
     return figures["bit_equal"]["count"] == figures["steps"]
 
 
 def _differing(figures: Mapping[str, Any]) -> str:
-    return _steps(figures["steps"] - figures["bit_equal"]["count"], figures["steps"])
+    """Steps with other bits; none and all with the bound of the share of sequences."""
+    differing = take_rest(figures["bit_equal"])
+    return format_share(differing, "steps") if differing["rate"] in (0, 1) else f"{format_count(differing)} steps"
 
 
 def conclude(summary: Summary) -> list[str]:
@@ -219,8 +220,8 @@ def _conclude_classes(variants: Mapping[str, Any], exact_end: bool) -> list[str]
             lines.append(f"Left unaligned by itself, {name} makes logits differ at {_differing(but)} and keeps "
                          f"{_describe_kept(but['kl_kept'])} of the plain KL.")  # fmt: skip
     if clean:
-        steps = min(variants[ALL_BUT[name]]["steps"] for name in clean)
-        lines.append(f"Left unaligned by themselves, {', '.join(clean)} make logits differ at {_steps(0, steps)}.")
+        fewest = min((variants[ALL_BUT[name]] for name in clean), key=lambda figures: figures["steps"])
+        lines.append(f"Left unaligned by themselves, {', '.join(clean)} make logits differ at {_differing(fewest)}.")
     if idle:
         lines.append(f"Aligning {', '.join(idle)} alone changes no bit of either arm: here nothing can be isolated, "
                      "either because rows do not depend on their number or because the compiler makes the same of "
@@ -266,10 +267,9 @@ def _make_table(summary: Summary) -> Table:
         if figures is None:
             continue
         flips = figures["flips"]
-        bound = flips.get("upper_bound")
         table.add_row(
             name,
-            Text(format_share(flips) if bound is None else f"0 (≤ {format_percent(bound)} %)"),
+            Text(f"0 (≤ {format_bound(flips)})" if "upper_bound" in flips else format_share(flips)),
             format_number(figures["kl"]["mean"]),
             Text(_describe_kept(figures["kl_kept"])),
             f"{format_percent(figures['bit_equal']['rate'])} %",

@@ -23,6 +23,7 @@ from jaxkv.analysis.claims_common import (
 from jaxkv.analysis.claims_layers import judge_c4, judge_c4b, judge_c5a, judge_c5b
 from jaxkv.analysis.contrasts import BUILD, PROCESS, base_precision
 from jaxkv.analysis.format import (
+    format_count,
     format_counted_share,
     format_number,
     format_points,
@@ -38,11 +39,10 @@ from jaxkv.analysis.rules import (
     hold_all,
     lies_above,
 )
-from jaxkv.analysis.summary import share
 
 
 def judge_c1(study: Study) -> Claim:
-    """All FP16 generations diverge: refuted by one condition in which some do not."""
+    """All FP16 generations diverge: refuted by one that ended with the arms together, not by one that was cut."""
     conditions = [c for c in select(study, "fp16") if c["divergence"]["free_running"]]
     shares = [(c, c["divergence"]["free_running"]["diverged"]) for c in conditions]
     control = [*describe_reruns(study), *describe_aligned(study)]
@@ -51,13 +51,20 @@ def judge_c1(study: Study) -> Claim:
     lines = _list_diverged(conditions)
     theirs = [c for c in select(study, "fp16", framework="torch") if c["divergence"]["free_running"]]
     lines += [f"PyTorch, {line}" for line in _list_diverged(theirs)]
-    if any(s["count"] < s["total"] for _, s in shares):
+    together = [c["divergence"]["free_running"]["together"] for c in conditions]
+    ended, cut = (sum(found[kind] for found in together) for kind in ("ended", "cut"))
+    if ended:
         evidence = Evidence(refutes=0.0)
+        lines.append(f"ended by themselves, the arms together: {ended}")
+    elif cut:
+        evidence = OPEN
     else:
         least = max(statistics.share_p_above(s["count"], s["total"], ALMOST_ALL) for _, s in shares)
         evidence = Evidence(least, sides=1)
         if evidence.p > FAMILY:
             lines.append("all part, but the bounds of so few sequences do not tell 100 % from less")
+    if cut:
+        lines.append(f"cut by length, the arms together, so that they might part yet: {cut}")
     rates = {c["name"]: s["rate"] for c, s in shares}
     return make_claim("C1", evidence, lines, control, diverged=rates)
 
@@ -81,7 +88,7 @@ def _describe_truth(study: Study, precision: str) -> list[str]:
         if base_precision({"precision": found["variant"]}) != precision or found["tile"] is not None:
             continue
         nearer = {m: found["nearer"][m]["nearer"] for m in ("rms", "kl")}
-        told = {None: "cannot tell which arm is nearer", "same": "no difference"}
+        told = {None: "cannot tell which arm is nearer", "same": "no difference seen"}
         said = ", ".join(f"{told.get(n) or f'the {n} arm is nearer'} by {m.upper()}" for m, n in nearer.items())
         lines.append(f"distance to fp64, {found['model']} {found['variant']}: {said}")
     for condition in select(study, precision):
@@ -95,13 +102,14 @@ def _judge_accuracy(study: Study, name: str, precision: str) -> Claim:
     pooled = study["accuracy"].get(precision, {}).get("numeric")
     control = _describe_truth(study, precision)
     if wide := study["accuracy"].get("fp32", {}).get("numeric"):
-        control.append(f"FP32, where the arms hardly differ: {_points(wide)} points")
+        control.append(f"FP32, where the arms hardly differ: {format_points(wide['difference'])} points")
     if not pooled:
         return make_claim(name, None, [f"no valid {precision.upper()} run of the plain regime"], control)
     found = pooled["conditions"]
     only = [sum(table[side] for table in pooled["tables"]) for side in ("only_cached", "only_uncached")]
     lines = [
-        f"cached minus uncached {_points(pooled)} points over {say_count(pooled['problems'], 'problem')}",
+        f"cached minus uncached {format_points(pooled['difference'])} points over "
+        f"{say_count(pooled['problems'], 'problem')}",
         f"right in the cached arm alone {only[0]}, in the uncached alone {only[1]}: p = "
         f"{format_number(pooled['p'])}, two-sided, by the exact "
         + ("McNemar test" if sum(found.values()) == 1 else "sign-flip test over problems"),
@@ -123,12 +131,6 @@ def judge_c2(study: Study) -> Claim:
 def judge_c2b(study: Study) -> Claim:
     """In BF16."""
     return _judge_accuracy(study, "C2b", "bf16")
-
-
-def _points(pooled: Mapping[str, Any]) -> str:
-    if pooled["difference"]["interval"] is None:
-        return f"{100 * pooled['difference']['mean']:+.1f} (one problem has no interval)"
-    return format_points(pooled["difference"])
 
 
 def _orders(entry: Mapping[str, Any]) -> str:
@@ -169,12 +171,12 @@ def judge_c3a(study: Study) -> Claim:
     return make_claim("C3a", evidence, lines, control, orders=[p["metrics"]["kl"] for p in ours])
 
 
-def _count_parted(study: Study) -> Mapping[str, Any] | None:
-    """Sequences that part by a token running free, in every fp32 run of the plain regime."""
+def _count_parted(study: Study) -> tuple[int, int] | None:
+    """Sequences that part by a token running free, of all, in every fp32 run of the plain regime."""
     found = [
         c["divergence"]["free_running"]["diverged"] for c in select(study, "fp32") if c["divergence"]["free_running"]
     ]
-    return share(sum(s["count"] for s in found), sum(s["total"] for s in found)) if found else None
+    return (sum(s["count"] for s in found), sum(s["total"] for s in found)) if found else None
 
 
 def _sort_flips(study: Study) -> str | None:
@@ -190,10 +192,15 @@ def _sort_flips(study: Study) -> str | None:
     )
 
 
+def _say_flips(found: Mapping[str, Any]) -> str:
+    text = f"tokens that flip: {format_counted_share(found['flips'])}"
+    return f"{text}, in {format_counted_share(found['problems_with_flip'], 'problems')}" if found["most"] else text
+
+
 def _describe_fp32(study: Study) -> tuple[list[str], list[str]]:
     """Figure and control of flips in FP32; no figure without a run."""
-    found, narrow = study["flips"].get("fp32"), study["flips"].get("fp16")
-    control = [f"FP16, the same problems: {format_counted_share(narrow['flips'])} tokens"] if narrow else []
+    found, narrow = study["flips"]["fp32"], study["flips"]["fp16"]
+    control = [f"FP16, the same problems: {_say_flips(narrow)}; at most {narrow['most']} in one"] if narrow else []
     control += [
         f"{c['model']} holds FP32 operands in {c['held']}"
         for c in select(study, "fp32")
@@ -202,14 +209,10 @@ def _describe_fp32(study: Study) -> tuple[list[str], list[str]]:
     control += [sentence for found_at in study["processes"] for sentence in found_at["fp32"]]
     if not found:
         return [], control
-    flips, sequences = found["flips"], found["sequences_with_flip"]
-    lines = [
-        f"{format_counted_share(flips)} tokens flip, in {format_counted_share(sequences)} sequences; "
-        f"{say_count(found['conditions'], 'condition')} of {say_count(found['problems'], 'problem')}"
-    ]
-    if parted := _count_parted(study):
-        lines.append(f"running free, {format_counted_share(parted)} sequences of all FP32 runs part")
-    if flips["count"]:
+    lines = [f"{_say_flips(found)}; {say_count(found['conditions'], 'condition')}"]
+    if (parted := _count_parted(study)) and parted[0]:
+        lines.append(f"running free, {parted[0]} of {parted[1]} sequences of all FP32 runs part")
+    if found["flips"]["count"]:
         lines += [said] if (said := _sort_flips(study)) else []
     return lines, control
 
@@ -218,53 +221,60 @@ NO_TEST = "FP16 is not seen to flip more on the same problems, so that this test
 NO_FP32 = ["no valid FP32 run of the plain regime"]
 
 
-def _flips_more(study: Study) -> bool:
-    """Whether FP16 flips more on the same problems than FP32 can."""
-    found, narrow = study["flips"]["fp32"], study["flips"].get("fp16")
-    most = found["flips"].get("upper_bound", found["flips"]["interval"][1])
-    return bool(narrow) and narrow["flips"]["count"] > 0 and narrow["flips"]["interval"][0] > most
+def _flips_more(found: Mapping[str, Any], narrow: Mapping[str, Any] | None) -> bool:
+    """Whether FP16 flips in more of the same problems than FP32 can."""
+    problems = found["problems_with_flip"]
+    most = problems.get("upper_bound", problems["interval"][1])
+    return narrow is not None and narrow["problems_with_flip"]["interval"][0] > most
 
 
 def judge_c3b(study: Study) -> Claim:
-    """Flips in FP32 round to 0.0 %, where FP16 flips more on the same problems."""
+    """Flips in FP32 round to 0.0 %, where FP16 flips in more of the same problems.
+
+    After a first flip more may follow in its text, and near-ties come together: problems are the trials. The rate per
+    token is the share of problems with a flip, times the flips of one of these, over its tokens. Of these flips it has
+    at most as many as any problem in either precision.
+    """
     lines, control = _describe_fp32(study)
     if not lines:
         return make_claim("C3b", None, NO_FP32, control)
-    found = study["flips"]["fp32"]
-    worth = found["worth"]
-    counted = found["flips"]["rate"] * worth
+    found, narrow = study["flips"]["fp32"], study["flips"]["fp16"]
+    problems, worth = found["problems_with_flip"], found["worth"]
+    allowed = ZERO_PERCENT * found["flips"]["total"] / found["problems"]  # flips of a problem
+    most = max(1, found["most"], narrow["most"] if narrow else 0)
     evidence = Evidence(
-        statistics.share_p_below(counted, worth, ZERO_PERCENT), statistics.share_p_above(counted, worth, ZERO_PERCENT)
+        statistics.share_p_below(problems["count"], problems["total"], min(1.0, allowed / most)),
+        statistics.share_p_above(found["flips"]["rate"] * worth, worth, ZERO_PERCENT),
     )
-    if evidence.holds and not _flips_more(study):
+    if evidence.holds and not _flips_more(found, narrow):
         evidence = Evidence(1.0, evidence.refutes)
         lines.append(NO_TEST)
     return make_claim("C3b", evidence, lines, control, flips=found["flips"])
 
 
 def judge_c3c(study: Study) -> Claim:
-    """No flip in FP32: one refutes it, and none is worth something where FP16's rate would have shown one."""
+    """No flip in FP32: one refutes it, and none is worth something where as many problems flip one in FP16."""
     lines, control = _describe_fp32(study)
     if not lines:
         return make_claim("C3c", None, NO_FP32, control)
-    flips, narrow = study["flips"]["fp32"]["flips"], study["flips"].get("fp16")
-    if flips["count"]:
+    found, narrow = study["flips"]["fp32"], study["flips"]["fp16"]
+    if found["most"]:
         evidence = Evidence(refutes=0.0)
-    elif narrow and narrow["flips"]["count"]:
-        rate = narrow["flips"]["interval"][0]
-        evidence = Evidence(statistics.share_p_below(0, flips["total"], rate), sides=1)
-        lines.append("of these tokens: no sample shows that a rate is zero")
+    elif narrow and narrow["most"]:
+        share = narrow["problems_with_flip"]["interval"][0]
+        evidence = Evidence(statistics.share_p_below(0, found["problems"], share), sides=1)
+        lines.append("of these problems: no sample shows that a rate is zero")
     else:
         evidence = OPEN
         lines.append(NO_TEST)
-    return make_claim("C3c", evidence, lines, control, flips=flips)
+    return make_claim("C3c", evidence, lines, control, flips=found["flips"])
 
 
-RARE = 1 - ALMOST_ALL  # a share that a rerun may differ in and is still called the same
+RARE = 1 - ALMOST_ALL  # of runs: more that differ would be seen
 
 
 def judge_c6a(study: Study) -> Claim:
-    """Each arm run again in its process."""
+    """Each arm run again in its process; a run is a trial, since its steps come out of one set of programs."""
     again = {arm: found for arm, found in study["reruns"].items() if found is not None}
     lines = describe_reruns(study)
     if not again:
@@ -281,17 +291,21 @@ def judge_c6a(study: Study) -> Claim:
     return make_claim("C6a", evidence, lines, [], reruns=again)
 
 
-def _judge_replicates(study: Study, name: str, kind: str, noun: str) -> Claim:
-    """Runs of one configuration made more than once, and for processes what the doctor compiled twice."""
+def _judge_replicates(study: Study, name: str, kind: str, noun: str, plural: str) -> Claim:
+    """Runs of one configuration made more than once, and for processes what the doctor compiled twice.
+
+    Each further process, or build, is a trial: its kernels are chosen once for all of its problems.
+    """
     pairs = [pair for pair in study["replicates"] if pair["kind"] == kind]
     lines, control = [], []
     for pair in pairs:
-        lines.append(
-            f"{' and '.join(pair['runs'])}: {format_counted_share(pair['other_tokens'])} problems have other tokens, "
-            f"{format_counted_share(pair['other_figures'])} other figures"
-        )
-        if pair["signs"][0] != pair["signs"][1]:
-            lines.append(f"and the more accurate arm is not the same one ({' and '.join(pair['runs'])})")
+        names, turned = " and ".join(pair["runs"]), pair["signs"][0] != pair["signs"][1]
+        if pair["other_tokens"]["count"] or pair["other_figures"]["count"]:
+            lines.append(
+                f"{names}: {format_count(pair['other_tokens'])} problems have other tokens, "
+                f"{format_count(pair['other_figures'])} other figures"
+            )
+        lines += [f"and the more accurate arm is not the same one ({names})"] if turned else []
     equal = True
     if kind == PROCESS:
         for found in study["processes"]:
@@ -301,12 +315,14 @@ def _judge_replicates(study: Study, name: str, kind: str, noun: str) -> Claim:
     if not pairs:
         said = f"no configuration was run again in another {noun}, so that no direction was seen to return"
         return make_claim(name, None, [said], control)
-    lines.insert(0, f"{say_count(len(pairs), 'pair')} of runs of one configuration, in another {noun}")
+    others = len({pair["another"] for pair in pairs})
+    said = f"{others} other {noun if others == 1 else plural}"
+    apart = sum(pair["other_tokens"]["count"] > 0 for pair in pairs)
+    lines.insert(0, f"{say_count(len(pairs), 'pair')} of runs of one configuration, in {said}; other tokens in {apart}")
     if any(pair["signs"][0] * pair["signs"][1] < 0 for pair in pairs):
         evidence = Evidence(refutes=0.0)
     elif equal and not any(p["other_tokens"]["count"] or p["signs"][0] != p["signs"][1] for p in pairs):
-        most = max(statistics.share_p_below(0, pair["other_tokens"]["total"], RARE) for pair in pairs)
-        evidence = Evidence(most, sides=1)
+        evidence = Evidence(statistics.share_p_below(0, others, RARE), sides=1)
     else:
         evidence = OPEN
         lines.append("runs differ, which alone does not say that the direction does")
@@ -315,12 +331,12 @@ def _judge_replicates(study: Study, name: str, kind: str, noun: str) -> Claim:
 
 def judge_c6b(study: Study) -> Claim:
     """Run again in another process of one build."""
-    return _judge_replicates(study, "C6b", PROCESS, "process")
+    return _judge_replicates(study, "C6b", PROCESS, "process", "processes")
 
 
 def judge_c6c(study: Study) -> Claim:
     """Run again under other versions."""
-    return _judge_replicates(study, "C6c", BUILD, "build")
+    return _judge_replicates(study, "C6c", BUILD, "build", "builds")
 
 
 JUDGES = (

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxkv.analysis import statistics
 from jaxkv.analysis.contrasts import base_precision
-from jaxkv.analysis.format import format_counted_share, format_percent
+from jaxkv.analysis.format import format_counted_share
 from jaxkv.analysis.rules import Evidence
+from jaxkv.analysis.summary import take_rest
 
 REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
 Study = Mapping[str, Any]
@@ -49,7 +49,10 @@ def describe_reruns(study: Study) -> list[str]:
     lines = []
     for arm, found in study["reruns"].items():
         if found is not None:
-            lines.append(f"{arm} run again has other bits at {format_counted_share(found)} steps")
+            lines.append(
+                f"{arm} run again has other bits in {format_counted_share(found, 'runs')}, of "
+                f"{found['sequences']} sequences and {found['steps']} steps"
+            )
     return lines or ["no arm was run again, so a difference between reruns is not ruled out"]
 
 
@@ -60,8 +63,9 @@ def describe_aligned(study: Study) -> list[str]:
         equal, free = found["teacher_forced"], found["free_running"]
         if equal and free:
             lines.append(
-                f"aligned, cache on ({condition['name']}): logits differ at {_describe_differing(equal)}, and "
-                f"{format_counted_share(free['diverged'])} sequences part"
+                f"aligned, cache on ({condition['name']}): logits differ at "
+                f"{format_counted_share(take_rest(equal['bit_equal']), 'steps')}, and "
+                f"{format_counted_share(free['diverged'], 'sequences')} part"
             )
     gates = [c["divergence"]["gate"] for c in study["conditions"] if c.get("divergence") and c["divergence"]["gate"]]
     passed = [gate for gate in gates if gate.get("passed")]
@@ -69,14 +73,6 @@ def describe_aligned(study: Study) -> list[str]:
     if steps:
         lines.append(f"the aligned gate of {say_count(len(passed), 'condition')} found equal bits at all {steps} steps")
     return lines or ["no aligned run, so a bug of the cache is not told from rounding"]
-
-
-def _describe_differing(found: Mapping[str, Any]) -> str:
-    """Steps of a comparison that are not bit-equal; none with its bound."""
-    total = found["tokens"]
-    count = total - found["bit_equal"]["count"]
-    bound = f" (95 % upper bound {format_percent(statistics.zero_upper_bound(total))} %)" if not count else ""
-    return f"{count} of {total} steps{bound}"
 
 
 def by_model(entries: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:

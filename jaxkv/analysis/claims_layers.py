@@ -13,10 +13,10 @@ from jaxkv.analysis.claims_common import (
     say_count,
     select,
 )
-from jaxkv.analysis.contrasts import base_precision
+from jaxkv.analysis.contrasts import ASKED, base_precision
 from jaxkv.analysis.format import format_counted_share, format_number
 from jaxkv.analysis.rules import DOUBLE, FAMILY, HALF, Evidence, hold_all, lies_above, lies_below
-from jaxkv.analysis.statistics import Estimate, read_estimate, share_p_above, share_p_below
+from jaxkv.analysis.statistics import Estimate, fisher_exact, read_estimate, share_p_above, share_p_below
 from jaxkv.analysis.summary import share
 from jaxkv.analysis.wording import LABELS
 
@@ -115,38 +115,56 @@ def judge_c5a(study: Study) -> Claim:
     control = ["every value of the donor gives the donor's logits, its own values change nothing: else no verdict"]
     if not found:
         return make_claim("C5a", None, ["no valid patching records (`--experiments=patching`)"], control)
+    found = _choose_patching(found)
     claims = [c["patching"]["claim"] for c in found]
     lines = [f"{c['model']} {c['precision']}: {claim['why']}" for c, claim in zip(found, claims, strict=True)]
     evidence = hold_all([Evidence(claim["supports"], claim["refutes"]) for claim in claims])
     return make_claim("C5a", evidence, lines, control, verdicts=sorted({claim["verdict"] for claim in claims}))
 
 
+def _choose_patching(found: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Of runs that ask a model the same, those with most problems: one that asks a few of them again adds nothing."""
+    groups: dict[tuple, list[Mapping[str, Any]]] = {}
+    for condition in found:
+        groups.setdefault(tuple(condition[name] for name in (*ASKED, "precision")), []).append(condition)
+    most = {key: max(c["patching"]["problems"]["ok"] for c in members) for key, members in groups.items()}
+    return [c for key, members in groups.items() for c in members if c["patching"]["problems"]["ok"] == most[key]]
+
+
 ALIKE = ("model", "weights", "precision", "device", "framework", "batch_size")  # of which programs have one shape
 
 
-def _count_aligned(study: Study, like: Mapping[str, Any]) -> tuple[int, int]:
-    """Aligned steps with other bits, and all of them, cache on, of a condition's programs (`ALIKE`)."""
-    differing = total = 0
+def _count_problems(compared: Mapping[str, Any]) -> dict[str, Any]:
+    """Problems with other bits at some step, and the share of steps that have."""
+    return compared["sequences_with_other_bits"] | {"steps": 1 - compared["bit_equal"]["rate"]}
+
+
+def _choose_aligned(study: Study, like: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Of the runs and gates of a condition's programs (`ALIKE`) aligned, cache on, the one that says most.
+
+    That is the one with most problems that have other bits, then with most problems. They share problems, so that they
+    do not add up.
+    """
+    found: list[dict[str, Any]] = []
     for condition in study["conditions"]:
-        found = condition.get("divergence")
-        if not found or any(condition[name] != like[name] for name in ALIKE):
+        divergence = condition.get("divergence")
+        if not divergence or any(condition[name] != like[name] for name in ALIKE):
             continue
-        gate = found["gate"]
-        if gate and gate.get("passed"):
-            total += gate["steps"]
-        if condition["regime"] == "aligned" and found.get("teacher_forced"):
-            total += found["teacher_forced"]["tokens"]
-            differing += found["teacher_forced"]["tokens"] - found["teacher_forced"]["bit_equal"]["count"]
-    return differing, total
+        gate = divergence["gate"]
+        if gate and gate.get("passed") and gate["steps"] and (none := share(0, gate["problems"])):
+            found.append(none | {"steps": 0.0})
+        if condition["regime"] == "aligned" and divergence.get("teacher_forced"):
+            found.append(_count_problems(divergence["teacher_forced"]))
+    return max(found, key=lambda entry: (entry["count"], entry["total"]), default=None)
 
 
 def diagnose(study: Study) -> list[dict[str, Any]]:
     """Whether the arms of each model and precision part by rounding or by a fault.
 
     Returns:
-      For each: `plain` and `aligned`, shares of steps with other bits (aligned: both arms through one program, cache
-      on, in a run or in the gate; None if there is none), `distance`, the largest of the plain arms' ratios of their
-      distances to float64 (None without one), and `verdict`, by `jaxkv.analysis.cause.decide`.
+      For each: `plain` and `aligned`, shares of problems with other bits at some step (aligned: both arms through one
+      program, cache on, in a run or in the gate; None if there is none), `distance`, the largest of the plain arms'
+      ratios of their distances to float64 (None without one), and `verdict`, by `jaxkv.analysis.cause.decide`.
     """
     plain = [
         c
@@ -158,15 +176,14 @@ def diagnose(study: Study) -> list[dict[str, Any]]:
     ]
     found = []
     for name, members in by_model(plain).items():
-        tokens = sum(c["divergence"]["teacher_forced"]["tokens"] for c in members)
-        equal = sum(c["divergence"]["teacher_forced"]["bit_equal"]["count"] for c in members)
-        without, (differing, total) = share(tokens - equal, tokens), _count_aligned(study, members[0])
-        aligned = share(differing, total)
-        enough = aligned is not None and without is not None and aligned.get("upper_bound", 1) < without["interval"][0]
+        shares = [_count_problems(c["divergence"]["teacher_forced"]) for c in members]
+        without = max(shares, key=lambda entry: (entry["total"], entry["count"]))
+        aligned = _choose_aligned(study, members[0])
+        enough = aligned is not None and _differ(without, aligned) <= FAMILY
         same = [c for c in plain if all(c[k] == members[0][k] for k in ALIKE if k != "precision")]
         distances = [d for c in same if (d := cause.read_distance(c["divergence"])) is not None]
         known = cause.Evidence(
-            differs=without is not None and bool(without["count"]),
+            differs=any(entry["count"] for entry in shares),
             aligned=False if aligned is not None and aligned["count"] else True if enough else None,
             distances=distances,
             wide=any(c["precision"] == "fp32" and c["divergence"].get("truth") for c in same),
@@ -182,6 +199,11 @@ def diagnose(study: Study) -> list[dict[str, Any]]:
         }
         found.append(entry | {"distance": max(ratios, default=None), "verdict": cause.decide(known)})
     return found
+
+
+def _differ(plain: Mapping[str, Any], aligned: Mapping[str, Any]) -> float:
+    """p-value that as many problems have other bits in both (Fisher's exact test)."""
+    return fisher_exact([[entry["count"], entry["total"] - entry["count"]] for entry in (plain, aligned)])
 
 
 def _find_falls(conditions: Sequence[Mapping[str, Any]]) -> list[bool | None]:
@@ -208,27 +230,29 @@ def _passed_whole(condition: Mapping[str, Any]) -> bool:
 def judge_c5b(study: Study) -> Claim:
     """Whether the arms part because there is a cache, or because they are of other shapes.
 
-    With both arms through one program, the cache still on, the share of steps whose logits differ is set against half
-    of that of the plain arms, either end of its interval.
+    With both arms through one program, the cache still on, the share of problems with other bits is set against half
+    of that of the plain arms, either end of its interval. Problems are the trials, not steps: a program's bits agree
+    at all steps of a text, or hardly at any.
     """
     found = [entry for entry in study["causes"] if entry["precision"] in NARROW]
     lines, parts = [], []
     for entry in found:
         plain, aligned = entry["plain"], entry["aligned"]
-        beside = "no aligned steps to set beside"
+        beside = "no aligned run to set beside"
         if aligned is not None:
             beside = f"through one program with the cache on {format_counted_share(aligned)}"
-        lines.append(f"{entry['name']}, steps with other bits: {format_counted_share(plain)}; {beside}")
+        lines.append(f"{entry['name']}, problems with other bits: {format_counted_share(plain)}; {beside}")
         if aligned is not None and plain["count"]:
             low, high = (HALF * end for end in plain["interval"])
             count, total = aligned["count"], aligned["total"]
-            parts.append(Evidence(share_p_above(count, total, high), share_p_below(count, total, low)))
+            above = share_p_above(count, total, high) if aligned["steps"] > HALF * plain["steps"] else 1.0
+            parts.append(Evidence(above, share_p_below(count, total, low)))
     evidence = hold_all(parts) if parts else None
     if evidence is not None and evidence.p <= FAMILY:
         lines.append(
-            "a cache alone makes the arms part: a fault, or a cache that keeps other numbers than it was given"
+            "in these programs a cache alone makes the arms part: a fault, or it keeps other numbers than it was given"
             if evidence.holds
-            else "a cache alone does not make the arms part: other shapes round otherwise"
+            else "in these programs a cache alone does not make most of it: it takes other shapes too"
         )
     control = [*_describe_lengths(study), *describe_aligned(study)]
     return make_claim("C5b", evidence, lines or ["no valid 16-bit run of the plain regime"], control)

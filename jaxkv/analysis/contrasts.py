@@ -128,6 +128,7 @@ def compare_precisions(narrow: Samples, wide: Samples) -> dict[str, Any] | None:
     return {"problems": len(shared), "metrics": metrics}
 
 
+ASKED = ("model", "weights", *SAMPLING, "device")  # runs alike in these ask a model the same of a problem
 MATCHED = ("model", "weights", *SAMPLING, "framework", "attention", "regime", "device", "batch_size", "padding")
 
 
@@ -148,41 +149,61 @@ def pair_precisions(runs: Sequence[tuple[Mapping[str, Any], Samples]]) -> list[d
     return found
 
 
-def count_flips(runs: Sequence[tuple[Mapping[str, Any], Samples]]) -> dict[str, Any] | None:
-    """Flips per token over several conditions, with an interval over problems; None without a token."""
+Condition = tuple[Mapping[str, Any], Samples]
+
+
+def choose_shared(runs: Sequence[Condition], others: Sequence[Condition]) -> list[Condition]:
+    """The runs with the samples alone whose problem another run asked the same model alike (`ASKED`)."""
+    asked: dict[tuple, set[Any]] = defaultdict(set)
+    for condition, samples in others:
+        asked[tuple(condition[name] for name in ASKED)] |= samples.keys()
+    chosen: list[Condition] = []
+    for condition, samples in runs:
+        shared = asked[tuple(condition[name] for name in ASKED)]
+        if kept := {key: sample for key, sample in samples.items() if key in shared}:
+            chosen.append((condition, kept))
+    return chosen
+
+
+def count_flips(runs: Sequence[Condition]) -> dict[str, Any] | None:
+    """Flips per token over several conditions, with an interval over problems, which conditions share.
+
+    Returns:
+      None without a token. `most` are the flips of the problem that has most.
+    """
     counts: dict[int, int] = defaultdict(int)
     sizes: dict[int, int] = defaultdict(int)
-    sequences = flipped = 0
     for _, samples in runs:
         for (problem, _), sample in samples.items():
             if sample["teacher_forced"] and (flips := sample["teacher_forced"]["flip"]):
                 counts[problem] += sum(flips)
                 sizes[problem] += len(flips)
-                sequences, flipped = sequences + 1, flipped + any(flips)
-    if not sequences:
+    if not sizes:
         return None
     found = [counts[p] for p in sizes], list(sizes.values())
     return {
-        "flips": clustered_share(*found),
+        "flips": clustered_share(*found, unit="problems"),
         "worth": statistics.effective_trials(*found),  # independent tokens that say as much
-        "sequences_with_flip": share(flipped, sequences),
+        "problems_with_flip": share(sum(count > 0 for count in found[0]), len(sizes)),
+        "most": max(found[0]),
         "conditions": len(runs),
         "problems": len(sizes),
     }
 
 
-def count_reruns(runs: Sequence[tuple[Mapping[str, Any], Samples]]) -> dict[str, Any]:
-    """Steps at which an arm run again has other bits, by arm, over all conditions; None where no arm was run again."""
+def count_reruns(runs: Sequence[Condition]) -> dict[str, Any]:
+    """Runs in which an arm run again has other bits at some step, by arm; None where no arm was run again.
+
+    `sequences` and `steps` say of how many.
+    """
     found: dict[str, Any] = {}
     for arm in ARMS:
-        differing, total = [], []
-        for _, samples in runs:
-            for sample in samples.values():
-                again = sample["controls"][f"{arm}_rerun"]
-                if again and again["bit_equal"]:
-                    total.append(len(again["bit_equal"]))
-                    differing.append(total[-1] - sum(again["bit_equal"]))
-        found[arm] = clustered_share(differing, total) if total else None
+        again = [[s["controls"][f"{arm}_rerun"] for s in samples.values()] for _, samples in runs]
+        kept = [[one["bit_equal"] for one in each if one and one["bit_equal"]] for each in again]
+        kept = [each for each in kept if each]
+        entry = share(sum(not all(map(all, each)) for each in kept), len(kept))
+        sequences = {"sequences": sum(map(len, kept)), "steps": sum(len(one) for each in kept for one in each)}
+        found[arm] = None if entry is None else entry | sequences
     return found
 
 
@@ -190,6 +211,7 @@ def find_replicates(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Runs of one configuration, made more than once: whether tokens, bits of the comparison and direction are one.
 
     `kind` says in what they differ: 'build' if in versions of packages or of the device's runtime, else 'process'.
+    `another` is the second process or build; pairs that share it are not independent.
     """
     groups = defaultdict(list)
     for run in runs:
@@ -203,6 +225,7 @@ def find_replicates(runs: Sequence[Run]) -> list[dict[str, Any]]:
             kind = BUILD if _find_build(first) != _find_build(second) else PROCESS
             if not shared or (kind == PROCESS and first.run["fingerprint"] != second.run["fingerprint"]):
                 continue
+            build = fingerprint({"build": _find_build(second)})
             signs = [
                 np.sign(sum(_lead(samples[key]) for key in shared)).item() for samples in (a, b)
             ]  # of cached minus uncached right answers
@@ -210,6 +233,7 @@ def find_replicates(runs: Sequence[Run]) -> list[dict[str, Any]]:
                 {
                     "runs": [first.name, second.name],
                     "kind": kind,
+                    "another": second.name if kind == PROCESS else build,
                     "condition": describe_condition(first),
                     "problems": len(shared),
                     "other_tokens": share(sum(_tokens(a[key]) != _tokens(b[key]) for key in shared), len(shared)),

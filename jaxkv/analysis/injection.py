@@ -136,13 +136,13 @@ def _count(clusters: Sequence[Sequence[Record]], count: Any, size: Any) -> tuple
 
 
 def _share_over_seeds(clusters: Sequence[Sequence[Record]], count: Any, size: Any) -> dict[str, Any] | None:
-    """`clustered_share` of all seeds' trials whose widening and exact bounds are of the trials of one seed.
+    """`clustered_share` over problems of all seeds' trials, its interval no narrower than of the trials of one seed.
 
     Seeds of one problem are no independent trials: 48 of 48 runs of 16 problems say what 16 of 16 do.
     """
     counts, sizes = _count(clusters, count, size)
     once = int(sum(max(map(size, cluster)) for cluster in clusters))
-    return clustered_share([int(n) for n in counts], [int(n) for n in sizes], once)
+    return clustered_share([int(n) for n in counts], [int(n) for n in sizes], once, "problems")
 
 
 def _tokens_shared(sample: Record) -> int:

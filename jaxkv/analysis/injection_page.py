@@ -46,12 +46,11 @@ NOTES = (
     "KL is KL(clean to changed) in nats, agreement the share of steps with the same top token, both along the clean "
     "arm's tokens; free runs part where they take another token. KL and agreement of a change weight tokens alike, KL "
     "of pairs and statements weights problems alike.",
-    "Intervals are 95 %, over problems with all their seeds, those of a score widened to Student's t; the noise of a "
-    "seed is independent from problem to problem. Of a score of 0 or of all, and of two that differ in no problem, the "
-    "exact one-sided bound stands; a share of control reaches as far on a side to which no problem moved. Runs and "
-    "tokens are counted over seeds, their bounds are of those of one seed.",
-    "Every pair and statement is judged alone: of twenty such intervals one may miss by chance. 'holds' needs every "
-    "pair's interval on the statement's side, 'does not hold' one wholly on the other.",
+    "Intervals are 95 %, over problems with all their seeds; the noise of a seed is independent from problem to "
+    "problem. Of a score of 0 or of all, and of two that differ in no problem, the exact one-sided bound stands; a "
+    "share of control reaches as far on a side to which no problem moved. Runs and tokens are counted over seeds, "
+    "their bounds over problems.",
+    "Every interval stands alone: of twenty one may miss by chance. The verdicts of a table hold their 5 % together.",
     "bits: per element of the whole cache at the clean run's length, first, recent and pending tokens counted at full "
     "width; packed: share of elements that are packed.",
     OWN,

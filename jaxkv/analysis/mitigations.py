@@ -14,6 +14,7 @@ from rich.text import Text
 
 from jaxkv.analysis import statistics
 from jaxkv.analysis.format import (
+    format_bound,
     format_count,
     format_counted_share,
     format_mean,
@@ -31,7 +32,8 @@ JUDGED = ("rms", "kl")
 NOTES = (
     "KL in nats, RMS and largest difference in logits; fp64: the cached arm in float64, along whose own tokens all "
     "distances are measured.",
-    "Intervals are 95 %, over whole problems; with few of them they are rough. ≤: one-sided 95 % bound of a zero.",
+    "Intervals are 95 %, over whole problems; with few of them they are rough. ≤: one-sided 95 % bound of a zero, "
+    "of the share of sequences where steps are counted.",
     "nearer: the arm whose distance is smaller, where the paired interval over problems (Student's t, with wide "
     "ends) leaves out 0. Each is judged alone: of twenty such intervals one may miss by chance.",
     "MB: 10^6 bytes of weights and cache as this device holds them (on a CPU most 16-bit weights lie in fp32); stored: "
@@ -136,7 +138,7 @@ def _short_share(entry: Record | None) -> str:
     if entry is None:
         return "-"
     if "upper_bound" in entry:
-        return f"0 of {entry['total']} ≤ {format_percent(entry['upper_bound'])} %"
+        return f"0 of {entry['total']} ≤ {format_bound(entry)}"
     low, high = entry["interval"]
     return f"{format_count(entry)} [{format_percent(low)}, {format_percent(high)}] %"
 
@@ -148,7 +150,7 @@ def _verdict(judged: Record) -> str:
 def _reason(judged: Record) -> str:
     """The verdict with what it rests on."""
     if judged["nearer"] == "same":
-        return f"no difference: {format_counted_share(judged['differ'])} problems differ"
+        return f"no difference: {format_counted_share(judged['differ'], 'problems')} differ"
     if judged["interval"] is None:
         return "cannot tell from one problem"
     low, high = (f"{'+' if end > 0 else ''}{format_number(end)}" for end in judged["interval"])

@@ -41,7 +41,6 @@ from jaxkv.analysis.page_changes import changes_alone, write_changes, write_stat
 from jaxkv.analysis.page_parity import write_parity
 from jaxkv.analysis.rules import say_family, write_rules
 from jaxkv.analysis.study import summarize_study
-from jaxkv.analysis.summary import share
 from jaxkv.analysis.wording import LABELS, describe_gate
 from jaxkv.schema_patching import DIRECTIONS
 from jaxkv.schemas import find_headline
@@ -59,10 +58,11 @@ METHOD = (
     "diverges with probability 1 - (1 - p)^n at p flips per token, so flips and diverging sequences are two rates.",
     "KL is KL(uncached to cached) in nats, taken in float64.",
     "Intervals are 95 %, and sequences or problems are their unit; over conditions problems are, since conditions "
-    "share them. Shares have Wilson's, of as many tokens as the sequences are worth (Korn & Graubard 1998) and never "
-    "more than there are; means Student's t on the log; differences of accuracy that of Bonett & Price (2012). How "
-    "often each holds the truth was simulated (analysis/coverage.md).",
-    "A count of zero stands with its one-sided 95 % bound, 1 - 0.05^(1/n), which takes trials as independent.",
+    "share them. Shares have Clopper & Pearson's, of as many tokens as the sequences are worth (Korn & Graubard 1998) "
+    "and never more than there are; means Student's t on the log; differences of accuracy that of Bonett & Price "
+    "(2012). How often each holds the truth was simulated (analysis/coverage.md).",
+    "A count of zero stands with its one-sided 95 % bound, 1 - 0.05^(1/n): the share of sequences, problems or runs, "
+    "of which there are n, that may still have one. Their steps are not taken as independent.",
     "McNemar's test is exact. Over conditions, which share problems, the exact sign-flip test over problems stands in "
     "its place: a problem's lead is added up over its conditions, and its sign is a fair coin.",
     "A sample in which a number was not finite is invalid and enters no figure: the argmax of NaN is no agreement.",
@@ -149,8 +149,9 @@ def _write_causes(study: Study) -> list[Block]:
     if not rows:
         return []
     text = (
-        "Steps with other bits, in the plain arms and with both arms through one program, the cache on (aligned: runs "
-        "and gates), and how many times as far from float64 one plain arm is as the other (median over steps). "
+        "Problems with other bits at some step, in the plain arms and with both arms through one program, the cache on "
+        "(aligned: runs and gates; of several, which share problems, the one that says most), and how many times as "
+        "far from float64 one plain arm is as the other (median over steps). "
         "rounding: the plain arms differ, aligned they do not, both plain arms are about equally far from float64, in "
         "fp32 too, and the difference falls from 16 bits to fp32 as the dtypes' units do; or the full gate passed. "
         f"fault: they differ aligned too, or in some precision one plain arm is over {FACTOR:g} times as far as the "
@@ -191,7 +192,7 @@ def write_ties(study: Study) -> list[Block]:
         if not ties["count"]:
             without.append(found["tokens"])
             continue
-        steps = format_counted_share(share(ties["count"], found["tokens"]))
+        steps = f"{ties['count']} of {found['tokens']}"
         rows.append([condition["name"], steps, f"{ties['flips']} of {found['flips']['count']}"])
         listed += [
             [condition["name"], str(tie["problem"]), str(tie["step"]), "flip" if tie["flip"] else "no flip"]
@@ -201,8 +202,7 @@ def write_ties(study: Study) -> list[Block]:
         return []
     text = "Two best logits that are equal have margin 0; the lowest token id wins in both arms."
     if without:
-        none = format_counted_share(share(0, sum(without)))
-        text += f" In {len(without)} of {len(without) + len(rows)} runs no step is a tie: {none}."
+        text += f" In {len(without)} of {len(without) + len(rows)} runs none of {sum(without)} steps is a tie."
     blocks: list[Block] = [Heading("Exact ties", 3), Paragraph(text)]
     if listed:
         shown = Table(["run", "problem", "step", "outcome"], listed[:TIES_SHOWN])

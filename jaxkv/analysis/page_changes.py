@@ -30,10 +30,11 @@ METHOD = (
     "another cache: it first follows the clean arm's tokens (KL, agreement), then runs freely (scores, tokens).",
     "Perplexity feeds the text's own tokens one by one through the cache. Along a text, `static` hands every layer "
     "the clean run's inputs, `accumulated` runs blocks of tokens, `decode` one token at a time.",
-    "Intervals are 95 %, over problems with all their seeds. A count of zero stands with its one-sided 95 % bound.",
+    "Intervals are 95 %, over problems with all their seeds. A count of zero stands with the one-sided 95 % bound "
+    "of the share of problems.",
     "A sample in which a number was not finite is invalid and enters no figure.",
-    "A verdict speaks of these models, tasks, devices and versions: 'holds' needs every interval on the statement's "
-    "side, 'does not hold' one wholly on the other.",
+    "A verdict speaks of this model, task, device and version. Those of one run hold their 5 % together (Holm), each "
+    "run for itself: over several runs more may be wrong.",
     "Runs of one condition that differ in their changes are joined; what they share is the same in each, bit for bit.",
 )
 

@@ -9,7 +9,6 @@ from jaxkv.analysis import document
 from jaxkv.analysis.document import Block, Bullets, Fold, Heading, Paragraph, Table
 from jaxkv.analysis.figures import draw_parity, name_group
 from jaxkv.analysis.format import format_count, format_counted_share, format_mean, format_number, format_share
-from jaxkv.analysis.summary import share
 from jaxkv.schema_parity import CELLS
 
 Study = Mapping[str, Any]
@@ -35,12 +34,11 @@ def _describe_same(found: Mapping[str, Any] | None, what: str, names: Sequence[s
     if found is None:
         return f"{what}: nothing to compare."
     if not found["first"] and not found["second"]:
-        none = share(0, found["places"])
-        return f"{what}: {format_counted_share(none)} in {names[0]} and as many in {names[1]}."
+        return f"{what}: none of {found['places']} in {names[0]} and none in {names[1]}."
+    test = "" if found["fisher_p"] is None else f"; Fisher p = {format_number(found['fisher_p'])}"
     return (
         f"{what}: {found['first']} in {names[0]}, {found['second']} in {names[1]}, {found['both']} in both of "
-        f"{found['places']} (independent: {format_number(found['expected'])}; Fisher "
-        f"p = {format_number(found['fisher_p'])})."
+        f"{found['places']} (independent: {format_number(found['expected'])}{test})."
     )
 
 

@@ -310,7 +310,7 @@ def conclude(summary: Summary) -> list[str]:
     lines.append("A patch of the residual stream at the current position leaves the K and V of earlier positions as "
                  "they are, so that what it does not close is no proof of anything by itself.")  # fmt: skip
     claim = summary["claim"]
-    lines.append(f"C5a, {RULES['C5a'].statement}: {claim['verdict']}. {claim['why']}")
+    lines.append(f"C5a, {RULES['C5a'].statement}, by this run alone: {claim['verdict']}. {claim['why']}")
     return lines + say_few(summary["problems"]["ok"])
 
 

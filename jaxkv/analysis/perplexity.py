@@ -8,7 +8,7 @@ from rich.console import Group
 
 from jaxkv.analysis import document, statistics
 from jaxkv.analysis.document import Block, Bullets, Table, to_terminal
-from jaxkv.analysis.format import format_count, format_counted_share, format_number, format_percent
+from jaxkv.analysis.format import format_bound, format_count, format_counted_share, format_number, format_percent
 from jaxkv.analysis.samples import (
     add_saturated,
     average_caches,
@@ -34,7 +34,8 @@ HEADER += ["a word", "bits a byte", "KL", "flips", "cache bits", "packed, %", "c
 NARROW = ["change", "windows", "bits", "uncached", "cached", "ratio", "KL", "flips"]
 NOTE = (
     "Perplexity a token, of the text's own tokens fed one by one through the cache, and without it. KL(uncached || "
-    "cached) in nats a token. Intervals are 95 %, over windows."
+    "cached) in nats a token. Intervals are 95 %, over windows; without a flip, the bound is of the share of "
+    "windows with one."
 )
 UNITS = "A word, bits a byte: of the cached arm; they compare across tokenizers."
 BITS = "bits: per element of the whole cache at a window's length, first, recent and pending tokens at full width."
@@ -97,7 +98,8 @@ def _summarize_change(name: str, samples: Sequence[Record]) -> dict[str, Any]:
     interval = found and [math.exp(end) for end in found.interval()]
     summary["ratio"] = {"mean": math.exp(math.fsum(gaps) / sum(tokens)), "interval": interval}
     summary["kl"] = math.fsum(s["logits"]["kl"] for s in samples) / sum(tokens)
-    summary["flips"] = clustered_share([sum(s["logits"]["flips"] for s in each) for each in windows], tokens)
+    flips = [sum(s["logits"]["flips"] for s in each) for each in windows]
+    summary["flips"] = clustered_share(flips, tokens, unit="windows")
     return summary
 
 
@@ -152,7 +154,7 @@ def _narrow_rows(summary: Summary) -> list[list[str]]:
         ratio, flips = found["ratio"], found["flips"]
         ends = "" if ratio["interval"] is None else "\n{:.6g} to\n{:.6g}".format(*ratio["interval"])
         if "upper_bound" in flips:
-            span = f"< {format_percent(flips['upper_bound'])} %"
+            span = f"< {format_bound(flips)}"
         else:
             span = f"{'..'.join(map(format_percent, flips['interval']))} %"
         perplexities = [format_number(found[arm]["perplexity"], 5) for arm in ("uncached", "cached")]

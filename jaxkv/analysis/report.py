@@ -82,15 +82,15 @@ def _headline(summary: Summary, run: Mapping[str, Any]) -> str:
     if forced:
         first += (
             "the cached arm picks another top token than the uncached one at"
-            f" {format_counted_share(forced['flips'])} teacher-forced steps, and at least once in"
-            f" {format_counted_share(forced['sequences_with_flip'])} sequences"
+            f" {format_counted_share(forced['flips'], 'teacher-forced steps')}, and at least once in"
+            f" {format_counted_share(forced['sequences_with_flip'], 'sequences')}"
         )
     else:
         first += "there are no teacher-forced steps to compare"
     if free:
-        first += f"; running free, {format_counted_share(free['diverged'])} sequences diverge"
+        first += f"; running free, {format_counted_share(free['diverged'], 'sequences')} diverge"
     beside = [
-        f"{format_counted_share(control['flips'])} steps ({LABELS[name]})"
+        f"{format_counted_share(control['flips'], 'steps')} ({LABELS[name]})"
         for name, control in reversed(controls.items())
         if control is not None
     ]
@@ -271,7 +271,7 @@ def _provenance(run: Mapping[str, Any]) -> list[str]:
 def _caveats(summary: Summary, run: Mapping[str, Any]) -> list[str]:
     notes = [
         "Intervals are 95 %. Those of per-token figures have the sequence as their unit, since its tokens are not"
-        " independent; the bounds of zero counts take tokens as independent, so read them beside the sequences.",
+        " independent; the bound of a zero is of the share of sequences.",
         "Flips per token, sequences with a flip and sequences that diverge are three rates: a sequence of n tokens"
         " diverges with probability 1 - (1 - p)^n.",
         "The uncached arm is defined by its shape; figures hold for the shapes, device and versions named here.",

@@ -1,7 +1,10 @@
-"""How every verdict comes about: one rule a statement, and the family's error held over the statements of a page.
+"""How every verdict comes about: one rule a statement, and the family's error held over the statements of a table.
 
 A judge finds how strongly the records speak for a statement and against it, as two one-sided p-values; `decide` makes
-verdicts of them, all statements of a page together. The pages print the rules from `RULES`.
+verdicts of them, all statements of a table together. The pages print the rules from `RULES`.
+
+A rule names what is counted. Trials are sequences, problems or runs, never single steps: what one step of a text does
+the next may follow, and bits that differ come in whole programs.
 """
 
 import dataclasses
@@ -12,7 +15,7 @@ from jaxkv.analysis import statistics
 from jaxkv.analysis.document import Block, Fold, Paragraph, Table
 from jaxkv.analysis.format import format_number
 
-FAMILY = 0.05  # chance that any verdict of a page is wrong by chance alone
+FAMILY = 0.05  # chance that any verdict of a table is wrong by chance alone
 HOLDS, DOES_NOT_HOLD, CANNOT_TELL = "holds", "does not hold", "cannot tell"
 ALMOST_ALL = 0.95
 ZERO_PERCENT = 0.0005
@@ -106,13 +109,14 @@ class Rule:
 ILLUSION = (  # arXiv 2604.15409
     Rule(
         "C1", "100 % of FP16 generations diverge between cache on and off, greedy too",
-        "sequences that part running free, in each FP16 condition",
+        "sequences that part running free, in each FP16 condition; a sequence is one generation",
         "95 %: a sample cannot show all, and one in twenty that agrees would pass unseen in few",
         "every sequence parts in every condition, and 95 % would give that by chance too rarely (exact)",
-        "a sequence that does not part", "all part, of too few",
+        "a sequence that ends by itself (EOS or stop string), the arms together",
+        "all part, of too few; or those that do not were cut by length, and might yet",
     ),
     Rule(
-        "C2", "cache on is more accurate, in 8 of 9 conditions (FP16)",
+        "C2", "cache on is more accurate, in most conditions (FP16; 8 of 9 in the paper)",
         "problems that one arm alone gets right, added up over FP16 conditions: exact McNemar test for one condition, "
         "for several the exact sign-flip test over problems, since conditions share them",
         "0: no difference", "the cached arm is ahead, and in more than half of the conditions",
@@ -129,15 +133,18 @@ ILLUSION = (  # arXiv 2604.15409
     ),
     Rule(
         "C3b", "in FP32 flips round to 0.0 %",
-        "flips per token in FP32, of as many tokens as the problems are worth",
-        "0.05 %: what rounds to 0.0 %, where FP16 flips more on the same problems", "below (exact)", "above (exact)",
-        "neither, or FP16 is not seen to flip more, so that nothing is tested",
+        "problems with a flip in FP32. A problem is a trial: after a first flip more may follow, and near-ties come "
+        "together. Flips per token are at most that share times the most flips that any problem has, in FP16 too, over "
+        "the tokens of a problem",
+        "0.05 % of tokens: what rounds to 0.0 %, where FP16 flips in more of the same problems", "below (exact)",
+        "flips per token above, of as many tokens as the problems are worth (Korn & Graubard)",
+        "neither, or FP16 is not seen to flip in more, so that nothing is tested",
     ),
     Rule(
-        "C3c", "in FP32 flips are exactly zero", "flips in FP32",
-        "0, of as many tokens as would show one at FP16's rate (low end of its interval)",
-        "none is seen; of these tokens alone, since no sample shows a zero of all", "one flip",
-        "none is seen, of too few tokens, or FP16 does not flip either",
+        "C3c", "in FP32 flips are exactly zero, in the problems asked", "problems with a flip in FP32, as in C3b",
+        "0, of as many problems as would show one if FP32 flipped in as many as FP16 (low end of its interval)",
+        "none is seen; of these problems alone, since no sample shows a zero of all", "one flip",
+        "none is seen, of too few problems, or FP16 does not flip either",
     ),
     Rule(
         "C4", "GQA models diverge sharply at layer 1, Gemma evenly over layers",
@@ -163,25 +170,31 @@ ILLUSION = (  # arXiv 2604.15409
     ),
     Rule(
         "C5b", "the cache is the origin of the divergence",
-        "steps with other bits where both arms run through one program with the cache on (aligned), beside the plain "
-        "arms",
-        "half of the plain share: the cache by itself makes most of it", "above: arms of one shape part too",
-        "below: without other shapes the cache does not suffice", "no aligned steps, or too few",
+        "problems with other bits at some step where both arms run through one program with the cache on (aligned), "
+        "beside the plain arms. A problem is a trial: a program's bits agree at all steps of a text, or hardly at any",
+        "half of the plain share: the cache by itself makes most of it",
+        "above, of problems and of steps, for every model and precision: arms of one shape part too",
+        "below for one: without other shapes the cache does not suffice in these programs",
+        "no aligned problem, or too few (a gate has two)",
     ),
     Rule(
-        "C6a", "deterministic within a process", "steps at which an arm run again has other bits",
-        "5 %: more would be seen", "none, of enough steps", "one step", "no arm was run again, or at too few steps",
+        "C6a", "deterministic within a process",
+        "runs in which an arm run again has other bits at some step. A run is a trial: its steps and problems come out "
+        "of one set of programs",
+        "5 % of runs: one in twenty that differs would pass unseen in few", "none, of enough runs (59 or more)",
+        "one step", "no arm was run again, or in too few runs",
     ),
     Rule(
         "C6b", "deterministic between processes: one configuration run again gives the same direction",
-        "problems with other tokens in another run of one build, which arm is ahead in each, and the doctor's "
-        "operations compiled in another process",
-        "5 % of problems", "no problem has other tokens, of enough, and no operation other bits",
-        "the other arm is ahead in another run", "too few problems, or tokens differ but not the direction",
+        "other processes of one build with other tokens, which arm is ahead in each, and the doctor's operations "
+        "compiled in another process. A process is a trial: it chooses its kernels once for all problems",
+        "5 % of processes, as C6a", "none has other tokens, of enough (59 or more), and no operation other bits",
+        "the other arm is ahead in another run", "too few processes, or tokens differ but not the direction",
     ),
     Rule(
         "C6c", "deterministic between builds: the direction is the same under other versions",
-        "as C6b, of runs that differ in versions of packages or of the device's runtime alone", "as C6b", "as C6b",
+        "as C6b, of runs that differ in versions of packages or of the device's runtime alone; a build is a trial",
+        "5 % of builds", "as C6b",
         "as C6b", "as C6b, or no other build was run",
     ),
 )  # fmt: skip
@@ -270,10 +283,11 @@ RULES: Mapping[str, Rule] = {rule.name: rule for rule in (*ILLUSION, *SHEBEL, *K
 def decide(
     claims: Sequence[Mapping[str, Any]], words: tuple[str, str], untested: str = CANNOT_TELL
 ) -> list[dict[str, Any]]:
-    """Gives statements their verdicts, all of a page together, by Holm's method.
+    """Gives statements their verdicts, all of a table together, by Holm's method.
 
     Args:
-      claims: each with its `id`, its `figure` (sentences), and `evidence`: None where no record bears on it.
+      claims: of one table, each with its `id`, its `figure` (sentences), and `evidence`: None where no record bears
+        on it.
       words: what a statement is called that the records support, and one that they refute.
       untested: what one is called that no record bears on.
 
@@ -296,7 +310,7 @@ def decide(
             elif evidence.p <= FAMILY:
                 lines.append(
                     f"by itself it would be '{side}' (p = {format_number(evidence.p)}); of the {len(tested)} "
-                    f"statements tested here so many come out by chance (Holm: p = "
+                    f"statements tested here one as clear may come out by chance (Holm: p = "
                     f"{format_number(adjusted[claim['id']])})"
                 )
         judged.append({"id": claim["id"], **found, **kept, "figure": lines})
@@ -308,7 +322,8 @@ def say_family(claims: Sequence[Mapping[str, Any]]) -> str:
     tested = sum(claim["p"] is not None for claim in claims)
     return (
         f"{len(claims)} statements are looked at, and the records bear on {tested}. A verdict stands where the chance "
-        f"that any of them is wrong is at most {100 * FAMILY:.0f} % (Holm)."
+        f"that any of this table is wrong by the draw of its trials is at most {100 * FAMILY:.0f} % (Holm over the "
+        f"{tested}; other tables, and the lines of single runs below, are judged for themselves)."
     )
 
 
@@ -320,9 +335,9 @@ def write_rules(names: Sequence[str]) -> list[Block]:
         for r in map(RULES.__getitem__, names)
     ]
     text = (
-        "A test alone is at 5 %, the level of the interval beside it; over the statements of a page Holm's method "
-        "holds the 5 % together. A statement on all conditions needs all, and one of k refutes it where its p-value "
-        "times k does."
+        "A test alone is at 5 %, the level of the interval beside it; over the statements of the table that records "
+        "bear on, Holm's method holds the 5 % together, whether or not they share problems. A statement on all "
+        "conditions needs all, and one of k refutes it where its p-value times k does."
     )
     if not rows:
         return []

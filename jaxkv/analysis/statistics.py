@@ -100,13 +100,15 @@ def _left_out(value: float, freedom: float) -> float:
     return float(special.ndtr(-value) if math.isinf(freedom) else special.stdtr(freedom, -value))
 
 
-def wilson(count: float, total: float, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """Wilson score interval of a share (Wilson 1927, eq. as in Brown, Cai & DasGupta 2001, sec. 3.1.1)."""
+def clopper_pearson(count: float, total: float, confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """Exact interval of a share (Clopper & Pearson 1934): it holds the truth at least so often, of one trial too.
+
+    Takes the trials of clusters, which are no whole number (`effective_trials`).
+    """
     _check(count, total)
-    z = _quantile((1 + confidence) / 2, math.inf)
-    center = (count + z * z / 2) / (total + z * z)
-    half = z / (total + z * z) * float(np.sqrt(count * (total - count) / total + z * z / 4))
-    return (0.0 if count == 0 else center - half, 1.0 if count == total else center + half)
+    tail = (1 - confidence) / 2
+    low = 0.0 if count <= 0 else float(special.betaincinv(count, total - count + 1, tail))
+    return low, 1.0 if count >= total else float(special.betaincinv(count + 1, total - count, 1 - tail))
 
 
 def effective_trials(counts: Array, sizes: Array, trials: float | None = None) -> float:
@@ -114,7 +116,8 @@ def effective_trials(counts: Array, sizes: Array, trials: float | None = None) -
 
     Trials over the design effect, the variance of the share from cluster to cluster over that of independent
     trials, taken as at least 1 (one cluster is worth one trial); and over the squared ratio of Student's t for so
-    few clusters to the normal quantile.
+    few clusters to the normal quantile. A share of 0 or 1 shows nothing of how its clusters differ: there each cluster
+    is one trial, as if all of its trials went one way.
 
     Args:
       counts: counted trials of each cluster (sequence), [clusters].
@@ -125,19 +128,19 @@ def effective_trials(counts: Array, sizes: Array, trials: float | None = None) -
     total, clusters = float(size.sum()), len(size)
     trials = total if trials is None else trials
     rate = float(counted.sum()) / total
-    if clusters < 2:
-        return 1.0 if 0 < rate < 1 else trials
     if not 0 < rate < 1:
-        return trials
+        return float(np.count_nonzero(size))
+    if clusters < 2:
+        return 1.0
     spread = float(np.sum((counted - rate * size) ** 2)) * clusters / (clusters - 1) / total**2
     effect = max(1.0, spread / (rate * (1 - rate) / trials))
     return trials / effect / (_quantile(0.975, clusters - 1) / _quantile(0.975, math.inf)) ** 2
 
 
 def clustered_share_interval(counts: Array, sizes: Array, trials: float | None = None) -> tuple[float, float]:
-    """Wilson interval of a share over clusters, of as many trials as they are worth (`effective_trials`)."""
+    """Exact interval of a share over clusters, of as many trials as they are worth (`effective_trials`)."""
     worth = effective_trials(counts, sizes, trials)
-    return wilson(float(np.sum(counts)) / float(np.sum(sizes)) * worth, worth)
+    return clopper_pearson(float(np.sum(counts)) / float(np.sum(sizes)) * worth, worth)
 
 
 def share_p_above(count: float, trials: float, threshold: float) -> float:

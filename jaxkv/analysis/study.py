@@ -42,7 +42,10 @@ def summarize_study(runs: Sequence[Run]) -> Summary:
         "conditions": conditions,
         "accuracy": {name: contrasts.pool_scorers(found) for name, found in by_precision.items() if found},
         "precisions": contrasts.pair_precisions([(c, s) for c, s in samples if s]),
-        "flips": {name: contrasts.count_flips(found) for name, found in by_precision.items()},
+        "flips": {
+            "fp16": contrasts.count_flips(contrasts.choose_shared(by_precision["fp16"], by_precision["fp32"])),
+            "fp32": contrasts.count_flips(by_precision["fp32"]),
+        },
         "reruns": contrasts.count_reruns(ours),
         "replicates": contrasts.find_replicates(runs),
         "processes": [_describe_device(record) for run in runs for record in run.of("doctor")],

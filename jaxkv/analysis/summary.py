@@ -1,7 +1,8 @@
 """From the records of a run to the figures of its report. A pure function of the records: same records, same summary.
 
 A share is a dict ``{"count", "total", "rate"}`` with ``interval`` ``[low, high]`` (95 %) and ``method``. A count of 0
-also has ``upper_bound``, a count of everything ``lower_bound`` (one-sided 95 %, exact for independent trials).
+also has ``upper_bound``, a count of everything ``lower_bound`` (one-sided 95 %, exact). Where trials come in clusters,
+as tokens do in sequences, ``clusters`` says how many and ``unit`` what they are; the bound is of the share of these.
 An invalid sample enters no figure but the count of invalid samples and the headroom.
 """
 
@@ -15,7 +16,8 @@ from jaxkv.analysis import cause, law, statistics
 from jaxkv.analysis.samples import collect
 from jaxkv.schemas import CONTROLS, LABEL_CHANGES, validate_sample
 
-CLUSTERED = "Wilson of as many trials as the sequences are worth (Korn & Graubard 1998)"
+EXACT = "Clopper & Pearson 1934"
+CLUSTERED = "Clopper & Pearson, of as many trials as the clusters are worth (Korn & Graubard 1998)"
 PAIRED = "paired, Bonett & Price 2012"
 TIES_LISTED = 50
 Record = Mapping[str, Any]
@@ -77,7 +79,8 @@ def _summarize_instructions(valid: Sequence[Record]) -> dict[str, Any]:
 
     def followed(scorer: str, arm: str) -> dict[str, Any] | None:
         answers = [s["arms"][arm]["scores"][scorer]["answer"] for s in valid]
-        return clustered_share([answer.count("1") for answer in answers], [len(answer) for answer in answers])
+        counts = [answer.count("1") for answer in answers]
+        return clustered_share(counts, [len(answer) for answer in answers], unit="prompts")
 
     scorers = valid[0]["arms"]["cached"]["scores"]
     return {scorer: {arm: followed(scorer, arm) for arm in ("cached", "uncached")} for scorer in scorers}
@@ -88,40 +91,57 @@ def _find_gate(run: Mapping[str, Any]) -> dict[str, Any] | None:
     return next((session["gate"] for session in run.get("sessions", []) if "gate" in session), None)
 
 
-def share(count: int, total: int, independent: int | None = None) -> dict[str, Any] | None:
-    """A share of trials with its Wilson interval; None if there were no trials.
-
-    Of a share of 0 or 1 the exact bound stands too. Both are of as many trials as are `independent`, all unless said.
-    """
+def share(count: int, total: int) -> dict[str, Any] | None:
+    """A share of independent trials with its exact interval, of 0 or 1 with its bound; None if there were no trials."""
     if total == 0:
         return None
-    trials = total if independent is None else independent
-    entry: dict[str, Any] = {"count": count, "total": total, "rate": count / total}
-    entry |= {"interval": list(statistics.wilson(count * trials / total, trials)), "method": "Wilson"}
-    bound = statistics.zero_upper_bound(trials)
-    if count == 0:
-        entry["upper_bound"] = bound
-    if count == total:
-        entry["lower_bound"] = 1 - bound
-    return entry
+    interval = list(statistics.clopper_pearson(count, total))
+    entry = {"count": count, "total": total, "rate": count / total, "interval": interval, "method": EXACT}
+    return entry | _bound(count, total, total)
+
+
+def _bound(count: int, total: int, independent: int) -> dict[str, float]:
+    bound = statistics.zero_upper_bound(independent)
+    return {"upper_bound": bound} if count == 0 else {"lower_bound": 1 - bound} if count == total else {}
 
 
 def clustered_share(
-    counts: Sequence[int], sizes: Sequence[int], independent: int | None = None
+    counts: Sequence[int], sizes: Sequence[int], independent: int | None = None, unit: str = "sequences"
 ) -> dict[str, Any] | None:
     """A share of tokens with an interval over sequences, never narrower than if tokens were independent.
+
+    None and all of the tokens say nothing of how flips cluster, so that their bound is of the share of sequences in
+    which there is one, or in which not all are.
 
     Args:
       counts: counted tokens of each sequence.
       sizes: tokens of each sequence.
-      independent: as in `share`.
+      independent: how many trials would be independent if clusters were of no account; all unless said.
+      unit: what a sequence is called.
     """
-    entry = share(int(sum(counts)), int(sum(sizes)), independent)
-    if entry is None:
+    count, total, clusters = int(sum(counts)), int(sum(sizes)), sum(size > 0 for size in sizes)
+    if total == 0:
         return None
-    entry["interval"] = list(statistics.clustered_share_interval(counts, sizes, independent))
-    entry["method"] = CLUSTERED
-    return entry
+    return {
+        "count": count,
+        "total": total,
+        "rate": count / total,
+        "interval": list(statistics.clustered_share_interval(counts, sizes, independent)),
+        "method": CLUSTERED,
+        "clusters": clusters,
+        "unit": unit,
+    } | _bound(count, total, clusters)
+
+
+def take_rest(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The share of the trials that a share does not count."""
+    turned = dict(entry) | {"count": entry["total"] - entry["count"], "rate": 1 - entry["rate"]}
+    turned["interval"] = [1 - end for end in reversed(entry["interval"])]
+    for name, other in (("upper_bound", "lower_bound"), ("lower_bound", "upper_bound")):
+        turned.pop(name, None)
+        if other in entry:
+            turned[name] = 1 - entry[other]
+    return turned
 
 
 def summarize_comparisons(pairs: Sequence[tuple[Record, Mapping[str, Any] | None]]) -> dict[str, Any] | None:
@@ -146,6 +166,7 @@ def summarize_comparisons(pairs: Sequence[tuple[Record, Mapping[str, Any] | None
         "flips": clustered_share([int(f.sum()) for f in flips], sizes),
         "sequences_with_flip": share(sum(bool(f.any()) for f in flips), len(kept)),
         "bit_equal": clustered_share([int(c.sum()) for c in column("bit_equal")], sizes),
+        "sequences_with_other_bits": share(sum(not c.all() for c in column("bit_equal")), len(kept)),
         "law": law.to_json(law.check_law([comparison for _, comparison in kept])),
         "ties": {
             "count": len(ties),
@@ -177,8 +198,10 @@ def _summarize_free_running(valid: Sequence[Record], forced: Mapping[str, Any] |
     diverged = [s["free_running"] for s in runs if s["free_running"]["diverged"]]
     after = [(d["differing_after"], d["compared_after"]) for d in diverged if d["compared_after"]]
     starts = [d["first_diverged"] for d in diverged]
+    together = [s["arms"]["cached"]["stop"] == "length" for s in runs if not s["free_running"]["diverged"]]
     summary: dict[str, Any] = {
         "diverged": share(len(diverged), len(runs)),
+        "together": {"ended": together.count(False), "cut": together.count(True)},  # cut ones might part yet
         "first_diverged": None,
         "differing_after": clustered_share([a for a, _ in after], [b for _, b in after]),
         "expected": None,
@@ -195,15 +218,14 @@ def _summarize_free_running(valid: Sequence[Record], forced: Mapping[str, Any] |
     compared = [s for s in runs if s["teacher_forced"] and s["teacher_forced"]["flip"]]
     if forced and compared and all(s["sampling"]["sampler"] == "greedy" for s in compared):
         lengths = [len(s["teacher_forced"]["flip"]) for s in compared]
-        rate, (low, high) = forced["flips"]["rate"], forced["flips"]["interval"]
+        found = forced["flips"]
         summary["expected"] = {
-            "rate": statistics.expected_divergence(rate, lengths),
-            "interval": [statistics.expected_divergence(p, lengths) for p in (low, high)],
+            "rate": statistics.expected_divergence(found["rate"], lengths),
+            "interval": [statistics.expected_divergence(p, lengths) for p in found["interval"]],
             "method": "mean of 1 - (1 - p)^n over sequences, p the flip rate per token",
         }
-        if forced["flips"]["count"] == 0:
-            bound = statistics.expected_divergence(forced["flips"]["upper_bound"], lengths)
-            summary["expected"]["upper_bound"] = bound
+        if found["count"] == 0:  # its interval and bound are those of the share of sequences with a flip already
+            summary["expected"] |= {"interval": found["interval"], "upper_bound": found["upper_bound"]}
         agrees = sum(_first_flip(s["teacher_forced"]) == s["free_running"]["first_diverged"] for s in compared)
         summary["first_flip_agrees"] = {"count": agrees, "total": len(compared)}
     return summary

@@ -11,6 +11,10 @@ from jaxkv.checkpoints import load
 from jaxkv.checkpoints.checkpoint import Checkpoint
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms, make_layout, make_rows
+from jaxkv.interventions.quantizers.base import Quantizer
+from jaxkv.interventions.quantizers.integers import Integer
+from jaxkv.interventions.quantizers.kvarn import KVarN
+from jaxkv.interventions.quantizers.turboquant import TurboQuant
 from jaxkv.tasks import arith
 
 TOKENS = 512
@@ -69,3 +73,10 @@ def on_a_grid(groups: np.ndarray, bits: int, least: float = 0.0) -> np.ndarray:
     scale = (np.maximum(high - low, np.float32(least)) / np.float32(2**bits - 1)).astype(np.float16).astype(np.float32)
     zero = low.astype(np.float16).astype(np.float32)
     return np.clip(np.round((groups - zero) / scale), 0, 2**bits - 1) * scale + zero
+
+
+def repacks_alike(quantizer: Quantizer) -> bool:
+    """Whether packing what was read back gives the same codes, for fp32 in between."""
+    if isinstance(quantizer, Integer):
+        return quantizer.bound == "whole"
+    return not isinstance(quantizer, KVarN) and not (isinstance(quantizer, TurboQuant) and quantizer.coded)

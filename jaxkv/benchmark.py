@@ -1,12 +1,19 @@
-"""Decode speed of the cached arm, beside the device's copy bandwidth and transformers, all in one run.
+"""Speed and memory of the arms. Each part of a benchmark runs in a process of its own: none holds another's memory.
 
     python -m jaxkv.benchmark --model=llama2-7b --precision=fp16 --prompt_tokens=512 --new_tokens=128
+    python -m jaxkv.benchmark aligned --model=llama2-7b --tiles=4,8,16,32
+    python -m jaxkv.benchmark uncached --checkpoint=MODEL.gguf --data=gsm8k_test.jsonl --batch_size=16
+    python -m jaxkv.benchmark quantized --model=llama2-7b --quant=kvarn:k2v2
 
-Weights are random: speed depends on shapes alone. Each engine runs in a process of its own, so that neither holds the
-other's memory.
+The first, `decode`, times the cached arm's on-device loop beside the device's copy bandwidth and transformers;
+`aligned` the loop in tiles; `uncached` a generation without a cache, by draft and check, by steps and in transformers,
+beside one with it; `quantized` the loop over a clean and a packed cache, the packing itself, and the memory of both.
+Weights are random, since speed depends on shapes alone; `uncached` takes real ones, which decide how often arms part.
 """
 
+import dataclasses
 import datetime
+import functools
 import json
 import os
 import pathlib
@@ -17,215 +24,436 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from absl import flags
+from flax import nnx
 
+from jaxkv.checkpoints import load
+from jaxkv.checkpoints.checkpoint import Checkpoint
+from jaxkv.checkpoints.fill import flat_paths
+from jaxkv.checkpoints.hf_config import transformers_config
 from jaxkv.cli import run_command
+from jaxkv.config import ModelConfig, Precision, make_precision
+from jaxkv.decode import COMPILER_OPTIONS, Arms, Layout, Rows, make_layout, make_rows, start_rollout
+from jaxkv.drafts import Forced, free_by_drafts
 from jaxkv.errors import UserError
+from jaxkv.generate import make_cache, run_cached, run_forced, run_uncached
+from jaxkv.interventions.quantized_cache import Quantization, cache_bytes, effective_bits, make_plans
+from jaxkv.interventions.quantizers import parse_cache_quant
+from jaxkv.models.decoder import Decoder
+from jaxkv.models.families import get_preset
 from jaxkv.provenance import environment, git_revision
+from jaxkv.tasks import load_task
+from jaxkv.tasks.gsm8k import PromptSpec
+from jaxkv.torch_model import TorchModel, describe_torch, import_torch
+from jaxkv.writing import write_error
 
 FLAGS = flags.FLAGS
+BLOCKS_A_RUN = 8  # blocks that one timed loop packs
+Batches = list[list[list[int]]]
+Figures = dict[str, Any]
 
 
-def define_flags() -> None:
-    """Defines the command's flags."""
-    flags.DEFINE_string("model", "llama2-7b", "Preset whose shapes to run.")
-    flags.DEFINE_list("precision", ["fp16"], "Precisions: fp16, bf16, fp32.")
-    flags.DEFINE_integer("prompt_tokens", 512, "Tokens in the prompt.", lower_bound=1)
-    flags.DEFINE_integer("new_tokens", 128, "Tokens to generate.", lower_bound=2)
-    flags.DEFINE_integer("repeats", 3, "Timed runs; the median counts.", lower_bound=1)
-    flags.DEFINE_list("engines", ["jaxkv", "transformers"], f"What to time: {', '.join(_TIMERS)}.")
-    flags.DEFINE_list("tiles", [], "Also time the aligned regime's cached step with tiles of so many rows.")
-    flags.DEFINE_string("out", None, "JSON file for the figures.")
-    flags.DEFINE_string("worker", None, "Internal: run one engine in this process and print JSON.")
+def _flag(default: Any, words: str, least: int = 1) -> Any:
+    return dataclasses.field(default=default, metadata={"help": words, "least": least})
 
 
-def median_seconds(run: Callable[[], Any], repeats: int) -> float:
-    """Median wall time of `run`, which must wait for its own result, after one run to warm up."""
-    run()
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What is measured: the flags of the same names. Properties raise UserError where a name is unknown or misfits."""
+
+    precision: str = _flag("fp16", "Precisions: fp16, bf16, fp32.")
+    model: str = _flag("llama2-7b", "Preset whose shapes to run, e.g. tiny-llama2 on a CPU.")
+    prompt_tokens: int = _flag(512, "Tokens in the prompt.")
+    new_tokens: int = _flag(128, "Tokens to generate.", 2)
+    repeats: int = _flag(3, "Timed runs; the median counts.")
+    tiles: Sequence[str] = _flag((), "Also time the aligned regime's cached step with tiles of so many rows.")
+    quant: str = _flag("kvarn:k2v2", "What is done to the cache, as --cache_quant of jaxkv.launch.")
+    memory_tokens: int = _flag(32768, "Slots of the caches whose memory is measured.")
+    checkpoint: str | None = _flag(None, "As in jaxkv.launch.")
+    data: str | None = _flag(None, "JSONL or Parquet file with GSM8K problems; the hub's test split if not set.")
+    fewshot_data: str | None = _flag(None, "File with worked examples; the hub's train split if not set.")
+    shots: int = _flag(0, "Worked examples in a prompt; 0 is the chat template, or none.", 0)
+    batch_size: int = _flag(16, "Problems decoded together.")
+    batches: int = _flag(3, "Timed batches, after one to compile and warm up.")
+
+    @property
+    def policy(self) -> Precision:
+        """How it is computed."""
+        return make_precision(self.precision)
+
+    @property
+    def config(self) -> ModelConfig:
+        """The preset's architecture, its context long enough for what is asked."""
+        config = get_preset(self.model)
+        longest = max(config.context_length, self.prompt_tokens + self.new_tokens, self.memory_tokens)
+        return dataclasses.replace(config, context_length=longest)
+
+    @property
+    def changed(self) -> Quantization:
+        """Makes the packed cache."""
+        spec = parse_cache_quant(self.quant)
+        spec.check(self.config.head_dim, self.config.context_length)
+        return Quantization(spec.stored_as(self.policy.cache))
+
+    def arms(self, packed: bool = False, tile: int | None = None) -> Arms:
+        """Arms with a clean or the packed cache; logits are not kept."""
+        changed = self.changed if packed else None
+        return Arms(self.config, self.policy, keep_logits=False, tile=tile, intervention=changed)
+
+    def prompt(self, tile: int | None = None) -> tuple[np.ndarray, Rows, Layout]:
+        """A batch of one random prompt: its token buffer, rows and shapes."""
+        prompt = np.random.default_rng(0).integers(3, self.config.vocab_size, self.prompt_tokens).tolist()
+        layout = make_layout([prompt], self.new_tokens, self.prompt_tokens, self.config, tile)
+        return *make_rows([prompt], [0], 0, layout), layout
+
+    def load(self) -> tuple[Checkpoint, Batches]:
+        """The checkpoint and the prompts of the first problems, of which the first batch is there to warm up."""
+        if self.checkpoint is None:
+            raise UserError("this benchmark needs real weights; give --checkpoint")
+        model = load(self.checkpoint, precision=self.policy)
+        style: Any = "few_shot" if self.shots else "chat" if model.tokenizer.has_chat_template else "zero_shot"
+        spec = PromptSpec(style, self.shots, None)
+        task = load_task("gsm8k", data=self.data, fewshot_data=self.fewshot_data, spec=spec)
+        prompts = []
+        for problem in task.problems[: (self.batches + 1) * self.batch_size]:
+            prompt = task.prompt(problem)
+            prompts.append(model.tokenizer.encode(prompt) if isinstance(prompt, str) else model.tokenizer.chat(prompt))
+        return model, [prompts[i : i + self.batch_size] for i in range(0, len(prompts), self.batch_size)]
+
+
+def sorted_seconds(run: Callable[..., Any], repeats: int, prepare: Callable[[], Any] = tuple) -> list[float]:
+    """Wall times of `run`, least first, after one run to warm up. It waits for what `run` and `prepare` give.
+
+    `prepare` makes the arguments of each run, which does not count.
+    """
     times = []
-    for _ in range(repeats):
+    for _ in range(repeats + 1):
+        arguments = jax.block_until_ready(prepare())
         begin = time.perf_counter()
-        run()
+        jax.block_until_ready(run(*arguments))
         times.append(time.perf_counter() - begin)
-    return sorted(times)[len(times) // 2]
+    return sorted(times[1:])
+
+
+def median_ms(run: Callable[..., Any], repeats: int, prepare: Callable[[], Any] = tuple) -> float:
+    """The median of `sorted_seconds` (of an even number, the upper one) in milliseconds."""
+    return 1e3 * sorted_seconds(run, repeats, prepare)[repeats // 2]
 
 
 def copy_bandwidth(bytes_each: int) -> float:
     """Bytes a second of a device-to-device copy, read plus written: the best of ten, by a memory copy or a kernel."""
-    import jax
-    import jax.numpy as jnp
-
     source = jnp.arange(bytes_each // 4, dtype=jnp.uint32)
-    best = float("inf")
-    for copy in (jax.jit(lambda x: x ^ jnp.uint32(1)), lambda x: jnp.array(x, copy=True)):
-        jax.block_until_ready(copy(source))
-        for _ in range(10):
-            begin = time.perf_counter()
-            jax.block_until_ready(copy(source))
-            best = min(best, time.perf_counter() - begin)
-    return 2 * source.nbytes / best
+    copies = (jax.jit(lambda x: x ^ jnp.uint32(1)), lambda x: jnp.array(x, copy=True))
+    return 2 * source.nbytes / min(sorted_seconds(copy, 10, lambda: (source,))[0] for copy in copies)
 
 
-def time_jaxkv(
-    model: str, precision_name: str, prompt_tokens: int, new_tokens: int, repeats: int, tiles: Sequence[int] = ()
-) -> dict[str, Any]:
-    """Times the cached arm's on-device loop; see `main` for the figures."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from flax import nnx
+def time_tiles(work: Work, state: nnx.State, tile: int) -> float:
+    """Milliseconds of a step of the cached arm in the aligned regime."""
+    arms = work.arms(tile=tile)
+    tokens, rows, layout = work.prompt(tile)
 
-    from jaxkv.cache import empty_cache
-    from jaxkv.checkpoints.fill import flat_paths
-    from jaxkv.config import make_precision
-    from jaxkv.decode import Arms, make_layout, make_rows, start_rollout
-    from jaxkv.models.decoder import Decoder
-    from jaxkv.models.families import get_preset
+    def loop(run: Any, cache: Any, end: int = layout.prompt + work.new_tokens) -> Any:
+        return arms.tile_loop(state, run, rows, end, cache, False, False, tile=tile)
 
-    config, precision = get_preset(model), make_precision(precision_name)
+    def prepare() -> Any:
+        return loop(start_rollout(arms, tokens, rows, layout), make_cache(arms, rows, layout), layout.prompt + 1)
+
+    return median_ms(loop, work.repeats, prepare) / (work.new_tokens - 1)
+
+
+def time_steps(work: Work, packed: bool = False) -> Figures:
+    """Times the cached arm's loop, plain and in tiles, beside the copy bandwidth and the bytes that a step reads."""
+    arms = work.arms(packed)
     bandwidth = copy_bandwidth(1 << 32 if jax.default_backend() != "cpu" else 1 << 29)
-    arms = Arms(config, precision, keep_logits=False)
-    state = arms.prepare(nnx.split(Decoder(config, precision, nnx.Rngs(0)))[1])
-    prompt = np.random.default_rng(0).integers(3, config.vocab_size, prompt_tokens).tolist()
-    layout = make_layout([prompt], new_tokens, prompt_tokens, config)
-    tokens, rows = make_rows([prompt], [0], 0, layout)
-    end = layout.prompt + new_tokens
+    state = arms.prepare(nnx.split(Decoder(work.config, work.policy, nnx.Rngs(0)))[1])
+    tokens, rows, layout = work.prompt()
 
-    def prefill():
-        cache = empty_cache(config, precision, 1, layout.slots)
-        return jax.block_until_ready(arms.prefill(state, jnp.asarray(tokens[:, : layout.prefill]), rows, cache))
+    def prefill() -> Any:
+        return arms.prefill(state, jnp.asarray(tokens[:, : layout.prefill]), rows, make_cache(arms, rows, layout))
 
-    loops = []
+    def prepare() -> Any:
+        return *prefill(), start_rollout(arms, tokens, rows, layout)
 
-    def run():
-        logits, cache = prefill()
-        start = jax.block_until_ready(start_rollout(arms, tokens, rows, layout))
-        begin = time.perf_counter()
-        jax.block_until_ready(arms.cached_loop(state, logits, start, rows, end, cache))
-        loops.append(time.perf_counter() - begin)
+    def loop(logits: Any, cache: Any, start: Any) -> Any:
+        return arms.cached_loop(state, logits, start, rows, layout.prompt + work.new_tokens, cache)
 
-    def time_aligned(tile: int) -> float:
-        """Seconds a step of the aligned cached arm."""
-        arms = Arms(config, precision, keep_logits=False, tile=tile)
-        layout = make_layout([prompt], new_tokens, prompt_tokens, config, tile)
-        tokens, rows = make_rows([prompt], [0], 0, layout)
-        loops = []
-
-        def run():
-            cache = empty_cache(config, precision, 1, layout.slots)
-            start = start_rollout(arms, tokens, rows, layout)
-            first = arms.tile_loop(state, start, rows, layout.prompt + 1, cache, False, False, tile=tile)
-            jax.block_until_ready(first)
-            begin = time.perf_counter()
-            jax.block_until_ready(arms.tile_loop(state, first[0], rows, end, first[1], False, False, tile=tile))
-            loops.append(time.perf_counter() - begin)
-
-        median_seconds(run, repeats)
-        return sorted(loops[1:])[repeats // 2] / (new_tokens - 1)
-
-    median_seconds(run, repeats)
-    step = sorted(loops[1:])[repeats // 2] / (new_tokens - 1)
+    # The loop takes one step less than it fills slots: the first comes from the prefill's logits.
+    step = median_ms(loop, work.repeats, prepare) / (work.new_tokens - 1)
     weights = sum(x.nbytes for x in jax.tree.leaves(state))
-    if not config.tie_embeddings:
+    if not work.config.tie_embeddings:
         weights -= flat_paths(state)["embed"].get_value().nbytes  # one row of it is read
-    cache = (
-        2
-        * config.num_layers
-        * layout.slots
-        * config.num_kv_heads
-        * config.head_dim
-        * jnp.dtype(precision.cache).itemsize
-    )
+    cache = cache_bytes(jax.eval_shape(lambda: make_cache(arms, rows, layout)))
     return {
-        "engine": "jaxkv",
-        "device": jax.devices()[0].device_kind,
-        "versions": {"jax": jax.__version__},
-        "ms_a_step": 1e3 * step,
-        "tokens_a_second": 1 / step,
-        "aligned_ms_a_step": {tile: 1e3 * time_aligned(tile) for tile in tiles},
-        "prefill_ms": 1e3 * median_seconds(prefill, repeats),
+        "ms_a_step": step,
+        "tokens_a_second": 1e3 / step,
+        "aligned_ms_a_step": {tile: time_tiles(work, state, int(tile)) for tile in work.tiles},
+        "prefill_ms": median_ms(prefill, work.repeats),
         "copy_bandwidth_gb_s": bandwidth / 1e9,
         "weight_bytes": weights,
         "cache_bytes": cache,
-        "weights_share_of_copy_bandwidth": weights / step / bandwidth,
-        "weights_and_cache_share_of_copy_bandwidth": (weights + cache) / step / bandwidth,
+        "weights_share_of_copy_bandwidth": 1e3 * weights / step / bandwidth,
+        "weights_and_cache_share_of_copy_bandwidth": 1e3 * (weights + cache) / step / bandwidth,
     }
 
 
-def time_transformers(
-    model: str, precision: str, prompt_tokens: int, new_tokens: int, repeats: int, tiles: Sequence[int] = ()
-) -> dict[str, Any]:
+def torch_generate(net: Any, ids: Any, mask: Any, new_tokens: int, **options: Any) -> None:
+    """Runs transformers' generate to its end; every row takes all its tokens."""
+    net.generation_config.eos_token_id = None
+    options |= {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+    with import_torch().inference_mode():
+        net.generate(ids, attention_mask=mask, **options).cpu()
+
+
+def time_transformers(work: Work) -> Figures:
     """Times transformers' generate: a static cache and torch.compile on a GPU, its defaults on a CPU."""
-    del tiles
-    import torch
+    torch = import_torch()
     import transformers
 
-    from jaxkv.checkpoints.hf_config import transformers_config
-    from jaxkv.models.families import get_preset
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[precision]
+    gpu = torch.cuda.is_available()
     torch.set_float32_matmul_precision("highest")
-    config = transformers_config(get_preset(model))
-    with torch.device(device):
+    config = transformers_config(get_preset(work.model))
+    with torch.device("cuda" if gpu else "cpu"):
+        dtype = getattr(torch, jnp.dtype(work.policy.param).name)
         net = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    net.generation_config.eos_token_id = None
-    ids = torch.randint(3, config.vocab_size, (1, prompt_tokens), device=device)
-    options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
-    if device == "cuda":
-        options["cache_implementation"] = "static"
+        ids = torch.randint(3, config.vocab_size, (1, work.prompt_tokens))
+    options = {"cache_implementation": "static"} if gpu else {}
 
     def generate(count: int) -> float:
-        def run():
-            with torch.inference_mode():
-                net.generate(ids, min_new_tokens=count, max_new_tokens=count, **options)
-            if device == "cuda":
-                torch.cuda.synchronize()
+        run = functools.partial(torch_generate, net, ids, torch.ones_like(ids), count, **options)
+        run()  # one run more to warm up, for torch.compile
+        return median_ms(run, work.repeats)
 
-        run()
-        return median_seconds(run, repeats)
+    step = (generate(work.new_tokens) - generate(1)) / (work.new_tokens - 1)
+    found = {"attention": net.config._attn_implementation, "ms_a_step": step, "tokens_a_second": 1e3 / step}
+    return found | ({"engine": "transformers (static cache, torch.compile)"} if gpu else {})
 
-    step = (generate(new_tokens) - generate(1)) / (new_tokens - 1)
+
+def time_uncached(work: Work) -> Figures:
+    """Seconds a batch of the cached arm and of the uncached one by draft and check and by steps.
+
+    All batches draft together, as a study's do; `check` is the part of it that checks the first drafts. The first draft
+    is the cached arm's own generation, which a study has anyway: the figure is given with it and without.
+
+    Raises:
+      UserError: draft and check took other tokens than stepping.
+    """
+    model, batches = work.load()
+    arms = Arms(model.config, work.policy)
+    state = arms.prepare(model.state)
+    totals: dict[str, float] = {}
+    longest = max(len(prompt) for batch in batches for prompt in batch)
+
+    def timed(name: str, run: Callable[..., Any], *args: Any) -> Any:
+        begin = time.perf_counter()
+        result = jax.block_until_ready(run(arms, state, *args))
+        totals[name] = totals.get(name, 0.0) + time.perf_counter() - begin
+        return result
+
+    def generate(batches: Batches) -> tuple[list[Any], list[Any], list[Any]]:
+        """The cached runs, the uncached ones by drafts with their counts, and those by steps."""
+        cached, forced, stepped = [], [], []
+        for prompts in batches:
+            layout = make_layout(prompts, work.new_tokens, longest, model.config)
+            tokens, rows = make_rows(prompts, list(range(len(prompts))), 0, layout)
+            cached.append(timed("cached", run_cached, tokens, rows, layout))
+            forced.append(Forced(timed("check", run_forced, cached[-1], rows, layout), rows, layout))
+            start = start_rollout(arms, tokens, rows, layout)
+            stepped.append(timed("uncached_stepwise", run_uncached, start, rows, layout))
+        return cached, timed("uncached_by_drafts", free_by_drafts, forced), stepped
+
+    generate(batches[:1])
+    totals.clear()
+    cached, free, stepped = generate(batches[1:])
+    if any(not np.array_equal(own.tokens, brute.tokens) for (own, _), brute in zip(free, stepped, strict=True)):
+        raise UserError("draft and check gave other tokens than stepping; report it")
+    parted = [np.any(own.tokens != c.tokens, axis=1) for (own, _), c in zip(free, cached, strict=True)]
+    totals["uncached_by_drafts"] += totals["check"]
+    seconds = {name: total / len(cached) for name, total in totals.items()}
+    drafts = seconds["uncached_by_drafts"]
     return {
-        "engine": "transformers (static cache, torch.compile)" if device == "cuda" else "transformers",
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "attention": net.config._attn_implementation,
-        "ms_a_step": 1e3 * step,
-        "tokens_a_second": 1 / step,
+        "longest_prompt": longest,
+        "seconds_a_batch": seconds,
+        "rows_that_part": int(np.sum(parted)),
+        "most_drafts_of_a_batch": 1 + max(count for _, count in free),
+        "drafts_over_cached": drafts / seconds["cached"],
+        "drafts_with_the_first_over_cached": 1 + drafts / seconds["cached"],
+        "stepwise_over_drafts": seconds["uncached_stepwise"] / drafts,
     }
 
 
-_TIMERS = {"jaxkv": time_jaxkv, "transformers": time_transformers}
+def time_uncached_transformers(work: Work) -> Figures:
+    """Seconds a batch of transformers' generate with use_cache=False, and with its DynamicCache.
 
-
-def run_worker(module: str, name: str, arguments: Sequence[str], **variables: str) -> dict[str, Any]:
-    """Runs a module in a process of its own and returns the JSON that it prints last.
-
-    Args:
-      module: its name.
-      name: what it measures, for the error.
-      arguments: of its command line.
-      **variables: of its environment, beside this process's.
-
-    Raises:
-      UserError: it failed.
+    Two batches, one to warm up: the time depends on shapes alone, since every row takes all its tokens.
     """
-    command = [sys.executable, "-m", module, *arguments]
+    torch = import_torch()
+    checkpoint, batches = work.load()
+    attention = "eager" if checkpoint.config.attn_softcap is not None else "sdpa"
+    model = TorchModel(checkpoint, work.policy, attention)
+    seconds: dict[str, float] = {}
+    for name, cache in (("uncached", False), ("cached", True)):
+        for prompts in batches[:2]:  # the time of the second stays
+            layout = make_layout(prompts, work.new_tokens, 1, checkpoint.config)
+            tokens, rows = make_rows(prompts, [0] * len(prompts), 0, layout)
+            mask = np.arange(layout.prompt) >= np.asarray(rows.first)[:, None]
+            begin = time.perf_counter()
+            ids, seen = (torch.tensor(x, device=model.device).long() for x in (tokens[:, : layout.prompt], mask))
+            torch_generate(model.net, ids, seen, work.new_tokens, use_cache=cache)
+            seconds[name] = time.perf_counter() - begin
+    return {"attention": attention, "seconds_a_batch": seconds}
+
+
+def time_blocks(work: Work) -> Figures:
+    """Milliseconds to pack one full block of keys and one of values in every layer that the method quantizes.
+
+    As a decode step does it: layer after layer, fp16 rows in, codes and scales written to packed storage. Blocks are
+    those of the method's windows (a KVarN tile of 128 tokens). Each round's rows differ, so that none can be reused.
+    """
+    config = work.config
+    quant, windows = work.changed.quant, config.windowed_layers
+    plans = [make_plans(quant, layer, windows, 1 << 20) for layer in range(config.num_layers)]
+    used = [plan for pair in plans for plan in pair if plan is not None]
+    blocks = {plan.window.block for plan in used}
+    if len(blocks) != 1:
+        raise UserError(f"keys and values are packed {sorted(blocks)} tokens at a time; give --quant with one block")
+    (block,) = blocks
+    shape = (1, block, config.num_kv_heads, config.head_dim)
+    keys = jax.random.split(jax.random.key(0), len(used))
+    rows = [jax.random.normal(key, shape, jnp.float32).astype(work.policy.cache) for key in keys]
+
+    def room(leaf):
+        return jnp.zeros((1, BLOCKS_A_RUN * leaf.shape[1], *leaf.shape[2:]), leaf.dtype)
+
+    empty = [jax.tree.map(room, jax.eval_shape(plan.quantizer.quantize, x)) for plan, x in zip(used, rows, strict=True)]
+
+    def loop(storage, rows, count):
+        def body(index, storage):
+            factor = 1 + index.astype(jnp.float32) / 16
+            written = []
+            for plan, x, held in zip(used, rows, storage, strict=True):
+                packed = plan.quantizer.quantize((x.astype(jnp.float32) * factor).astype(x.dtype))
+                put = jax.lax.dynamic_update_slice_in_dim
+                written.append({n: put(held[n], leaf, index * leaf.shape[1], 1) for n, leaf in packed.items()})
+            return written
+
+        return jax.lax.fori_loop(0, count, body, storage)
+
+    run = jax.jit(loop, donate_argnums=0, compiler_options=COMPILER_OPTIONS)
+    total = median_ms(run, work.repeats, lambda: (jax.tree.map(jnp.copy, empty), rows, BLOCKS_A_RUN))
+    milliseconds = total / BLOCKS_A_RUN
+    return {"block": block, "ms_a_block": milliseconds, "ms_a_token": milliseconds / block, "packings": len(used)}
+
+
+def measure_memory(work: Work) -> Figures:
+    """Bytes of both caches at `memory_tokens` slots: counted, held on the device, and of a compiled decode program."""
+    config, slots = work.config, work.memory_tokens
+    layout = Layout(1, slots // 2, slots // 2, slots, slots - slots // 2)
+    tokens, rows = make_rows([[1] * layout.prompt], [0], 0, layout)
+    device = jax.local_devices()[0]
+    found: Figures = {}
+    for name, packed in (("plain", False), ("packed", True)):
+        arms = work.arms(packed)
+        make = functools.partial(make_cache, arms, rows, layout)
+        shapes = jax.eval_shape(make)
+        figures: Figures = {"counted": cache_bytes(shapes), "bits": effective_bits(shapes, config)}
+        if device.memory_stats() is not None:
+            before = device.memory_stats()["bytes_in_use"]
+            cache = jax.block_until_ready(make())
+            figures["held"] = device.memory_stats()["bytes_in_use"] - before
+            del cache
+        logits = jax.ShapeDtypeStruct((1, config.vocab_size), work.policy.logits)
+        run = jax.eval_shape(functools.partial(start_rollout, arms, tokens, rows, layout))
+        program = arms.cached_loop.lower(arms.abstract_state, logits, run, rows, jnp.int32(slots), shapes).compile()
+        memory = program.memory_analysis()
+        for figure in ("argument", "output", "alias", "temp"):
+            figures[f"program_{figure}"] = int(getattr(memory, f"{figure}_size_in_bytes"))
+        found[name] = figures
+    return found | {"packed_over_plain": found["packed"]["counted"] / found["plain"]["counted"]}
+
+
+def compare_caches(found: dict[str, Figures]) -> Figures:
+    """What a packed cache and its packing cost beside a plain step, as far as they were measured."""
+    figures = {"packed_over_plain_step": ("packed", "ms_a_step"), "packing_over_plain_step": ("tile", "ms_a_token")}
+    known = {name: pair for name, pair in figures.items() if {"plain", pair[0]} <= found.keys()}
+    return {name: found[part][figure] / found["plain"]["ms_a_step"] for name, (part, figure) in known.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Benchmark:
+    """One of the benchmarks: its measurements, the fields of `Work` that are its flags, and defaults of its own."""
+
+    parts: dict[str, Callable[[Work], Figures]]
+    fields: tuple[str, ...]
+    defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+_SHAPE = ("model", "prompt_tokens", "new_tokens", "repeats")
+_PROMPTS = ("checkpoint", "data", "fewshot_data", "shots", "batch_size", "batches", "new_tokens")
+BENCHMARKS = {
+    "decode": Benchmark({"jaxkv": time_steps, "transformers": time_transformers}, (*_SHAPE, "tiles")),
+    "aligned": Benchmark({"jaxkv": time_steps}, (*_SHAPE, "tiles"), {"tiles": ("4", "8", "16", "32")}),
+    "uncached": Benchmark(
+        {"jaxkv": time_uncached, "transformers": time_uncached_transformers}, _PROMPTS, {"new_tokens": 256}
+    ),
+    "quantized": Benchmark(
+        {
+            "plain": time_steps,
+            "packed": functools.partial(time_steps, packed=True),
+            "tile": time_blocks,
+            "memory": measure_memory,
+        },
+        (*_SHAPE, "quant", "memory_tokens"),
+        {"new_tokens": 257},
+    ),
+}
+
+
+def define_flags(benchmark: Benchmark) -> None:
+    """Defines a benchmark's flags."""
+    for field in dataclasses.fields(Work):
+        default: Any = benchmark.defaults.get(field.name, field.default)
+        words = field.metadata["help"]
+        if field.name == "precision":
+            flags.DEFINE_list("precision", [default], words)
+        elif field.name in benchmark.fields and field.name == "tiles":
+            flags.DEFINE_list("tiles", list(default), words)
+            rule = "give numbers of rows, e.g. 4,8"
+            flags.register_validator("tiles", lambda tiles: all(t.isdecimal() and int(t) for t in tiles), rule)
+        elif field.name in benchmark.fields and field.type is int:
+            flags.DEFINE_integer(field.name, default, words, lower_bound=field.metadata["least"])
+        elif field.name in benchmark.fields:
+            flags.DEFINE_string(field.name, default, words)
+    flags.DEFINE_list("parts", list(benchmark.parts), "What to measure.")
+    flags.DEFINE_alias("engines", "parts")
+    flags.DEFINE_string("out", None, "JSON file for the figures.")
+    flags.DEFINE_string("worker", None, "Internal: run one part in this process and print JSON.")
+
+
+def describe_engine(part: str) -> Figures:
+    """What computed a part in this process, and on what."""
+    if part == "transformers":
+        return {"engine": part} | describe_torch()
+    return {"engine": "jaxkv", "device": jax.devices()[0].device_kind, "versions": {"jax": jax.__version__}}
+
+
+def run_worker(part: str, precision: str) -> Figures:
+    """Measures one part in a process of its own. Raises UserError if it failed."""
+    command = [sys.executable, "-m", "jaxkv.benchmark", *sys.argv[1:], f"--precision={precision}", f"--worker={part}"]
+    # In a worker of transformers JAX at most reads the weights; it must not take the GPU's memory for that.
+    variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if part == "transformers" else {}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=os.environ | variables)
     if done.returncode:
-        raise UserError(f"the benchmark of {name} failed with exit code {done.returncode}; see above")
+        raise UserError(f"the benchmark of {part} in {precision} failed with exit code {done.returncode}; see above")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def write_figures(path: str, module: str, results: Any) -> None:
-    """Writes a benchmark's results as JSON, with the command, date, revision and versions that they come from.
-
-    Raises:
-      UserError: the file cannot be written.
-    """
+def write_figures(path: str, results: Any) -> None:
+    """Writes results as JSON, with the command, date, revision and versions behind them; UserError if it cannot."""
     content = {
-        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", "jaxkv.benchmark", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "git": git_revision(),
         **environment(),
@@ -234,52 +462,33 @@ def write_figures(path: str, module: str, results: Any) -> None:
     try:
         pathlib.Path(path).write_text(json.dumps(content, indent=1) + "\n")
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; give --out another path") from error
+        raise write_error(pathlib.Path(path), error) from error
 
 
-def _run_engine(engine: str, precision: str) -> dict[str, Any]:
-    arguments = [f"--{name}={FLAGS[name].value}" for name in ("model", "prompt_tokens", "new_tokens", "repeats")]
-    arguments += [f"--worker={engine}", f"--precision={precision}", f"--tiles={','.join(FLAGS.tiles)}"]
-    return run_worker("jaxkv.benchmark", f"{engine} in {precision}", arguments)
-
-
-def main(argv: list[str]) -> None:
-    """Prints a line per engine and precision."""
-    del argv
-    if FLAGS.worker:
-        print(
-            json.dumps(
-                _TIMERS[FLAGS.worker](
-                    FLAGS.model,
-                    FLAGS.precision[0],
-                    FLAGS.prompt_tokens,
-                    FLAGS.new_tokens,
-                    FLAGS.repeats,
-                    [int(tile) for tile in FLAGS.tiles],
-                )
-            )
-        )
-        return
-    results = []
+def main(name: str, argv: list[str]) -> None:
+    """Prints the figures of each part, and writes them if asked."""
+    if argv[1:] not in ([], [name]):
+        raise UserError(f"'{argv[-1]}' is no benchmark; give one first: {', '.join(BENCHMARKS)}")
+    benchmark, joined = BENCHMARKS[name], name == "quantized"  # its parts make one result
+    if unknown := [part for part in FLAGS.parts if part not in benchmark.parts]:
+        raise UserError(f"--parts has no '{unknown[0]}' in {name}; known: {', '.join(benchmark.parts)}")
+    results: list[Figures] = []
     for precision in FLAGS.precision:
-        for engine in FLAGS.engines:
-            result = {"model": FLAGS.model, "precision": precision} | _run_engine(engine, precision)
-            result |= {"prompt_tokens": FLAGS.prompt_tokens, "new_tokens": FLAGS.new_tokens}
-            results.append(result)
-            line = f"{FLAGS.model} {precision} {result['engine']}: {result['ms_a_step']:.2f} ms a step"
-            if "copy_bandwidth_gb_s" in result and result["device"] != "cpu":  # there fresh pages bound it, not memory
-                line += (
-                    f", {result['weights_share_of_copy_bandwidth']:.3f} of the copy bandwidth "
-                    f"({result['copy_bandwidth_gb_s']:.0f} GB/s) for the weights alone, "
-                    f"{result['weights_and_cache_share_of_copy_bandwidth']:.3f} with the cache"
-                )
-            for tile, milliseconds in result.get("aligned_ms_a_step", {}).items():
-                line += f"; aligned at tile {tile} {milliseconds:.2f} ms"
-            print(line, flush=True)
+        settings: Figures = {"precision": precision} | {field: FLAGS[field].value for field in benchmark.fields}
+        if FLAGS.worker:
+            found = benchmark.parts[FLAGS.worker](Work(**settings))
+            print(json.dumps(describe_engine(FLAGS.worker) | found))
+            return
+        found = {}
+        for part in FLAGS.parts:
+            found[part] = run_worker(part, precision)
+            print(f"{precision} {part}: {json.dumps(found[part], indent=1)}", flush=True)
+        results += [settings | found | compare_caches(found)] if joined else [settings | x for x in found.values()]
     if FLAGS.out:
-        write_figures(FLAGS.out, "jaxkv.benchmark", results)
+        write_figures(FLAGS.out, results[0] if joined and len(results) == 1 else results)
 
 
 if __name__ == "__main__":
-    define_flags()
-    run_command(main)
+    named = sys.argv[1] if sys.argv[1:] and sys.argv[1] in BENCHMARKS else "decode"
+    define_flags(BENCHMARKS[named])
+    run_command(functools.partial(main, named))

@@ -11,6 +11,11 @@ from jaxkv.checkpoints import load
 from jaxkv.checkpoints.checkpoint import Checkpoint
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms, make_layout, make_rows
+from jaxkv.interventions.cache_errors import CacheError, make_keys, site_number
+from jaxkv.interventions.quantizers.base import Quantizer
+from jaxkv.interventions.quantizers.integers import Integer
+from jaxkv.interventions.quantizers.kvarn import KVarN
+from jaxkv.interventions.quantizers.turboquant import TurboQuant
 from jaxkv.tasks import arith
 
 TOKENS = 512
@@ -69,3 +74,21 @@ def on_a_grid(groups: np.ndarray, bits: int, least: float = 0.0) -> np.ndarray:
     scale = (np.maximum(high - low, np.float32(least)) / np.float32(2**bits - 1)).astype(np.float16).astype(np.float32)
     zero = low.astype(np.float16).astype(np.float32)
     return np.clip(np.round((groups - zero) / scale), 0, 2**bits - 1) * scale + zero
+
+
+def repacks_alike(quantizer: Quantizer) -> bool:
+    """Whether packing what was read back gives the same codes, for fp32 in between."""
+    if isinstance(quantizer, Integer):
+        return quantizer.bound == "whole"
+    return not isinstance(quantizer, KVarN) and not (isinstance(quantizer, TurboQuant) and quantizer.coded)
+
+
+def perturb(error: CacheError, rows, *, layer, side, positions, problems, seed, read_step=None):
+    """Rows [B, T, K, H] of a site with their error, drawn and put together as a cache does it."""
+    site = site_number(layer, side)
+    if not error.touches(layer, side):
+        return rows
+    if not error.random:
+        return error.change(rows, positions, None)
+    keys = make_keys(jnp.asarray(site), positions, problems, seed, read_step)
+    return error.change(rows, positions, error.sample(keys, rows.shape[2:]))

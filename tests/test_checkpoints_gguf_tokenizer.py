@@ -15,7 +15,7 @@ import transformers
 
 from jaxkv.checkpoints import gguf as reader
 from jaxkv.checkpoints.gguf_tokenizer import build_tokenizer
-from jaxkv.checkpoints.tokenizer import load_tokenizer
+from jaxkv.checkpoints.hf_tokenizer import load_tokenizer
 from jaxkv.errors import UserError
 from jaxkv.tasks import load_task
 

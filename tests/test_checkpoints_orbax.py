@@ -16,7 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from jaxkv.checkpoints import ByteTokenizer, Tokenizer, load, orbax
 from jaxkv.checkpoints.fill import flat_paths
-from jaxkv.checkpoints.tokenizer import load_tokenizer
+from jaxkv.checkpoints.hf_tokenizer import load_tokenizer
 from jaxkv.config import make_precision
 from jaxkv.errors import UserError
 from jaxkv.models.families import get_preset

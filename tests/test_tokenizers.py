@@ -20,8 +20,8 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from jaxkv.checkpoints import gguf as reader
-from jaxkv.checkpoints.hf_tokenizer import read_tokenizer
-from jaxkv.checkpoints.tokenizer import ByteTokenizer, Tokenizer, bos_template, cut_turn, load_tokenizer
+from jaxkv.checkpoints.hf_tokenizer import load_tokenizer, read_tokenizer
+from jaxkv.checkpoints.tokenizer import ByteTokenizer, Tokenizer, bos_template, cut_turn
 from jaxkv.condition import _items
 from jaxkv.decode import make_layout
 from jaxkv.errors import UserError

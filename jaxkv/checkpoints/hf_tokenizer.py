@@ -13,7 +13,7 @@ import msgspec
 
 from jaxkv import files
 from jaxkv.checkpoints.gguf_tokenizer import KEY, build_tokenizer
-from jaxkv.checkpoints.tokenizer import AnyTokenizer, ByteTokenizer, Tokenizer, check_special_ids
+from jaxkv.checkpoints.tokenizer import RULES_FILE, AnyTokenizer, ByteTokenizer, Rules, Tokenizer, check_special_ids
 from jaxkv.config import ModelConfig
 from jaxkv.errors import UserError
 
@@ -26,6 +26,7 @@ _SAMPLES = (
     "\n\n\tdef f(x):\n        return 中文 + '🙂'",
     " " * 70,
 )
+_CONVERT = "convert the checkpoint again"
 _BPE = 2  # sentencepiece's ModelType
 
 
@@ -108,6 +109,18 @@ def read_plain(directory: pathlib.Path, remedy: str = files.AGAIN) -> Any:
     ][:1] == [1]:
         hf.bos_token = hf.convert_ids_to_tokens(first["input_ids"][0])
     return hf
+
+
+def load_tokenizer(directory: str | pathlib.Path) -> AnyTokenizer:
+    """Reads what `save` wrote. Raises UserError if the directory holds no such tokenizer."""
+    path = pathlib.Path(directory)
+    rules = files.read_json(path / RULES_FILE, Rules, _CONVERT)
+    if rules.kind == "bytes":
+        return ByteTokenizer(add_bos=rules.add_bos)
+    tokenizer = Tokenizer(read_plain(path, _CONVERT), add_bos=rules.add_bos, eos_ids=rules.eos_ids)
+    if tokenizer.to_json() != msgspec.to_builtins(rules) | {"eos_ids": list(rules.eos_ids)}:
+        raise UserError(f"{path / RULES_FILE} does not fit tokenizer.json beside it; {_CONVERT}")
+    return tokenizer
 
 
 def _check_beside(directory: pathlib.Path, remedy: str = files.AGAIN) -> None:

@@ -11,12 +11,11 @@ import msgspec
 from jaxkv import files
 from jaxkv.errors import UserError
 
-_OURS = "jaxkv_tokenizer.json"
+RULES_FILE = "jaxkv_tokenizer.json"
 # Special tokens that end a turn in the models here, also where their files do not say so.
 TURN_ENDS = frozenset(
     ("</s>", "<eos>", "<end_of_turn>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 )
-_CONVERT = "convert the checkpoint again"
 _NO_TEMPLATE = "this checkpoint has no chat template; use plain prompts or an instruction-tuned checkpoint"
 
 Id = Annotated[int, msgspec.Meta(ge=0)]
@@ -139,7 +138,7 @@ class Tokenizer:
           UserError: tokenizer.json has no way to say what this one does.
         """
         write_transformers(self.hf, directory)
-        (pathlib.Path(directory) / _OURS).write_text(json.dumps(self.to_json()))
+        (pathlib.Path(directory) / RULES_FILE).write_text(json.dumps(self.to_json()))
 
 
 class ByteTokenizer:
@@ -201,7 +200,7 @@ class ByteTokenizer:
         """Writes the rules into a directory; `load_tokenizer` reads them."""
         path = pathlib.Path(directory)
         path.mkdir(parents=True, exist_ok=True)
-        (path / _OURS).write_text(json.dumps(self.to_json()))
+        (path / RULES_FILE).write_text(json.dumps(self.to_json()))
 
 
 AnyTokenizer = Tokenizer | ByteTokenizer
@@ -283,17 +282,3 @@ def _byte_letters() -> list[str]:
     prints = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in prints else next(others)) for byte in range(256)]
-
-
-def load_tokenizer(directory: str | pathlib.Path) -> AnyTokenizer:
-    """Reads what `save` wrote. Raises UserError if the directory holds no such tokenizer."""
-    path = pathlib.Path(directory)
-    rules = files.read_json(path / _OURS, Rules, _CONVERT)
-    if rules.kind == "bytes":
-        return ByteTokenizer(add_bos=rules.add_bos)
-    from jaxkv.checkpoints.hf_tokenizer import read_plain
-
-    tokenizer = Tokenizer(read_plain(path, _CONVERT), add_bos=rules.add_bos, eos_ids=rules.eos_ids)
-    if tokenizer.to_json() != msgspec.to_builtins(rules) | {"eos_ids": list(rules.eos_ids)}:
-        raise UserError(f"{path / _OURS} does not fit tokenizer.json beside it; {_CONVERT}")
-    return tokenizer

@@ -68,7 +68,15 @@ def site_number(layer: int, side: str) -> int:
 def make_keys(
     site: jax.Array, positions: jax.Array, problems: jax.Array, seed: jax.Array | int, read_step: Any = None
 ) -> jax.Array:
-    """Keys [B, T] of the noise at a site (`site_number`); the other arguments as in `CacheError.perturb`."""
+    """Keys [B, T] of the noise at a site.
+
+    Args:
+      site: of `site_number`.
+      positions: [B, T] int32 absolute, -1 where a slot is empty.
+      problems: [B] int32.
+      seed: int32 scalar.
+      read_step: int32 scalar that counts reads, for errors redrawn at each; None for those frozen at write.
+    """
     base = jax.random.key(seed, impl="threefry2x32")
 
     def make(problem, position):
@@ -219,43 +227,14 @@ class CacheError:
         """Whether any row of a layer's keys ('k') or values ('v') is changed."""
         return side in self.side and bool(_inside(self.layers, layer))
 
-    def perturb(
-        self,
-        rows: jax.Array,
-        *,
-        layer: int,
-        side: str,
-        positions: jax.Array,
-        problems: jax.Array,
-        seed: jax.Array | int,
-        read_step: jax.Array | int | None = None,
-    ) -> jax.Array:
-        """The rows with their error; rows of empty slots, and what is out of scope, keep their bits.
+    def change(self, rows: jax.Array, positions: jax.Array, drawn: jax.Array | None) -> jax.Array:
+        """The rows of a site that is touched with their error; those of empty slots or out of scope keep their bits.
 
         Args:
           rows: [B, T, K, H] of the cache's dtype, as they are to enter it, or as they lie in it if redrawn.
-          layer: of the rows.
-          side: 'k' or 'v'.
           positions: [B, T] int32 absolute, -1 where a slot is empty.
-          problems: [B] int32, keys of the noise.
-          seed: int32 scalar.
-          read_step: int32 scalar that counts reads, for errors redrawn at each; None for those frozen at write.
-
-        Raises:
-          ValueError: a read step for a frozen error or none for a redrawn one, or an unknown side.
+          drawn: what `sample` gave for the site, None for laws that draw nothing.
         """
-        site = site_number(layer, side)
-        if self.redrawn == (read_step is None):
-            raise ValueError(f"draw={self.draw} and read_step {read_step} do not go together")
-        if not self.touches(layer, side):
-            return rows
-        if not self.random:
-            return self.change(rows, positions, None)
-        keys = make_keys(jnp.asarray(site), positions, problems, seed, read_step)
-        return self.change(rows, positions, self.sample(keys, rows.shape[2:]))
-
-    def change(self, rows: jax.Array, positions: jax.Array, drawn: jax.Array | None) -> jax.Array:
-        """As `perturb`, of a site that is touched, from what `sample` gave for it, None for laws that draw nothing."""
         wide = jnp.promote_types(rows.dtype, jnp.float32)
         x = rows.astype(wide)
         if drawn is not None:

@@ -81,12 +81,6 @@ class Window:
         base = jnp.minimum(prompt, written) if self.from_prompt else self.first
         return self.first, jnp.maximum(base, base + (written - base - self.recent) // self.block * self.block)
 
-    def cache_bits(self, written: int, body_bits: float, prompt: int = 0, exact_bits: float = 16) -> float:
-        """Bits per element of a whole cache of `written` tokens, windows and pending tokens counted at 16 bits."""
-        start, end = self.packed(written, prompt)
-        packed = max(0, min(int(end), written) - start)
-        return (packed * body_bits + (written - packed) * exact_bits) / written
-
 
 @dataclasses.dataclass(frozen=True)
 class Quantizer(abc.ABC):
@@ -115,11 +109,6 @@ class Quantizer(abc.ABC):
     def rotated(self) -> bool | jax.Array:
         """Whether the cache holds rotated heads; an array where that is a traced field."""
         return False
-
-    @property
-    def fixed_point(self) -> bool:
-        """Whether packing what was read back gives the same codes, for fp32 in between."""
-        return True
 
     @property
     def window(self) -> Window:
@@ -183,10 +172,6 @@ class Quantizer(abc.ABC):
     def name(self) -> str:
         """For messages."""
         return type(self).__name__.lower()
-
-    def approximate(self, x: jax.Array) -> jax.Array:
-        """What becomes of x [B, S, K, H], unrotated, fp32: rotated, packed, read and rotated back."""
-        return self.rotate(self.dequantize(self.quantize(self.rotate(x.astype(jnp.float32)))))
 
 
 def nbytes(packed: Any) -> int:

@@ -39,10 +39,6 @@ class Integer(base.Quantizer):
         return f"int{self.bits}"
 
     @property
-    def fixed_point(self) -> bool:
-        return self.bound == "whole"
-
-    @property
     def _bound(self) -> float:
         return 2 ** (self.bits - 1) - (1 if self.bound == "whole" else 0.5)
 

@@ -121,10 +121,6 @@ class KVarN(base.Quantizer):
         return self.hadamard
 
     @property
-    def fixed_point(self) -> bool:
-        return False
-
-    @property
     def window(self) -> base.Window:
         return base.Window(first=128, block=self.tile)
 

@@ -57,10 +57,6 @@ class Requantize(base.Quantizer):
         return "hf"
 
     @property
-    def fixed_point(self) -> bool:
-        return True  # for the same tokens; more tokens shift the groups that are counted from the end
-
-    @property
     def window(self) -> base.Window:
         return base.Window(block=self.every, from_prompt=True)
 

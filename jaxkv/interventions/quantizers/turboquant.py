@@ -85,10 +85,6 @@ class TurboQuant(base.Quantizer):
     def rotated(self) -> bool:
         return self.coded and self.hadamard
 
-    @property
-    def fixed_point(self) -> bool:
-        return not self.coded
-
     def exact_layers(self, num_layers: int) -> frozenset[int]:
         edge = min(self.edges, num_layers // 2)
         return frozenset(range(edge)) | frozenset(range(num_layers - edge, num_layers))

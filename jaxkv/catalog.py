@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jaxkv.condition import OWN_PRECISIONS, TEXT_EXPERIMENT, Study
+from jaxkv.loading import Study
+from jaxkv.options import DOCTOR, OWN_PRECISIONS, TEXT_EXPERIMENT
 
 ACCUMULATED = ("kvarn:k2v2", "kivi:k2v2", "quarot:2")  # the 2-bit methods of the seed study, if none is asked for
 
@@ -34,7 +35,7 @@ def _run_divergence(study: Study, done: Done) -> Batches:
 
         return run_torch_divergence(
             study.checkpoint, study.precision, study.sampler, study.items, study.spec, study.task,
-            study.settings["attention"], problems,
+            study.options.run.attention, problems,
         )  # fmt: skip
     from jaxkv.experiments.divergence import run_divergence
 
@@ -82,7 +83,7 @@ def _run_drift(study: Study, done: Done) -> Batches:
 def _run_patching(study: Study, done: Done) -> Batches:
     from jaxkv.experiments.patching import run_patching
 
-    layers, bins = study.settings["patch_layers"], study.settings["patch_bins"]
+    layers, bins = study.options.controls.patch_layers, study.options.controls.patch_bins
     return run_patching(study.plain, study.state, study.items, study.spec, done, layers, bins)
 
 
@@ -98,7 +99,7 @@ def _run_parity(study: Study, done: Done) -> Batches:
 
     problems = frozenset(problem for (problem,) in done)
     return run_parity(
-        study.plain, study.state, study.checkpoint, study.items, study.spec, study.settings["attention"], problems
+        study.plain, study.state, study.checkpoint, study.items, study.spec, study.options.run.attention, problems
     )
 
 
@@ -113,9 +114,10 @@ def _list_changes(study: Study, errors: Sequence[str] = (), quants: Sequence[str
     """The clean cache and the changes asked for, `errors` and `quants` where none is, and the seeds of the errors."""
     from jaxkv.experiments.changes import ERROR_SEEDS, make_changes, read_seeds
 
-    asked = [study.settings[name] for name in ("cache_error", "cache_quant")]
-    errors, quants = asked if any(asked) else (errors, quants)
-    seeds = read_seeds(study.settings["error_seeds"] or ERROR_SEEDS)
+    cache = study.options.cache
+    if cache.cache_error or cache.cache_quant:
+        errors, quants = cache.cache_error, cache.cache_quant
+    seeds = read_seeds(cache.error_seeds or ERROR_SEEDS)
     return make_changes(errors, quants, study.checkpoint.config), seeds
 
 
@@ -152,7 +154,7 @@ def _list_quantizers(study: Study) -> list[Any]:
 def _run_accumulation(study: Study, done: Done) -> Batches:
     from jaxkv.experiments.accumulation import read_blocks, run_accumulation
 
-    blocks = read_blocks(study.settings["blocks"])
+    blocks = read_blocks(study.options.cache.blocks)
     return run_accumulation(
         study.plain, study.state, study.items, study.spec, _list_quantizers(study), blocks, done=done
     )
@@ -161,7 +163,7 @@ def _run_accumulation(study: Study, done: Done) -> Batches:
 def _count_accumulations(study: Study) -> int:
     from jaxkv.experiments.accumulation import list_regimes, read_blocks
 
-    return len(_list_quantizers(study)) * len(list_regimes(read_blocks(study.settings["blocks"])))
+    return len(_list_quantizers(study)) * len(list_regimes(read_blocks(study.options.cache.blocks)))
 
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -175,3 +177,4 @@ EXPERIMENTS: dict[str, Experiment] = {
     TEXT_EXPERIMENT: _of_changes(_run_perplexity, _list_changes),
     "accumulation": Experiment(_run_accumulation, _count_accumulations),
 }
+NAMES = (*EXPERIMENTS, DOCTOR)

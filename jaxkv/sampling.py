@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.errors import UserError, nearest
+from jaxkv.options import TEMPERATURES
 
 KINDS = ("greedy", "temperature", "top_k", "top_p")
-# Beyond them logits / temperature is infinite in float32 for large logits, or lost in the noise for all.
-TEMPERATURES = (1e-4, 1e4)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""One condition of a study: from settings to a finished run directory. The command's flags are in `launch`."""
+"""One condition of a study: from options to a finished run directory. The command's flags are in `launch`."""
 
 import dataclasses
 import pathlib
@@ -9,27 +9,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxkv.catalog import EXPERIMENTS, Batches
-from jaxkv.condition import (
-    Settings,
-    Study,
-    describe_device,
-    load_study,
-    make_provenance,
-    make_run_config,
-    read_precision,
-    run_path,
-)
+from jaxkv.condition import read_precision, run_path
 from jaxkv.config import Precision
 from jaxkv.errors import UserError
+from jaxkv.loading import Study, load_study
+from jaxkv.options import DOCTOR, Options, to_flagfile
 from jaxkv.programs import release_programs
 from jaxkv.provenance import environment, git_revision, hash_tokens
 from jaxkv.records import RunDirectory, check_place, read_run
+from jaxkv.run_config import describe_device, make_provenance, make_run_config
 from jaxkv.writing import check_writable
 
-REPEATED = ("cache_error", "cache_quant")  # flags whose values hold commas of their own
 
-
-def run_study(settings: Settings) -> pathlib.Path:
+def run_study(options: Options) -> pathlib.Path:
     """Runs one condition, or what is missing of it, and prints its table. Returns its directory.
 
     Raises:
@@ -38,14 +30,14 @@ def run_study(settings: Settings) -> pathlib.Path:
     from rich.console import Console
 
     console = Console(stderr=True)
-    path = run_path(settings)
+    path = run_path(options)
     check_place(path)
     check_writable(path)
-    _set_up_jax(read_precision(settings), settings["compilation_cache"])
-    if settings["experiments"] == ["doctor"]:
-        _run_doctor(settings, path, console)
+    _set_up_jax(read_precision(options.precision), options.output.compilation_cache)
+    if options.run.experiments == (DOCTOR,):
+        _run_doctor(options, path, console)
     else:
-        _run_experiments(settings, path, console)
+        _run_experiments(options, path, console)
     _show(path)
     check_valid(path)
     return path
@@ -70,20 +62,9 @@ def _describe_fault(invalid: Mapping[str, Any]) -> str:
     return f"{invalid['op']}{layer} ({invalid['value']}, {invalid['arm']} arm)"
 
 
-def _flagfile(settings: Settings, out: pathlib.Path) -> str:
+def _flagfile(options: Options, out: pathlib.Path) -> str:
     """A flagfile that replays this run into the same directory."""
-    values = settings | {"out": str(out.resolve())}
-    for name in ("checkpoint", "data", "fewshot_data"):
-        if values[name] and pathlib.Path(values[name]).expanduser().exists():
-            values[name] = str(pathlib.Path(values[name]).expanduser().resolve())  # replays from any directory
-    given = {name: value for name, value in values.items() if value not in (None, [])}
-    lines = []
-    for name, value in given.items():
-        if name in REPEATED:
-            lines += [f"--{name}={one}" for one in value]
-        else:
-            lines.append(f"--{name}={','.join(map(str, value)) if isinstance(value, list) else value}")
-    return "\n".join(lines) + "\n"
+    return to_flagfile(dataclasses.replace(options, output=dataclasses.replace(options.output, out=str(out.resolve()))))
 
 
 def _set_up_jax(precision: Precision, cache: str) -> None:
@@ -96,24 +77,24 @@ def _set_up_jax(precision: Precision, cache: str) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-def _run_experiments(settings: Settings, path: pathlib.Path, console: Any) -> None:
+def _run_experiments(options: Options, path: pathlib.Path, console: Any) -> None:
     begin = time.monotonic()
-    study = load_study(settings, console)
-    with RunDirectory.open(path, make_run_config(study), _flagfile(settings, path), make_provenance(study)) as run:
+    study = load_study(options, console)
+    with RunDirectory.open(path, make_run_config(study), _flagfile(options, path), make_provenance(study)) as run:
         _check_prompts(study, run)
-        asked = {name: ask(study) for name in settings["experiments"] if (ask := EXPERIMENTS[name].asked)}
+        asked = {name: ask(study) for name in options.run.experiments if (ask := EXPERIMENTS[name].asked)}
         if asked:
             run.record_provenance({"asked": asked})
-        for name in settings["experiments"]:
+        for name in options.run.experiments:
             experiment = EXPERIMENTS[name]
             total = len(study.items) * experiment.count(study)
             done = frozenset(key[1:] for key in run.done_keys() if key[0] == name)
-            if name == settings["experiments"][0] and len(done) < total:
+            if name == options.run.experiments[0] and len(done) < total:
                 _run_gate(study, run)
             if done:
                 console.print(f"{len(done)} of {total} records of {name} are done already", highlight=False)
             _record(run, name, experiment.run(study, done), total, len(done), console)
-        if study.framework == "jax" and "divergence" in settings["experiments"]:
+        if study.framework == "jax" and "divergence" in options.run.experiments:
             _explain_overflow(study, run)
         run.record_provenance({"seconds": round(time.monotonic() - begin, 1)})
 
@@ -151,13 +132,13 @@ def _run_gate(study: Study, run: RunDirectory) -> None:
     if study.framework == "torch":
         run.record_provenance({"gate": {"passed": None, "why": "not applicable: PyTorch has no aligned regime here"}})
         return
-    if study.settings["gate"] == "off":
+    if study.options.controls.gate == "off":
         return
     from jaxkv.experiments.gate import run_gate
 
-    aligned, problems = study.aligned, study.settings["gate_problems"]
+    aligned, problems = study.aligned, study.options.controls.gate_problems
     with study.console.status("gate: aligned arms, bit for bit"):
-        plain = study.plain if study.settings["gate"] == "full" else None
+        plain = study.plain if study.options.controls.gate == "full" else None
         found = run_gate(aligned, aligned, study.state, study.items, study.spec, problems, plain=plain)
     run.record_provenance({"gate": found})
 
@@ -170,7 +151,9 @@ def _explain_overflow(study: Study, run: RunDirectory) -> None:
     from jaxkv.experiments.overflow import describe_remedy, find_remedy
 
     def make(parts: Mapping[str, str]) -> tuple[Any, Any]:
-        tried = dataclasses.replace(study, precision=read_precision({**study.settings, **parts}))
+        tried = dataclasses.replace(
+            study, precision=read_precision(dataclasses.replace(study.options.precision, **parts))
+        )
         return tried.arms, tried.arms.prepare(study.state)
 
     item = next(item for item in study.items if item.problem == records[0]["problem"])
@@ -206,12 +189,12 @@ def _record(run: RunDirectory, name: str, batches: Batches, total: int, done: in
             bars.update(bar, advance=len(records), rate=f"{', '.join(rates)} tokens/s" if rates else "")
 
 
-def _run_doctor(settings: Settings, path: pathlib.Path, console: Any) -> None:
+def _run_doctor(options: Options, path: pathlib.Path, console: Any) -> None:
     """Examines the device, once a directory."""
     from jaxkv.decode import COMPILER_OPTIONS
     from jaxkv.experiments.doctor import DoctorSpec, run_doctor
 
-    spec, seconds = DoctorSpec(), settings["doctor_seconds"]
+    spec, seconds = DoctorSpec(), options.controls.doctor_seconds
     if seconds is not None:
         spec = dataclasses.replace(spec, seconds=seconds, child_seconds=max(spec.child_seconds, seconds))
     here = environment()
@@ -223,7 +206,7 @@ def _run_doctor(settings: Settings, path: pathlib.Path, console: Any) -> None:
         "spec": spec.to_json(),
     }
     provenance = here | {"git": git_revision()}
-    with RunDirectory.open(path, config, _flagfile(settings, path), provenance) as run:
+    with RunDirectory.open(path, config, _flagfile(options, path), provenance) as run:
         if not run.done_keys():
             with console.status("examining the device, a minute or two"):
                 run.append(run_doctor(spec))

@@ -23,10 +23,11 @@ from rich.text import Text
 
 from jaxkv import stopping
 from jaxkv.cli import describe_memory
-from jaxkv.condition import Settings, name_condition, run_path
+from jaxkv.condition import name_condition, run_path
 from jaxkv.errors import UserError
 from jaxkv.files import read_json
 from jaxkv.locks import Busy, is_locked, take_lock
+from jaxkv.options import Options
 from jaxkv.records import find_foreign, fingerprint, write_atomically
 from jaxkv.study import run_study
 from jaxkv.writing import new_directories
@@ -66,18 +67,18 @@ class _Overview(msgspec.Struct):
     conditions: list[Entry]
 
 
-def sweep_path(conditions: Sequence[Settings], out: str | None) -> pathlib.Path:
+def sweep_path(conditions: Sequence[Options], out: str | None) -> pathlib.Path:
     """The sweep's directory: --out, or a name with a hash of its conditions."""
     if out:
         return pathlib.Path(out).expanduser()
     return pathlib.Path("runs") / f"sweep-{fingerprint({'runs': [run_path(one) for one in conditions]})[:8]}"
 
 
-def run_sweep(conditions: Sequence[Settings], out: str | None) -> int:
+def run_sweep(conditions: Sequence[Options], out: str | None) -> int:
     """Runs all conditions and prints the overview.
 
     Args:
-      conditions: settings of each.
+      conditions: options of each.
       out: the sweep's directory, if the user named one.
 
     Returns:
@@ -110,7 +111,7 @@ def _hold(directory: pathlib.Path) -> Iterator[None]:
             yield
 
 
-def _run_all(conditions: Sequence[Settings], directory: pathlib.Path) -> int:
+def _run_all(conditions: Sequence[Options], directory: pathlib.Path) -> int:
     paths = [run_path(one) for one in conditions]
     names = [name_condition(one) for one in conditions]
     alike = len(set(names)) < len(names)  # of several flagfiles
@@ -164,17 +165,17 @@ def _read_others(directory: pathlib.Path, entries: Sequence[Entry]) -> list[Entr
     return [entry for entry in others if (directory / entry.run).exists()]
 
 
-def _begin(name: str | None, settings: Settings, path: pathlib.Path, directory: pathlib.Path) -> Entry:
+def _begin(name: str | None, options: Options, path: pathlib.Path, directory: pathlib.Path) -> Entry:
     run = str(path.relative_to(directory)) if path.is_relative_to(directory) else str(path)
-    return Entry(name or run, settings["experiments"], run, records=_count_records(path))
+    return Entry(name or run, list(options.run.experiments), run, records=_count_records(path))
 
 
-def _run_condition(entry: Entry, settings: Settings, path: pathlib.Path) -> None:
+def _run_condition(entry: Entry, options: Options, path: pathlib.Path) -> None:
     """Runs one condition and notes how it ended."""
     begin = time.monotonic()
     print(f"{entry.name}: {', '.join(entry.experiments)}", file=sys.stderr)
     try:
-        run_study(settings)
+        run_study(options)
         entry.status = DONE
         entry.fault = entry.mendable = None
         (path / TRACEBACK).unlink(missing_ok=True)

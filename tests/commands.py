@@ -21,10 +21,10 @@ SMALL = [
 
 
 def parse(*arguments):
-    """Settings that the command makes of arguments, after those of an earlier call are forgotten."""
+    """The conditions that the command makes of arguments, after those of an earlier call are forgotten."""
     launch._forget(flags.FLAGS)
     parse_flags(["launch", *arguments])
-    return launch._settings()
+    return launch.read_options()
 
 
 def run_in_process(*arguments):

@@ -34,7 +34,7 @@ def forget_programs():
 @pytest.fixture(autouse=True)
 def own_arms():
     """A test's commands trace for themselves, as in a process of their own: it may have broken the code."""
-    from jaxkv.condition import _share_arms
+    from jaxkv.loading import _share_arms
 
     _share_arms.cache_clear()
 

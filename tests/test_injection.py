@@ -26,6 +26,7 @@ from jaxkv.experiments.changes import ERROR_SEEDS, SEED_ERRORS, SEED_QUANTS, cha
 from jaxkv.experiments.injection import run_injection
 from jaxkv.generate import run_cached_keeping
 from jaxkv.models.decoder import Decoder
+from jaxkv.options import CacheOptions, Options
 from jaxkv.records import to_plain
 from jaxkv.schema_injection import CLEAN, validate_injection
 
@@ -251,19 +252,15 @@ def test_seeds_are_different_numbers(seeds):
 
 
 def test_the_catalog_runs_what_is_asked_for_and_the_seed_study_by_default(some_records):
-    settings = {
-        "cache_error": ["normal:0,0.5", "truncate:2"],
-        "cache_quant": ["int4,first=4"],
-        "error_seeds": ["4", "5"],
-    }
+    asked = CacheOptions(("normal:0,0.5", "truncate:2"), ("int4,first=4",), error_seeds=(4, 5))
     checkpoint = types.SimpleNamespace(config=CONFIG, tokenizer=TOKENIZER)
     parts = {"arms": make_arms("greedy"), "state": make_state(), "items": make_items(), "spec": SPEC, "task": Scoring()}
-    study = types.SimpleNamespace(settings=settings, checkpoint=checkpoint, **parts)
+    study = types.SimpleNamespace(options=Options(cache=asked), checkpoint=checkpoint, **parts)
     experiment = EXPERIMENTS["injection"]
     assert experiment.count(study) * len(LENGTHS) == len(some_records)
     records = [record for part, _ in experiment.run(study, frozenset()) for record in to_plain(part)]
     assert by_key(records) == by_key(some_records)
-    study.settings = dict.fromkeys(settings)
+    study.options = Options()
     drawn = (len(SEED_ERRORS) - 1) * len(ERROR_SEEDS) + 1  # normal:0.5,0 draws nothing
     assert experiment.count(study) == 1 + len(SEED_QUANTS) + drawn
     assert set(SEED_TABLE) <= {change.name for change in make_changes(SEED_ERRORS, SEED_QUANTS)}

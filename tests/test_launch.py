@@ -107,7 +107,7 @@ MISTAKES = {
     "no problems": (["--num_problems=0"], "--num_problems=0: 0 is not an integer in the range [1, 1000000]"),
     "no such problem": (["--problems=0,1,2,3,99"], "ask for 0 to"),
     "no number of a problem": (["--problems=3,-1"], "'-1' is no whole number in the range [0, 1000000]"),
-    "a problem twice": (["--problems=3,3"], "names a problem twice"),
+    "a problem twice": (["--problems=3,3"], "--problems=3,3: names a value twice"),
     "two numbers of problems": (["--problems=3,4", "--num_problems=1"], "say different things"),
     "prompt too long": (["--max_new_tokens=600"], "--max_new_tokens=600 exceeds the context of 512"),
     "missing data": (["--data=nowhere.jsonl"], "nowhere.jsonl"),

@@ -64,12 +64,12 @@ def test_accumulation_has_a_record_for_every_regime(tmp_path, cache, capsys):
 @pytest.mark.parametrize("model", ["tiny-llama2", "smollm2-135m", "gemma3-270m", "llama2-7b"])
 def test_flagfiles_of_changes_suit_the_models(model):
     launch = pathlib.Path(__file__).parents[1] / "launch"
-    settings = parse(f"--flagfile={launch / 'quantizers.flags'}", f"--model={model}")
+    (options,) = parse(f"--flagfile={launch / 'quantizers.flags'}", f"--model={model}")
     config = get_preset(model)
-    changes = make_changes(settings["cache_error"], settings["cache_quant"], config)
+    changes = make_changes(options.cache.cache_error, options.cache.cache_quant, config)
     methods = {type(side.quantizer) for change in changes[1:] for side in (change.what.k, change.what.v)}
     assert {method.make for method in METHODS.values()} == methods
-    assert parse(f"--flagfile={launch / 'cache_errors.flags'}")["cache_quant"] == []
+    assert parse(f"--flagfile={launch / 'cache_errors.flags'}")[0].cache.cache_quant == ()
 
 
 INJECT, PERPLEX, ACCUMULATE = (f"--experiments={name}" for name in ("injection", "perplexity", "accumulation"))
@@ -78,7 +78,7 @@ MISTAKES = {
     "unknown quantizer": ([INJECT, "--cache_quant=kvran:k2v2"], "did you mean 'kvarn'"),
     "no bits": ([ACCUMULATE, "--cache_quant=kvarn"], "needs its bits after a colon"),
     "a tile that does not fit": ([INJECT, "--cache_quant=kvarn:k2v2,tile=100000"], "tile"),
-    "seeds": ([INJECT, "--error_seeds=0,0"], "--error_seeds=0,0 should be different whole numbers"),
+    "seeds": ([INJECT, "--error_seeds=0,0"], "--error_seeds=0,0: names a value twice"),
     "blocks": ([ACCUMULATE, "--blocks=0"], "--blocks=0: '0' is no whole number in the range [1, 131072]"),
     "an error without effect": (["--cache_error=normal:0,1"], "--cache_error has no effect without"),
     "a quantizer without effect": (["--cache_quant=int8"], "--cache_quant has no effect without"),

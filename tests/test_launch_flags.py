@@ -1,10 +1,12 @@
 """Flags beyond any use, flagfiles of other kinds, data that is not there: one line, once, before anything is loaded."""
 
+import math
+
 import pytest
 from commands import DATA, SMALL, parse, run_in_process
 
-from jaxkv import launch
 from jaxkv.errors import UserError
+from jaxkv.options import OPTIONS
 from jaxkv.sampling import make_sampler
 
 
@@ -47,12 +49,9 @@ def test_numbers_beyond_any_use_are_refused(name, value):
 
 
 def test_every_number_has_bounds():
-    kinds = {holder.name: launch.FLAGS[holder.name].parser for holder in launch._DEFINED}
-    found = {
-        name for name, parser in kinds.items() if hasattr(parser, "upper_bound") and parser.upper_bound is not None
-    }
-    found |= {name for name, parser in kinds.items() if getattr(parser, "_bounds", None)}
-    assert found == set(NUMBERS)
+    numbers = {option.flag: (option.low, option.high) for option in OPTIONS if option.kind in (int, float)}
+    assert set(numbers) == set(NUMBERS)
+    assert all(math.isfinite(bound) for bounds in numbers.values() for bound in bounds)
 
 
 @pytest.mark.parametrize(
@@ -133,8 +132,8 @@ def test_flagfiles_may_have_a_byte_order_mark_comments_and_others_in_them(tmp_pa
         f"\ufeff--precision=bf16\n\n# more\n--flagfile={tmp_path / 'inner.flags'}\n".encode()
     )
     for arguments in ([f"--flagfile={tmp_path / 'outer.flags'}"], ["--flagfile", str(tmp_path / "outer.flags")]):
-        settings = parse(*arguments)
-        assert (settings["precision"], settings["seed"]) == (["bf16"], 4)
+        (options,) = parse(*arguments)
+        assert (options.precision.name, options.decoding.seed) == ("bf16", 4)
     (tmp_path / "inner.flags").write_text(f"--flagfile={tmp_path / 'outer.flags'}")
     assert "names itself" in refuse(f"--flagfile={tmp_path / 'outer.flags'}")
 

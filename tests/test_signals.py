@@ -160,8 +160,8 @@ def test_a_stopped_sweep_says_what_is_left(tmp_path):
 def fake(monkeypatch):
     """Conditions that do nothing, but open their directory."""
 
-    def run_study(settings):
-        with RunDirectory.open(sweep.run_path(settings), {"precision": settings["precision"]}):
+    def run_study(options):
+        with RunDirectory.open(sweep.run_path(options), {"precision": options.precision.name}):
             pass
 
     monkeypatch.setattr(sweep, "run_study", run_study)

@@ -10,8 +10,8 @@ import pytest
 from absl import flags
 from commands import SMALL, parse, run_in_process
 
-from jaxkv import condition, launch, sweep
-from jaxkv.checks import check_condition, check_settings
+from jaxkv import launch, loading, sweep
+from jaxkv.checks import check_condition
 from jaxkv.errors import UserError
 from jaxkv.records import read_run
 
@@ -69,11 +69,11 @@ def fake(monkeypatch):
     """Conditions that end as told, by precision, and what the overview said while each ran."""
     told, seen = {}, []
 
-    def run_study(settings):
-        path = sweep.run_path(settings)
+    def run_study(options):
+        path = sweep.run_path(options)
         path.mkdir(parents=True, exist_ok=True)
         seen.append([entry["status"] for entry in overview(path.parent)[0].values()])
-        if (error := told.get(settings["precision"])) is not None:
+        if (error := told.get(options.precision.name)) is not None:
             raise error
         (path / "samples.jsonl").write_text("{}\n{}\n")
 
@@ -134,7 +134,7 @@ def test_a_stopped_sweep_says_what_it_was_at(fake, tmp_path):
 def test_a_sweep_without_a_directory_gets_one_of_its_own(fake, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     seen = []
-    monkeypatch.setattr(sweep, "run_study", lambda settings: seen.append(sweep.run_path(settings)))
+    monkeypatch.setattr(sweep, "run_study", lambda options: seen.append(sweep.run_path(options)))
     for more in ([], [], ["--seed=1"]):
         run_in_process("--precision=fp16,bf16", *more)
     made = sorted(path.name for path in (tmp_path / "runs").glob("sweep-*"))
@@ -144,9 +144,7 @@ def test_a_sweep_without_a_directory_gets_one_of_its_own(fake, tmp_path, monkeyp
 
 
 def conditions(*arguments):
-    settings = parse(*arguments)
-    check_settings(settings)
-    found = launch._conditions(settings)
+    found = launch.spread(parse(*arguments))
     for one in found:
         check_condition(one)
     return {sweep.name_condition(one): one for one in found}
@@ -160,8 +158,8 @@ def test_a_grid_has_every_combination_and_mitigations_once():
     own = ["-".join(names) for names in itertools.product(models, ("mitigations",), samplers)]
     assert list(found) == usual + own
     for name, one in found.items():
-        assert one["out"] == f"there/{name}"
-        assert one["experiments"] == (["mitigations"] if name in own else ["divergence"])
+        assert one.output.out == f"there/{name}"
+        assert one.run.experiments == (("mitigations",) if name in own else ("divergence",))
 
 
 @pytest.fixture
@@ -177,7 +175,7 @@ def test_flagfiles_are_conditions_that_share_programs(flagfiles, tmp_path, cache
     out = tmp_path / "out"
     command = [*small, cache, *(flag for flag in FEW if "num_problems" not in flag), flagfiles, f"--out={out}"]
     run_in_process(*command)
-    made = condition._share_arms.cache_info()
+    made = loading._share_arms.cache_info()
     assert (made.misses, made.hits) == (1, 1)
     entries, counts = overview(out)
     assert (list(entries), counts["done"]) == (["greedy", "other"], 2)
@@ -186,7 +184,7 @@ def test_flagfiles_are_conditions_that_share_programs(flagfiles, tmp_path, cache
         assert (sample["problem"], run["config"]["decoding"]["seed"]) == (problem, int(name == "other"))
         assert "--conditions" not in (out / name / "run.flags").read_text()
     alone = tmp_path / "alone"
-    condition._share_arms.cache_clear()
+    loading._share_arms.cache_clear()
     run_in_process(*command[:-2], f"--flagfile={tmp_path / 'other.flags'}", f"--out={alone}")
     assert (alone / "samples.jsonl").read_bytes() == (out / "other" / "samples.jsonl").read_bytes()
     capsys.readouterr()
@@ -197,13 +195,14 @@ def test_flagfiles_are_conditions_that_share_programs(flagfiles, tmp_path, cache
 def test_the_commands_flags_override_a_flagfile_and_repeated_ones_add_up(flagfiles, tmp_path):
     (tmp_path / "greedy.flags").write_text("--seed=3\n--cache_quant=int8\n--experiments=injection\n--model=a,b\n")
     parse(flagfiles, "--seed=5", "--cache_quant=k=int4;v=fp8:e4m3", "--cache_quant=int2", "--out=runs/all")
-    first, second = launch._read_flagfiles(flags.FLAGS.conditions)
-    assert (first["seed"], second["seed"]) == (5, 5)
-    assert first["cache_quant"] == ["int8", "k=int4;v=fp8:e4m3", "int2"]
-    assert first["model"] == ["a", "b"]
-    assert (first["out"], second["out"], second["problems"]) == ("runs/all/greedy", "runs/all/other", [2])
-    assert not first["conditions"]
-    outs = [one["out"] for one in launch._conditions(first)]
+    greedy, (other,) = launch.read_flagfiles(flags.FLAGS.conditions)
+    assert {one.decoding.seed for one in (*greedy, other)} == {5}
+    assert greedy[0].cache.cache_quant == ("int8", "k=int4;v=fp8:e4m3", "int2")
+    assert list(dict.fromkeys(one.model.name for one in greedy)) == ["a", "b"]
+    assert {one.output.out for one in greedy} == {"runs/all/greedy"}
+    assert (other.output.out, other.data.problems) == ("runs/all/other", (2,))
+    assert not any(one.output.conditions for one in greedy)
+    outs = [one.output.out for one in launch.spread(greedy)]
     assert outs[0] == "runs/all/greedy/a-fp16-greedy"
 
 
@@ -213,7 +212,7 @@ def test_the_commands_flags_override_a_flagfile_and_repeated_ones_add_up(flagfil
         (None, "a.flags", "a.flags: "),
         ("--no_such_flag=1", "a.flags", "Unknown command line flag 'no_such_flag'"),
         ("--conditions=b.flags", "a.flags", "names --conditions itself; list all flagfiles in the command"),
-        ("", "a.flags,a.flags", "two are called alike, and so would their runs; rename one"),
+        ("", "a.flags,./a.flags", "two are called alike, and so would their runs; rename one"),
     ],
 )
 def test_a_flagfile_that_is_none_is_one_line(tmp_path, monkeypatch, content, files, said):
@@ -230,7 +229,7 @@ def test_the_nine_conditions_have_flagfiles():
     for model, sampler in itertools.product(models, samplers):
         ((name, one),) = conditions(f"--flagfile={LAUNCH / f'{model}-{sampler}.flags'}").items()
         assert name == f"{model}-fp16-{sampler}"
-        assert (one["task"], one["max_new_tokens"]) == ("gsm8k", 256)
+        assert (one.data.task, one.decoding.max_new_tokens) == ("gsm8k", 256)
     shipped = ("tiny-llama2", "tiny-mistral", "tiny-gemma2")
     names = ["-".join(names) for names in itertools.product(shipped, ("fp16", "fp32"), samplers)]
     assert list(conditions(f"--flagfile={LAUNCH / 'paper.flags'}")) == names
@@ -241,14 +240,14 @@ def test_the_flagfiles_of_changed_caches_go_together():
     parse(
         f"--conditions={','.join(map(str, files))}", "--model=smollm2-135m", "--cache_quant=int8,first=16", "--out=all"
     )
-    found = launch._read_flagfiles(flags.FLAGS.conditions)
-    for settings in found:
-        check_settings(settings)
-        (one,) = launch._conditions(settings)
-        assert one["cache_quant"] == ["int8,first=16"]
-        assert (one["batch_size"], one["bucket"], one["max_new_tokens"]) == (32, 256, 256)  # one layout, one program
-    assert [s["out"] for s in found] == [f"all/changed-{name}" for name in ("gsm8k", "ifeval", "next_string", "text")]
-    assert [s["experiments"] for s in found] == [["injection"]] * 3 + [["perplexity"]]
+    found = [one for grid in launch.read_flagfiles(flags.FLAGS.conditions) for one in launch.spread(grid)]
+    for one in found:
+        assert one.cache.cache_quant == ("int8,first=16",)
+        sizes = (one.decoding.batch_size, one.decoding.bucket, one.decoding.max_new_tokens)
+        assert sizes == (32, 256, 256)  # one layout, one program
+    names = ("gsm8k", "ifeval", "next_string", "text")
+    assert [one.output.out for one in found] == [f"all/changed-{name}" for name in names]
+    assert [one.run.experiments for one in found] == [("injection",)] * 3 + [("perplexity",)]
 
 
 def test_the_overview_is_replaced_in_one_step(tmp_path, monkeypatch):

@@ -84,8 +84,8 @@ def test_run_flags_replay_a_torch_run(both, capsys, monkeypatch):
     ],
 )
 def test_the_uncached_arm_is_what_each_framework_usually_has(arguments, wanted):
-    (one,) = launch._conditions(parse("--framework=torch", "--precision=fp16", *arguments))
-    assert (one["uncached"], one["uncached_length"]) == wanted
+    (one,) = launch.spread(parse("--framework=torch", "--precision=fp16", *arguments))
+    assert (one.controls.uncached, one.decoding.uncached_length) == wanted
 
 
 MISTAKES = {
@@ -123,6 +123,6 @@ def test_jax_leaves_torch_its_memory(monkeypatch):
     monkeypatch.setenv(name, "")  # so that what was there comes back
     monkeypatch.delenv(name)
     for arguments, wanted in (["--framework=jax"], None), (["--framework=torch"], "false"):
-        for one in launch._conditions(parse("--precision=fp16", *arguments)):
+        for one in launch.spread(parse("--precision=fp16", *arguments)):
             check_condition(one)
         assert os.environ.get(name) == wanted

@@ -14,7 +14,6 @@ from jaxkv.schemas import DEFAULT_FRAMEWORK
 
 LOCAL = ("--out=", "--compilation_cache=")  # say where, not what
 PATHS = ("--checkpoint=", "--data=", "--fewshot_data=")
-CHANGED = ("injection", "perplexity", "accumulation")  # experiments that may change the cache
 Record = Mapping[str, Any]
 
 

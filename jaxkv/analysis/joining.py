@@ -4,8 +4,9 @@ import dataclasses
 import itertools
 from collections.abc import Container, Sequence
 
-from jaxkv.analysis.gather import CHANGED, Record, Run, name_of
+from jaxkv.analysis.gather import Record, Run, name_of
 from jaxkv.errors import UserError
+from jaxkv.options import CHANGED
 
 
 def join_runs(name: str, runs: Sequence[Run]) -> Run:

@@ -1,0 +1,216 @@
+"""A condition with its model and problems loaded, as its experiments take it.
+
+What takes long to import comes after what a typo can break.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxkv.condition import check_count, check_lengths, prompt_spec, read_precision, read_sampler, reads_text
+from jaxkv.config import Precision
+from jaxkv.options import Options
+
+LOG_SECONDS = 30.0  # between lines about a download in a log
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """What the experiments of a condition share. Programs and prepared weights are made when first asked for.
+
+    Attributes:
+      options: of the condition.
+      precision: policy.
+      checkpoint: model.
+      task: problems with prompts and scores.
+      items: the problems as token ids.
+      spec: RunSpec.
+      sampler: how tokens are chosen.
+      tile: rows of a tile in the aligned regime.
+      console: for progress.
+    """
+
+    options: Options
+    precision: Precision
+    checkpoint: Any
+    task: Any
+    items: list[Any]
+    spec: Any
+    sampler: Any
+    tile: int
+    console: Any
+
+    @property
+    def framework(self) -> str:
+        """'jax' or 'torch'."""
+        return self.options.run.framework
+
+    @functools.cached_property
+    def plain(self) -> Any:
+        """Arms of the plain regime."""
+        return self._make_arms(None)
+
+    @functools.cached_property
+    def aligned(self) -> Any:
+        """Arms of the aligned one."""
+        return self._make_arms(self.tile)
+
+    def _make_arms(self, tile: int | None) -> Any:
+        checkpoint = self.checkpoint
+        return _share_arms(checkpoint.config, self.precision, self.sampler, tuple(checkpoint.tokenizer.eos_ids), tile)
+
+    @property
+    def arms(self) -> Any:
+        """Arms of the regime asked for."""
+        return self.aligned if self.options.controls.regime == "aligned" else self.plain
+
+    @functools.cached_property
+    def state(self) -> Any:
+        """Weights as the arms take them, which the checkpoint then holds too: two copies may not fit."""
+        return self.arms.prepare_in_place(self.checkpoint.state)
+
+
+@functools.lru_cache(maxsize=2)  # the two regimes
+def _share_arms(config: Any, precision: Precision, sampler: Any, stop_ids: tuple[int, ...], tile: int | None) -> Any:
+    """Arms that conditions of one process share if they would compile the same: a program is compiled once for all."""
+    from jaxkv.decode import Arms
+
+    return Arms(config, precision, sampler, stop_ids, tile=tile)
+
+
+def load_study(options: Options, console: Any) -> Study:
+    """Loads model and problems, and finds out whether they fit together.
+
+    Raises:
+      UserError: anything the user can mend.
+    """
+    import jax
+
+    from jaxkv.checkpoints import load
+    from jaxkv.decode import make_layout
+    from jaxkv.experiments.batches import RunSpec
+    from jaxkv.models.families import get_preset
+    from jaxkv.tasks import load_task
+
+    asked, data = options.model, options.data
+    precision, sampler = read_precision(options.precision), read_sampler(options)
+    preset = get_preset(asked.name) if asked.name else None
+    source: Any = asked.checkpoint or asked.name
+    with console.status(f"loading {source}") as status, _weights_device(options):
+        checkpoint = load(
+            source, precision=precision, config=preset, revision=asked.revision, tell=_teller(console, status)
+        )
+    task: Any
+    with console.status("loading the problems"):
+        if reads_text(options):
+            task, items = _load_windows(options, checkpoint)
+        else:
+            task = load_task(
+                data.task, data=data.data, fewshot_data=data.fewshot_data, subset=data.subset,
+                spec=prompt_spec(data, checkpoint.tokenizer.has_chat_template),
+                allow_code_execution=data.allow_code_execution,
+            )  # fmt: skip
+            check_count(data, len(task.problems))
+            items = _items(task, checkpoint, data.problems or range(data.num_problems))
+    decoding, controls = options.decoding, options.controls
+    spec = RunSpec(
+        new_tokens=decoding.max_new_tokens, seed=decoding.seed, batch_size=decoding.batch_size,
+        padding=decoding.padding, bucket=decoding.bucket, uncached_length=decoding.uncached_length,
+        control_problems=controls.control_problems, uncached=controls.uncached,
+        stepwise_problems=controls.stepwise_problems, truth_problems=controls.truth_problems,
+    )  # fmt: skip
+    check_lengths(options, checkpoint.config)
+    longest = max(items, key=lambda item: len(item.prompt))
+    layout = make_layout([list(longest.prompt)], spec.new_tokens, spec.bucket, checkpoint.config)
+    _check_uncached(options, layout)
+    tile = controls.tile or (8 if jax.default_backend() == "cpu" else 16)
+    return Study(options, precision, checkpoint, task, items, spec, sampler, tile, console)
+
+
+def _teller(console: Any, status: Any) -> Callable[[str], None]:
+    """Shows how far a download is: beside the spinner, or in a log as a line now and then."""
+    if console.is_terminal:
+        return status.update
+    last = -LOG_SECONDS
+
+    def tell(text: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= LOG_SECONDS:
+            last = time.monotonic()
+            console.print(text, highlight=False, soft_wrap=True)
+
+    return tell
+
+
+def _weights_device(options: Options) -> contextlib.AbstractContextManager:
+    """Where JAX holds the weights: beside torch, which has a copy of its own, out of its way."""
+    if options.run.framework != "torch":
+        return contextlib.nullcontext()
+    import jax
+
+    from jaxkv.torch_path import find_host
+
+    return jax.default_device(find_host())
+
+
+def _check_uncached(options: Options, layout: Any) -> None:
+    """Raises UserError on an uncached length that is none of the framework's."""
+    if options.run.framework == "torch":
+        from jaxkv.torch_path import segments
+
+        segments(options.decoding.uncached_length, layout)
+    else:
+        from jaxkv.generate import uncached_lengths
+
+        uncached_lengths(options.decoding.uncached_length, layout)
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """A text in windows, in the place of a task.
+
+    Attributes:
+      windows: of jaxkv.tasks.perplexity.
+      provenance: as a task's.
+    """
+
+    windows: list[Any]
+    provenance: dict[str, Any]
+
+
+def _load_windows(options: Options, checkpoint: Any) -> tuple[Text, list[Any]]:
+    """The text's windows, and each as an item whose prompt is what it is given."""
+    from jaxkv.checkpoints.tokenizer import check_ids
+    from jaxkv.experiments.batches import Item
+    from jaxkv.experiments.perplexity import tokenize
+    from jaxkv.tasks.continuation import load_text
+    from jaxkv.tasks.perplexity import plan_windows
+
+    tokenizer = checkpoint.tokenizer
+    text, origin = load_text(options.data.data)
+    ids, ends = tokenize(tokenizer, text)
+    check_ids(ids, checkpoint.config.vocab_size, tokenizer.vocab_size, "the text")
+    context, stride = options.data.context, options.decoding.max_new_tokens
+    bos = tokenizer.bos_id if tokenizer.add_bos else None
+    windows = plan_windows(text, ids, ends, context, stride, bos)[: options.data.num_problems]
+    cut = {"context": context, "stride": stride, "bos": bos is not None}
+    items = [Item(window.index, window.context, "") for window in windows]
+    return Text(windows, {"problems": origin, "shots": None, "prompt": cut}), items
+
+
+def _items(task: Any, checkpoint: Any, chosen: Sequence[int]) -> list[Any]:
+    """The chosen problems as token ids."""
+    from jaxkv.checkpoints.tokenizer import check_ids
+    from jaxkv.experiments.batches import Item
+
+    tokenizer = checkpoint.tokenizer
+    items = []
+    for problem in (task.problems[index] for index in chosen):
+        prompt = task.prompt(problem)
+        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.chat(prompt)
+        check_ids(ids, checkpoint.config.vocab_size, tokenizer.vocab_size, f"the prompt of problem {problem.index}")
+        items.append(Item(problem.index, tuple(ids), problem.answer))
+    return items

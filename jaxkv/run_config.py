@@ -1,0 +1,125 @@
+"""What run.json says of a condition: all that decides its numbers, and what else is known of a process."""
+
+import dataclasses
+from typing import Any
+
+from jaxkv.condition import name_model, reads_text
+from jaxkv.loading import Study
+from jaxkv.provenance import environment, git_revision
+
+
+def describe_device() -> dict[str, str]:
+    """JAX's default device."""
+    import jax
+
+    device = jax.devices()[0]
+    return {
+        "platform": device.platform,
+        "kind": device.device_kind,
+        "runtime": " ".join(device.client.platform_version.split()),
+    }
+
+
+def make_provenance(study: Study) -> dict[str, Any]:
+    """What is known of this process and decides no number, or is in the config by its hash."""
+    import jax
+
+    return environment() | {
+        "git": git_revision(),
+        "checkpoint": study.checkpoint.provenance.to_json(),
+        "data": study.task.provenance,
+        "generation_config_not_applied": study.checkpoint.generation,
+        "device_count": jax.device_count(),
+        "compilation_cache": study.options.output.compilation_cache,
+    }
+
+
+def make_run_config(study: Study) -> dict[str, Any]:
+    """All that decides the numbers: contents and versions, not where files lie."""
+    here, options, task = environment(), study.options, study.task
+    data = {
+        part: {k: v for k, v in found.items() if k not in ("source", "fingerprint")}
+        for part in ("problems", "shots")
+        if (found := task.provenance[part])
+    }
+    config = {
+        "experiments": options.run.experiments,
+        "framework": study.framework,
+        "model": study.checkpoint.config.to_json() | {"name": name_model(options)},
+        "checkpoint": study.checkpoint.provenance.identity(),
+        "task": "text" if reads_text(options) else options.data.task,
+        "data": data,
+        "prompt": task.provenance["prompt"],
+        "num_problems": len(study.items),
+        "sampling": study.sampler.to_json() | {"seed": study.spec.seed},
+        "decoding": _describe_decoding(study.spec) | {"stop_ids": list(study.checkpoint.tokenizer.eos_ids)},
+        "versions": {package: here["packages"][package] for package in ("jax", "jaxlib")},
+        "variables": {k: v for k, v in here["variables"].items() if k != "JAX_PLATFORMS"},
+    }
+    if options.data.problems:
+        config["problems"] = options.data.problems
+    if "scoring" in task.provenance:
+        config["scoring"] = task.provenance["scoring"]
+    if "patching" in options.run.experiments:
+        config["patching"] = {"layers": options.controls.patch_layers, "bins": options.controls.patch_bins}
+    return config | (_torch_config(study) if study.framework == "torch" else _jax_config(study, config["decoding"]))
+
+
+def _describe_decoding(spec: Any) -> dict[str, Any]:
+    """What was run, less what decides no number of the arms."""
+    return {name: value for name, value in dataclasses.asdict(spec).items() if name != "truth_problems"}
+
+
+def _torch_config(study: Study) -> dict[str, Any]:
+    from jaxkv.torch_model import describe_torch
+    from jaxkv.torch_path import find_chooser
+
+    kind, chooser = describe_torch()["device"], find_chooser(study.sampler)
+    found = _describe_torch(study) | {
+        "precision": study.precision.to_json(),
+        "device": {"platform": "cpu" if kind == "cpu" else "gpu", "kind": kind},
+    }
+    return found if chooser.platform == "cpu" else found | {"tokens_chosen_on": chooser.device_kind}
+
+
+def _describe_torch(study: Study) -> dict[str, Any]:
+    from jaxkv.torch_model import describe_torch
+
+    found = {name: value for name, value in describe_torch().items() if name != "device"}
+    return {"attention": study.options.run.attention, "torch": found}
+
+
+def _jax_config(study: Study, decoding: dict[str, Any]) -> dict[str, Any]:
+    from jaxkv.decode import COMPILER_OPTIONS
+
+    if study.options.precision.name:
+        policies = {"precision": study.precision.to_json(), "held": _describe_held(study.arms)}
+    else:
+        policies = {"variants": _describe_variants(study)}
+    if "parity" in study.options.run.experiments:
+        policies |= _describe_torch(study)
+    return policies | {
+        # The tile is also that of the gate, of attribution and of mitigations, whatever the regime.
+        "decoding": decoding | {"regime": study.options.controls.regime, "tile": study.tile},
+        "device": describe_device(),
+        "compiler_options": COMPILER_OPTIONS,
+    }
+
+
+def _describe_held(arms: Any) -> dict[str, str]:
+    return {part: arms.held.to_json()[part] for part in ("param", "operand")}
+
+
+def _describe_variants(study: Study) -> dict[str, Any]:
+    """The policies that mitigations compare, by name."""
+    from jaxkv.decode import Arms
+    from jaxkv.experiments.mitigations import make_variants
+
+    return {
+        variant.name: {
+            "precision": variant.precision.to_json(),
+            "held": _describe_held(Arms(study.checkpoint.config, variant.precision)),
+            "tile": variant.tile,
+        }
+        for variant in make_variants(study.tile)
+    }

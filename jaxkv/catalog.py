@@ -112,13 +112,12 @@ def _list_injections(study: Study) -> tuple[list[Any], list[int]]:
 
 def _list_changes(study: Study, errors: Sequence[str] = (), quants: Sequence[str] = ()) -> tuple[list[Any], list[int]]:
     """The clean cache and the changes asked for, `errors` and `quants` where none is, and the seeds of the errors."""
-    from jaxkv.experiments.changes import ERROR_SEEDS, make_changes, read_seeds
+    from jaxkv.experiments.changes import ERROR_SEEDS, make_changes
 
     cache = study.options.cache
     if cache.cache_error or cache.cache_quant:
         errors, quants = cache.cache_error, cache.cache_quant
-    seeds = read_seeds(cache.error_seeds or ERROR_SEEDS)
-    return make_changes(errors, quants, study.checkpoint.config), seeds
+    return make_changes(errors, quants, study.checkpoint.config), list(cache.error_seeds or ERROR_SEEDS)
 
 
 def _run_injection(study: Study, done: Done) -> Batches:
@@ -152,18 +151,16 @@ def _list_quantizers(study: Study) -> list[Any]:
 
 
 def _run_accumulation(study: Study, done: Done) -> Batches:
-    from jaxkv.experiments.accumulation import read_blocks, run_accumulation
+    from jaxkv.experiments.accumulation import run_accumulation
 
-    blocks = read_blocks(study.options.cache.blocks)
-    return run_accumulation(
-        study.plain, study.state, study.items, study.spec, _list_quantizers(study), blocks, done=done
-    )
+    blocks, quantizers = study.options.cache.blocks, _list_quantizers(study)
+    return run_accumulation(study.plain, study.state, study.items, study.spec, quantizers, blocks, done=done)
 
 
 def _count_accumulations(study: Study) -> int:
-    from jaxkv.experiments.accumulation import list_regimes, read_blocks
+    from jaxkv.experiments.accumulation import list_regimes
 
-    return len(_list_quantizers(study)) * len(list_regimes(read_blocks(study.options.cache.blocks)))
+    return len(_list_quantizers(study)) * len(list_regimes(study.options.cache.blocks))
 
 
 EXPERIMENTS: dict[str, Experiment] = {

@@ -31,13 +31,9 @@ def check_condition(options: Options) -> None:
     if preset is not None and options.run.experiments != (DOCTOR,):
         check_lengths(options, preset)
     if set(CHANGED) & set(options.run.experiments):
-        from jaxkv.experiments.accumulation import read_blocks
-        from jaxkv.experiments.changes import make_changes, read_seeds
+        from jaxkv.experiments.changes import make_changes
 
         make_changes(cache.cache_error, cache.cache_quant, preset, precision)
-        read_blocks(cache.blocks)
-        if cache.error_seeds:
-            read_seeds(cache.error_seeds)
     if needs_torch(options):
         from jaxkv.torch_model import check_torch, import_torch
 

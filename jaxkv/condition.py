@@ -16,8 +16,10 @@ def read_precision(asked: PrecisionOptions) -> Precision:
     Raises:
       UserError: an unknown name.
     """
-    parts = {"residual": asked.residual, "accumulation": asked.accumulation, "cache": asked.cache}
-    return make_precision(asked.name or "fp32", **parts, scores=asked.scores)
+    return make_precision(
+        asked.name or "fp32", residual=asked.residual, accumulation=asked.accumulation, cache=asked.cache,
+        scores=asked.scores,
+    )  # fmt: skip
 
 
 def read_sampler(options: Options) -> Sampler:

@@ -26,19 +26,9 @@ from absl import flags
 from jaxkv.checkpoints.shipped import SHIPPED
 from jaxkv.checks import check_condition, check_data
 from jaxkv.cli import parse_flags, read_flagfile, run_command
-from jaxkv.condition import name_condition
+from jaxkv.condition import name_condition, reads_text
 from jaxkv.errors import UserError
-from jaxkv.options import (
-    DOCTOR,
-    OPTIONS,
-    OWN_PRECISIONS,
-    TEXT_EXPERIMENT,
-    Option,
-    Options,
-    check_options,
-    make_options,
-    needs_torch,
-)  # fmt: skip
+from jaxkv.options import DOCTOR, OPTIONS, OWN_PRECISIONS, Option, Options, check_options, make_options, needs_torch
 from jaxkv.study import run_study
 from jaxkv.sweep import run_sweep
 
@@ -66,9 +56,10 @@ class _Parser(flags.ArgumentParser):
         items = flags.ListParser().parse(argument)
         if "" in (items or [""]):
             raise ValueError("an item is empty; drop the comma too many, or leave the flag out")
-        if len(set(items)) != len(items):
+        values = [self._read(item) for item in items]
+        if len(set(values)) != len(values):
             raise ValueError("names a value twice; drop one")
-        return [self._read(item) for item in items]
+        return values
 
     def _read(self, text: str) -> str | int | float:
         option = self.option
@@ -113,8 +104,10 @@ def read_options(found: flags.FlagValues = FLAGS) -> list[Options]:
         value: Any = found[option.flag].value
         if found[option.flag].present and value == "":
             raise UserError(f"--{option.flag}= is empty; give a value or drop the flag")
-        many = option.axis is not None
-        values.append((value or [None]) if many else [tuple(value) if option.several else value])
+        if option.axis is not None:
+            values.append(value or [None])
+        else:
+            values.append([tuple(value) if option.several else value])
     grid = [make_options(chosen) for chosen in itertools.product(*values)]
     frameworks = list(dict.fromkeys(one.run.framework for one in grid))
     grid.sort(key=lambda one: frameworks.index(one.run.framework))  # which stays outermost
@@ -128,7 +121,7 @@ def _fill_usual(grid: Sequence[Options]) -> list[Options]:
         grid = [replace(one, model=replace(one.model, name="tiny-gemma2")) for one in grid]
     ours = first.model.checkpoint is None and all(one.model.name in SHIPPED for one in grid)
     task = first.data.task or ("arith" if ours else "gsm8k")
-    usual = NEW_TOKENS_OF.get(task, NEW_TOKENS) if first.run.experiments != (TEXT_EXPERIMENT,) else NEW_TOKENS
+    usual = NEW_TOKENS if reads_text(first) else NEW_TOKENS_OF.get(task, NEW_TOKENS)
     numbers, count = first.data.problems, first.data.num_problems
     if numbers and count not in (None, len(numbers)):
         raise UserError(f"--num_problems={count} and --problems of {len(numbers)} say different things; drop one")

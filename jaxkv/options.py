@@ -111,8 +111,7 @@ class ModelOptions:
     """Which model."""
 
     name: str | None = option(None, _help_model, flag="model", axis=())
-    checkpoint: str | None = option(
-        None, "Directory, .gguf file, Orbax checkpoint, hub id, or random:SEED.", path=True)
+    checkpoint: str | None = option(None, "Directory, .gguf file, Orbax checkpoint, hub id, or random:SEED.", path=True)
     revision: str | None = option(None, "Branch, tag or commit of a hub id; the commit is recorded.")
 
 
@@ -126,8 +125,7 @@ class PrecisionOptions:
     residual: str | None = option(None, "Dtype of the residual stream, if not the precision's.", choices=DTYPES)
     accumulation: str | None = option(
         None, "Dtype products are returned in; the kernel may add in a wider one.", choices=DTYPES)
-    cache: str | None = option(
-        None, "Dtype of keys and values in both arms, if not the precision's.", choices=DTYPES)
+    cache: str | None = option(None, "Dtype of keys and values in both arms, if not the precision's.", choices=DTYPES)
     scores: str | None = option(None, "Dtype of q·k up to the softmax, if not the precision's.", choices=DTYPES)
 
 
@@ -174,16 +172,13 @@ class DataOptions:
     data: str | None = option(
         None, "File with the problems, JSONL or Parquet, or with the text of next_string and perplexity; the hub's "
         "test split if not set.", path=True)
-    fewshot_data: str | None = option(
-        None, "File with worked examples; the hub's train split if not set.", path=True)
+    fewshot_data: str | None = option(None, "File with worked examples; the hub's train split if not set.", path=True)
     prompt: str = option(
         "auto", "chat, boxed (gsm8k, arith: chat with the answer in \\boxed{}), few_shot, zero_shot, or auto: chat if "
         "the tokenizer has a template, else few_shot for gsm8k and zero_shot for other tasks; always zero_shot for "
         "next_string.", choices=("auto", "chat", "boxed", "few_shot", "zero_shot"))
-    shots: int | None = option(
-        None, "Worked examples in the prompt: 8 for few_shot, 0 for others if not set.", 0, 100)
-    shots_seed: int | None = option(
-        None, "Chooses the worked examples; the first ones if not set.", *SEEDS)
+    shots: int | None = option(None, "Worked examples in the prompt: 8 for few_shot, 0 for others if not set.", 0, 100)
+    shots_seed: int | None = option(None, "Chooses the worked examples; the first ones if not set.", *SEEDS)
     num_problems: int = option(None, "How many problems, from the first: 100 if not set.", 1, MOST_PROBLEMS)
     problems: tuple[int, ...] = option(
         (), "Which problems, by their number in the data from 0; the first ones if not set.", 0, MOST_PROBLEMS)
@@ -226,14 +221,12 @@ class ControlOptions:
     uncached: str = option(
         None, "draft (cached arm drafts, uncached arm checks; same bits in JAX) or stepwise. draft if not set; "
         "stepwise with torch.", choices=("draft", "stepwise"))
-    stepwise_problems: int = option(
-        1, "Both forms of the uncached arm run on this many problems.", 0, MOST_PROBLEMS)
+    stepwise_problems: int = option(1, "Both forms of the uncached arm run on this many problems.", 0, MOST_PROBLEMS)
     control_problems: int = option(8, "The controls run on this many problems.", 0, MOST_PROBLEMS)
     truth_problems: int = option(
         2, "Each arm's distance to float64 on this many problems, if it fits.", 0, MOST_PROBLEMS)
     patch_layers: int = option(16, "Patching: most layers that are patched one at a time; 0 for none.", 0, 1000)
-    patch_bins: int = option(
-        4, "Patching: position bins of the layer-by-position grid; 0 for no grid.", 0, 1000)
+    patch_bins: int = option(4, "Patching: position bins of the layer-by-position grid; 0 for no grid.", 0, 1000)
     doctor_seconds: float | None = option(
         None, "The doctor begins no compilation after this, and 12 s sooner none that only fills a table up; what is "
         "missing then is listed. Chosen for a minute in all if not set: where kernels are autotuned, on a GPU, a whole "
@@ -246,8 +239,7 @@ class OutputOptions:
 
     out: str | None = option(
         None, "Run directory, or that of a sweep; a name with a hash under runs/ if not set.", incidental=True)
-    compilation_cache: str = option(
-        "~/.cache/jaxkv/xla", "Where to keep compiled programs, or none.", incidental=True)
+    compilation_cache: str = option("~/.cache/jaxkv/xla", "Where to keep compiled programs, or none.", incidental=True)
     conditions: tuple[str, ...] = option(
         (), "Flagfiles, each a condition or a grid of them, run one after the other in one process; flags beside this "
         "one hold for all and override theirs.", incidental=True)

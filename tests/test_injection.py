@@ -22,7 +22,7 @@ from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
 from jaxkv.experiments.batches import Item, RunSpec, lay_out, plan_batches
-from jaxkv.experiments.changes import ERROR_SEEDS, SEED_ERRORS, SEED_QUANTS, change_cache, make_changes, read_seeds
+from jaxkv.experiments.changes import ERROR_SEEDS, SEED_ERRORS, SEED_QUANTS, change_cache, make_changes
 from jaxkv.experiments.injection import run_injection
 from jaxkv.generate import run_cached_keeping
 from jaxkv.models.decoder import Decoder
@@ -243,12 +243,6 @@ def test_changes_that_cannot_be_made(errors, quants, said):
     with pytest.raises(UserError) as caught:
         make_changes(errors, quants, CONFIG)
     assert said in str(caught.value)
-
-
-@pytest.mark.parametrize("seeds", [(), (1, 1), (2**31,), ("1", "x")])
-def test_seeds_are_different_numbers(seeds):
-    with pytest.raises(UserError, match=r"--error_seeds=.* should be different whole numbers"):
-        read_seeds(seeds)
 
 
 def test_the_catalog_runs_what_is_asked_for_and_the_seed_study_by_default(some_records):

@@ -104,7 +104,7 @@ MISTAKES = {
     "unknown padding": (["--padding=right"], "known: equal, left"),
     "bad length": (["--uncached_length=bucket:x"], "use padded or bucket:M"),
     "too many problems": (["--num_problems=99"], "the data has"),
-    "no problems": (["--num_problems=0"], "--num_problems=0: 0 is not an integer in the range [1, 1000000]"),
+    "no problems": (["--num_problems=0"], "--num_problems=0: '0' is no whole number in the range [1, 1000000]"),
     "no such problem": (["--problems=0,1,2,3,99"], "ask for 0 to"),
     "no number of a problem": (["--problems=3,-1"], "'-1' is no whole number in the range [0, 1000000]"),
     "a problem twice": (["--problems=3,3"], "--problems=3,3: names a value twice"),

@@ -154,3 +154,17 @@ def test_what_fails_while_it_loads_leaves_no_directory(tmp_path, monkeypatch):
         "--model=test-gemma2", "--checkpoint=./nowhere", "--precision=fp16", "--task=arith", "--compilation_cache=none"
     )
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--error_seeds=1,1",
+        "--error_seeds=-3,4,-03",
+        "--blocks=8,8",
+        "--experiments=drift,drift",
+        "--sampler=top_p,top_p",
+    ],
+)
+def test_a_value_that_stands_twice_is_refused(flag):
+    assert refuse(flag).startswith(f"flag {flag}: names a value twice")

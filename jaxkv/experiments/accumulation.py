@@ -47,17 +47,6 @@ SEGMENT_BINS = 12  # of the prompt, and of what is decoded
 Bins = list[list[int]]
 
 
-def read_blocks(given: Sequence[Any]) -> list[int]:
-    """Block sizes from numbers or their texts. Raises UserError on anything but different whole numbers from 1 on."""
-    texts = [str(block).strip() for block in given]
-    blocks = [int(text) for text in texts if text.isdecimal() and int(text)]
-    if not blocks or len(set(blocks)) < len(texts):
-        raise UserError(
-            f"--blocks={','.join(texts)} should be different whole numbers of tokens, at least one, from 1 on"
-        )
-    return blocks
-
-
 def list_regimes(blocks: Sequence[int]) -> dict[str, int | None]:
     """Regime -> rows of a call, None for `static`.
 

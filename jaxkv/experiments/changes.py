@@ -122,22 +122,6 @@ def make_changes(
     return changes
 
 
-def read_seeds(given: Sequence[Any]) -> list[int]:
-    """Seeds of errors from numbers or their texts.
-
-    Raises:
-      UserError: a text that is no whole number, no seed at all, one twice, or one that does not fit 32 bits.
-    """
-    try:
-        seeds = [int(seed) for seed in given]
-    except ValueError:
-        seeds = []
-    if not seeds or len(set(seeds)) != len(seeds) or not all(-(2**31) <= seed < 2**31 for seed in seeds):
-        text = ",".join(map(str, given))
-        raise UserError(f"--error_seeds={text} should be different whole numbers of 32 bits, at least one")
-    return seeds
-
-
 def list_runs(changes: Sequence[Change], seeds: Sequence[int]) -> list[tuple[Change, int]]:
     """Each change with each of its seeds: one record a problem."""
     return [(change, seed) for change in changes for seed in change.seeds(seeds)]

@@ -11,12 +11,13 @@ from study_records import make_run, make_samples
 
 from jaxkv.analysis.document import to_markdown
 from jaxkv.analysis.experiments import EXPERIMENTS
-from jaxkv.analysis.gather import CHANGED, describe_origin
+from jaxkv.analysis.gather import describe_origin
 from jaxkv.analysis.joining import join_parts, join_runs
 from jaxkv.analysis.page import CHANGES_TITLE, TITLE, write_blocks, write_study
 from jaxkv.analysis.page_changes import DIFFERS, SECTIONS, changes_alone, list_statements
 from jaxkv.analysis.study import summarize_study
 from jaxkv.errors import UserError
+from jaxkv.options import CHANGED
 from jaxkv.report import render_claims
 
 N = 24

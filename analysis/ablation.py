@@ -14,9 +14,10 @@ from jaxkv.analysis.document import Code, Heading, Paragraph, Table, to_markdown
 from jaxkv.analysis.format import format_number, format_percent
 from jaxkv.analysis.gather import Run, describe_origin, name_of, read_runs
 from jaxkv.analysis.joining import join_runs
+from jaxkv.experiments.perplexity.record import PerplexityRecord
+from jaxkv.experiments.record_parts import CLEAN
 from jaxkv.interventions.quantizers import CacheQuant, parse_cache_quant
 from jaxkv.interventions.quantizers.kvarn import KVarN
-from jaxkv.schema_injection import CLEAN
 
 Kept = Mapping[str, Any]
 ABOUT = """Perplexity of WikiText-2's test split through a quantized cache over that without one, in windows of
@@ -42,10 +43,10 @@ def load(runs: Sequence[pathlib.Path]) -> dict[str, Kept]:
     kept = {}
     for model, members in sorted(by_model.items()):
         joined = join_runs(model, members)
-        windows: dict[str, dict[int, Mapping[str, Any]]] = {}
-        for record in joined.records:
-            if record["status"] == "ok":
-                windows.setdefault(record["change"], {})[record["problem"]] = record
+        windows: dict[str, dict[int, PerplexityRecord]] = {}
+        for record in joined.of(PerplexityRecord):
+            if record.status == "ok":
+                windows.setdefault(record.change, {})[record.problem] = record
         cells = {}
         for entry in perplexity.summarize_perplexity(joined.records, joined.run)["changes"]:
             rows = windows.get(entry["change"], {})
@@ -54,9 +55,10 @@ def load(runs: Sequence[pathlib.Path]) -> dict[str, Kept]:
                 "cache": entry.get("cache"),
                 "windows": {
                     str(index): [
-                        *(row[part] for part in ("tokens", "prompt_tokens")),
-                        *(row["nats"][arm] for arm in ("uncached", "cached")),
-                        *(row["logits"][part] for part in ("kl", "flips")),
+                        row.tokens,
+                        row.prompt_tokens,
+                        *(getattr(row.nats, arm) for arm in ("uncached", "cached")),
+                        *(getattr(row.logits, part) for part in ("kl", "flips")),
                     ]
                     for index, row in sorted(rows.items())
                 },

@@ -13,9 +13,11 @@ from jaxkv.analysis import statistics
 from jaxkv.analysis.document import Heading, Paragraph, Table, to_markdown
 from jaxkv.analysis.format import format_number, format_percent
 from jaxkv.analysis.gather import Run, drop_copies, name_of, read_runs
-from jaxkv.analysis.law import NEAR, check_law, predict
+from jaxkv.analysis.law import NEAR, check_steps, predict
 from jaxkv.analysis.svg import Chart, limits
-from jaxkv.schema_injection import CLEAN
+from jaxkv.experiments.divergence.record import DivergenceRecord
+from jaxkv.experiments.injection.record import InjectionRecord
+from jaxkv.experiments.record_parts import CLEAN, Comparison
 
 FEWEST = 16  # sequences
 LEAST = 1e-7  # flips per step; less is not drawn
@@ -52,15 +54,15 @@ class Condition:
     samples: Sequence[Mapping[str, Any]]
 
 
-def _split(run: Run) -> Iterator[tuple[str, list[Any]]]:
+def _split(run: Run) -> Iterator[tuple[str, list[Comparison]]]:
     """Comparisons of a run by the change of its cache; of 'divergence' there is one, without a change."""
-    plain = [record["teacher_forced"] for record in run.of("divergence") if record["teacher_forced"]]
+    plain = [record.teacher_forced for record in run.of(DivergenceRecord) if record.teacher_forced]
     if run.run["config"]["decoding"].get("regime", "plain") == "plain":
         yield "", plain
-    changed: dict[str, list[Any]] = {}
-    for record in run.of("injection"):
-        if record["change"] != CLEAN and record["seed"] == 0 and record["teacher_forced"]:
-            changed.setdefault(record["change"], []).append(record["teacher_forced"])
+    changed: dict[str, list[Comparison]] = {}
+    for record in run.of(InjectionRecord):
+        if record.change != CLEAN and record.seed == 0 and record.teacher_forced:
+            changed.setdefault(record.change, []).append(record.teacher_forced)
     yield from changed.items()
 
 
@@ -69,7 +71,7 @@ def load(runs: Sequence[pathlib.Path]) -> list[Condition]:
     found: dict[str, Condition] = {}
     for run in drop_copies(read_runs(runs))[0]:
         config = run.run["config"]
-        if not (run.of("divergence") or run.of("injection")):
+        if not (run.of(DivergenceRecord) or run.of(InjectionRecord)):
             continue
         model, sampler, framework = name_of(config["model"]), config["sampling"]["sampler"], config["framework"]
         precision = config["precision"]["name"]
@@ -77,7 +79,7 @@ def load(runs: Sequence[pathlib.Path]) -> list[Condition]:
             name = " ".join(filter(None, (model, precision, sampler, framework, change)))
             if len(records) < FEWEST or (name in found and len(found[name].samples) >= len(records)):
                 continue
-            samples = [{column: np.asarray(record[column]) for column in COLUMNS} for record in records]
+            samples = [{column: np.asarray(getattr(record, column)) for column in COLUMNS} for record in records]
             group = f"{model} {framework} {sampler}"
             found[name] = Condition(name, group, precision, config["device"]["kind"], samples)
     return list(found.values())
@@ -102,8 +104,7 @@ def make_rows(conditions: Sequence[Condition]) -> list[Row]:
     wide = {c.group: np.concatenate([s["margin"] for s in c.samples]) for c in conditions if c.precision == "fp32"}
     rows = []
     for condition in conditions:
-        checked = check_law(condition.samples)
-        assert checked is not None
+        checked = check_steps({name: np.concatenate([s[name] for s in condition.samples]) for name in COLUMNS})
         said = checked.prediction
         flips, sizes = [int(s["flip"].sum()) for s in condition.samples], [len(s["flip"]) for s in condition.samples]
         margins = wide.get(condition.group)

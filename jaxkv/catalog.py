@@ -37,28 +37,28 @@ def _run_divergence(study: Study, done: Done) -> Batches:
             study.checkpoint, study.precision, study.sampler, study.items, study.spec, study.task,
             study.options.run.attention, problems,
         )  # fmt: skip
-    from jaxkv.experiments.divergence import run_divergence
+    from jaxkv.experiments.divergence.run import run_divergence
 
     tokenizer = study.checkpoint.tokenizer
     return run_divergence(study.arms, study.state, study.items, study.spec, tokenizer, study.task, problems)
 
 
 def _run_attribution(study: Study, done: Done) -> Batches:
-    from jaxkv.experiments.attribution import run_attribution
+    from jaxkv.experiments.attribution.run import run_attribution
 
     return run_attribution(study.plain, study.state, study.items, study.spec, study.tile, done)
 
 
 def _count_attribution(study: Study) -> int:
     del study
-    from jaxkv.experiments.attribution import VARIANTS
+    from jaxkv.experiments.attribution.run import VARIANTS
 
     return len(VARIANTS)
 
 
 def _run_mitigations(study: Study, done: Done) -> Batches:
     """Its variants have precisions of their own, rounded from the weights in fp32."""
-    from jaxkv.experiments.mitigations import make_variants, run_mitigations
+    from jaxkv.experiments.mitigations.run import make_variants, run_mitigations
 
     checkpoint, variants = study.checkpoint, make_variants(study.tile)
     return run_mitigations(
@@ -68,20 +68,20 @@ def _run_mitigations(study: Study, done: Done) -> Batches:
 
 
 def _count_mitigations(study: Study) -> int:
-    from jaxkv.experiments.mitigations import make_variants
+    from jaxkv.experiments.mitigations.run import make_variants
 
     return len(make_variants(study.tile))
 
 
 def _run_drift(study: Study, done: Done) -> Batches:
-    from jaxkv.experiments.drift import run_drift
+    from jaxkv.experiments.drift.run import run_drift
 
     problems = frozenset(problem for (problem,) in done)
     return run_drift(study.arms, study.state, study.items, study.spec, problems)
 
 
 def _run_patching(study: Study, done: Done) -> Batches:
-    from jaxkv.experiments.patching import run_patching
+    from jaxkv.experiments.patching.run import run_patching
 
     layers, bins = study.options.controls.patch_layers, study.options.controls.patch_bins
     return run_patching(study.plain, study.state, study.items, study.spec, done, layers, bins)
@@ -89,13 +89,13 @@ def _run_patching(study: Study, done: Done) -> Batches:
 
 def _count_patches(study: Study) -> int:
     del study
-    from jaxkv.schema_patching import DIRECTIONS, PATCHES
+    from jaxkv.experiments.patching.record import DIRECTIONS, PATCHES
 
     return len(DIRECTIONS) * len(PATCHES)
 
 
 def _run_parity(study: Study, done: Done) -> Batches:
-    from jaxkv.experiments.parity import run_parity
+    from jaxkv.experiments.parity.run import run_parity
 
     problems = frozenset(problem for (problem,) in done)
     return run_parity(
@@ -121,7 +121,7 @@ def _list_changes(study: Study, errors: Sequence[str] = (), quants: Sequence[str
 
 
 def _run_injection(study: Study, done: Done) -> Batches:
-    from jaxkv.experiments.injection import run_injection
+    from jaxkv.experiments.injection.run import run_injection
 
     changes, seeds = _list_injections(study)
     tokenizer = study.checkpoint.tokenizer
@@ -129,7 +129,7 @@ def _run_injection(study: Study, done: Done) -> Batches:
 
 
 def _run_perplexity(study: Study, done: Done) -> Batches:
-    from jaxkv.experiments.perplexity import run_perplexity
+    from jaxkv.experiments.perplexity.run import run_perplexity
 
     return run_perplexity(study.arms, study.state, study.task.windows, study.spec, *_list_changes(study), done)
 
@@ -151,14 +151,14 @@ def _list_quantizers(study: Study) -> list[Any]:
 
 
 def _run_accumulation(study: Study, done: Done) -> Batches:
-    from jaxkv.experiments.accumulation import run_accumulation
+    from jaxkv.experiments.accumulation.run import run_accumulation
 
     blocks, quantizers = study.options.cache.blocks, _list_quantizers(study)
     return run_accumulation(study.plain, study.state, study.items, study.spec, quantizers, blocks, done=done)
 
 
 def _count_accumulations(study: Study) -> int:
-    from jaxkv.experiments.accumulation import list_regimes
+    from jaxkv.experiments.accumulation.run import list_regimes
 
     return len(_list_quantizers(study)) * len(list_regimes(study.options.cache.blocks))
 

@@ -6,10 +6,12 @@ another type or out of its bounds is refused by its name.
 """
 
 import contextlib
+import copy
 import errno
 import gzip
 import os
 import pathlib
+import re
 import zlib
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -130,6 +132,50 @@ def convert(value: Any, kind: type[T], where: Path, remedy: str = AGAIN) -> T:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise _misfit(error, where, remedy) from error
+
+
+def check(value: Any, kind: type[T]) -> T:
+    """A plain value as one of a type whose `__post_init__` begin their messages with the field at fault and a colon.
+
+    Raises:
+      ValueError: it is none; starts with the dotted name of the field at fault.
+    """
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        told, _, place = str(error).partition(" - at `$")
+        fields = _name_keys(re.findall(r"[^.`\[\]]+|\[.+?\]", place), value, kind, str(error))
+        if named := re.fullmatch(r"Object (missing required|contains unknown) field `(.*)`", told):
+            fields += f".{named[2]}"
+            told = "missing" if named[1] == "missing required" else "unknown field"
+        elif isinstance(error.__cause__, ValueError):
+            field, _, told = told.partition(": ")
+            fields += f".{field}" if field else ""
+        else:
+            told = re.sub(r"`float` [<>]= -?1\.79769\d+e\+308", "a finite number", told[:1].lower() + told[1:])
+        raise ValueError(f"{fields.removeprefix('.')}: {told}") from error
+
+
+def _name_keys(parts: list[str], value: Any, kind: type, said: str) -> str:
+    """The path of a fault with the keys of dicts, which msgspec writes as [...]: those without which it is another."""
+    path, whole = "", copy.deepcopy(value)
+    here = whole
+    for part in parts:
+        if part != "[...]":
+            path += part if part.startswith("[") else f".{part}"
+            here = here[int(part[1:-1]) if part.startswith("[") else part]
+            continue
+        for key, inside in list(here.items()):
+            here.clear()
+            here[key] = inside
+            try:
+                msgspec.convert(whole, kind)
+            except msgspec.ValidationError as error:
+                if str(error) == said:
+                    break
+        path += f".{key}"
+        here = here[key]
+    return path
 
 
 def _misfit(error: msgspec.ValidationError, where: Path, remedy: str) -> UserError:

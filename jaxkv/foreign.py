@@ -19,7 +19,7 @@ FILE is JSONL, one problem a line, of one engine and precision::
 
 An arm may also have `text` (what the tokens say), `stop` ("eos", "length" or "stop_string") and one of `top_logprobs`
 and `top_logits`: for each token a list of [token id, value], the largest first, as many as the engine gives. What is
-written is described in jaxkv.schema_foreign. Needs no jax.
+written is described in jaxkv.experiments.foreign.record. Needs no jax.
 """
 
 from jaxkv import stopping
@@ -33,30 +33,80 @@ import os
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, get_args
+
+from msgspec import Meta, Struct
 
 from jaxkv.analysis.metrics import free_running
 from jaxkv.errors import UserError, nearest
-from jaxkv.files import read_text
+from jaxkv.experiments.foreign.record import (
+    Digest,
+    ForeignRecord,
+    ForeignSampling,
+    Listed,
+    Stop,
+    Versions,
+    check_listed,
+)
+from jaxkv.experiments.record_parts import ARMS, Sample, require, require_length
+from jaxkv.files import check, read_text
 from jaxkv.provenance import environment, git_revision, hash_tokens, sha256_file
 from jaxkv.records import RunDirectory, read_run
-from jaxkv.schema_foreign import (
-    ARMS,
-    KINDS,
-    STOPS,
-    validate_foreign,
-    validate_hash,
-    validate_sampling,
-    validate_top,
-    validate_versions,
-)
-from jaxkv.schemas import SCORERS, choose, fail, get_field, validate_tokens
-from jaxkv.tasks.scoring import label_change_kind, score
+from jaxkv.tasks.scoring import SCORERS, label_change_kind, score
+
+Ids = Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(min_length=1)]
+
+
+class _Arm(Struct):
+    """An arm of a line; `top_logprobs` and `top_logits` are one of them at most."""
+
+    tokens: Ids
+    text: str | None = None
+    stop: Stop | None = None
+    top_logprobs: Listed | None = None
+    top_logits: Listed | None = None
+
+    def __post_init__(self) -> None:
+        require("top_logits", self.top_logprobs is None or self.top_logits is None, "beside top_logprobs")
+        for name in ("top_logprobs", "top_logits"):
+            if (listed := getattr(self, name)) is not None:
+                require_length(name, listed, len(self.tokens))
+                check_listed(listed, name)
+
+
+class _Arms(Struct):
+    cached: _Arm | None = None
+    uncached: _Arm | None = None
+
+    def __post_init__(self) -> None:
+        require("", bool(self.cached or self.uncached), "empty")
+
+
+class _Line(Struct):
+    """A line of the file."""
+
+    problem: Annotated[int, Meta(ge=0)]
+    framework: str
+    versions: Versions
+    arms: _Arms
+    precision: str | None = None
+    device: str | None = None
+    attention: str | None = None
+    gold: str | None = None
+    sampling: ForeignSampling | None = None
+    prompt_ids: Ids | None = None
+    prompt_sha256: Digest | None = None
+
+    def __post_init__(self) -> None:
+        require("prompt_sha256", not (self.prompt_ids is self.prompt_sha256 is None), "missing")
+        if self.prompt_ids and self.prompt_sha256:
+            fits = self.prompt_sha256 == hash_tokens(self.prompt_ids)
+            require("prompt_sha256", fits, "is not that of prompt_ids")
+
 
 OPTIONAL = ("precision", "device", "attention", "gold")
 ONE = ("framework", "versions", "precision", "device", "attention")  # a file has one of each
-FIELDS = ("problem", "prompt_ids", "prompt_sha256", "framework", "versions", "arms", "sampling", *OPTIONAL)
-ARM_FIELDS = ("tokens", "text", "stop", *(f"top_{kind}" for kind in KINDS))
+KINDS = ("logprobs", "logits")
 # What to do about a field at fault; the longest prefix counts.
 REMEDIES = {
     "problem": "give the problem's index in the data, a whole number",
@@ -69,7 +119,7 @@ REMEDIES = {
     **dict.fromkeys(OPTIONAL, "give a string, or leave it out"),
     **{f"arms.{arm}.tokens": "give the generated ids as whole numbers" for arm in ARMS},
     **{f"arms.{arm}.text": "give a string, or leave it out" for arm in ARMS},
-    **{f"arms.{arm}.stop": f"give {', '.join(STOPS)}, or leave it out" for arm in ARMS},
+    **{f"arms.{arm}.stop": f"give {', '.join(get_args(Stop))}, or leave it out" for arm in ARMS},
     **{
         f"arms.{arm}.top_{kind}": "list [token id, value] with the largest value first for each token, without ids of "
         "no finite value, or leave it out"
@@ -83,100 +133,68 @@ class _Mendable(ValueError):
     """A fault whose message tells the remedy already."""
 
 
-def _require_known(values: Mapping[str, Any], known: Sequence[str], prefix: str = "") -> None:
-    for name in values:
-        if name not in known:
+def _require_known(values: Any, kind: type[Struct], prefix: str = "") -> None:
+    for name in values if isinstance(values, dict) else ():
+        if name not in (known := kind.__struct_fields__):
             hint = nearest(str(name), list(known))
             raise _Mendable(f"{prefix}{name}: unknown field{hint}; known: {', '.join(known)}")
 
 
-def make_record(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The record (jaxkv.schema_foreign) of one line of a file.
+def _read_line(values: dict[str, Any]) -> _Line:
+    """The line as a typed value. Raises ValueError with the dotted name of a field at fault."""
+    _require_known(values, _Line)
+    _require_known(arms := values.get("arms"), _Arms, "arms.")
+    for arm, found in arms.items() if isinstance(arms, dict) else ():
+        _require_known(found, _Arm, f"arms.{arm}.")
+    return check(values, _Line)
+
+
+def make_record(values: dict[str, Any]) -> dict[str, Any]:
+    """The record (jaxkv.experiments.foreign.record) of one line of a file.
 
     Raises:
       ValueError: starts with the dotted name of the first field at fault.
     """
-    _require_known(values, FIELDS)
-    problem, framework = get_field(values, "problem", "int"), get_field(values, "framework", "str")
-    validate_versions(values)
-    for name in OPTIONAL:
-        get_field({name: None, **values}, name, "str", optional=True)
-    validate_sampling({"sampling": None, **values})
-    if "prompt_ids" in values:
-        count = _read_ids(values, "prompt_ids")
-        digest = hash_tokens(values["prompt_ids"])
-        if values.get("prompt_sha256", digest) != digest:
-            fail("prompt_sha256", "is not that of prompt_ids")
-    else:
-        validate_hash(values)
-        count, digest = None, values["prompt_sha256"]
-    arms = get_field(values, "arms", "dict")
-    _require_known(arms, ARMS, "arms.")
-    if not arms:
-        fail("arms", "empty")
-    gold = values.get("gold")
-    read = {arm: _read_arm(values, arm, gold) for arm in ARMS if arm in arms}
+    line = _read_line(values)
+    read = {
+        arm: _describe_arm(found, values["arms"][arm], line.gold)
+        for arm in ARMS
+        if (found := getattr(line.arms, arm)) is not None
+    }
     both = len(read) == 2
     changes = None
     if both and all(read[arm]["scores"] for arm in ARMS):
         texts = (read["uncached"]["text"], read["cached"]["text"])
-        changes = {scorer: label_change_kind(*texts, str(gold), scorer) for scorer in SCORERS}
-    record: dict[str, Any] = {
+        changes = {scorer: label_change_kind(*texts, str(line.gold), scorer) for scorer in SCORERS}
+    return {
         "experiment": "foreign",
-        "problem": problem,
-        "key": ["foreign", problem],
-        "framework": framework,
-        "versions": values["versions"],
-        **{name: values.get(name) for name in OPTIONAL if name != "gold"},
-        "prompt_tokens": count,
-        "prompt_sha256": digest,
-        "sampling": values.get("sampling"),
+        "problem": line.problem,
+        "key": ["foreign", line.problem],
+        "framework": line.framework,
+        "versions": line.versions,
+        **{name: getattr(line, name) for name in OPTIONAL if name != "gold"},
+        "prompt_tokens": line.prompt_ids and len(line.prompt_ids),
+        "prompt_sha256": hash_tokens(line.prompt_ids) if line.prompt_ids else line.prompt_sha256,
+        "sampling": values.get("sampling"),  # numbers as they are written, whole ones without a point
         "arms": read,
         "free_running": free_running(read["uncached"]["tokens"], read["cached"]["tokens"]) if both else None,
         "label_change": changes,
         "shared_prefix": compare_top(read["uncached"], read["cached"]) if both else None,
     }
-    validate_foreign(record)
-    return record
 
 
-def _read_ids(values: Any, field: str) -> int:
-    """Number of ids of a list that may not be empty."""
-    count = validate_tokens(values, field)
-    for part in field.split("."):
-        values = values[part]
-    for index, token in enumerate(values):
-        if not 0 <= token < 2**31:
-            fail(f"{field}[{index}]", f"{token} is no token id")
-    if not count:
-        fail(field, "empty")
-    return count
-
-
-def _read_arm(values: Mapping[str, Any], arm: str, gold: str | None) -> dict[str, Any]:
-    found = get_field(values, f"arms.{arm}", "dict")
-    _require_known(found, ARM_FIELDS, f"arms.{arm}.")
-    count = _read_ids(values, f"arms.{arm}.tokens")
-    text, stop = found.get("text"), found.get("stop")
-    if text is not None:
-        get_field(values, f"arms.{arm}.text", "str")
-    if stop is not None:
-        choose(values, f"arms.{arm}.stop", STOPS)
-    kinds = [kind for kind in KINDS if found.get(f"top_{kind}") is not None]
-    if len(kinds) > 1:
-        fail(f"arms.{arm}.top_logits", "beside top_logprobs")
-    for kind in kinds:
-        validate_top(found[f"top_{kind}"], f"arms.{arm}.top_{kind}", count)
+def _describe_arm(arm: _Arm, values: Mapping[str, Any], gold: str | None) -> dict[str, Any]:
+    kind = next((kind for kind in KINDS if getattr(arm, f"top_{kind}") is not None), None)
     try:
-        scores = None if text is None or gold is None else score(text, gold)
+        scores = None if arm.text is None or gold is None else score(arm.text, gold)
     except UserError as error:
         raise _Mendable(f"gold: {error}") from error
     return {
-        "tokens": found["tokens"],
-        "text": text,
-        "stop": stop,
+        "tokens": arm.tokens,
+        "text": arm.text,
+        "stop": arm.stop,
         "scores": scores,
-        "top": {"kind": kinds[0], "steps": found[f"top_{kinds[0]}"]} if kinds else None,
+        "top": {"kind": kind, "steps": values[f"top_{kind}"]} if kind else None,
     }
 
 
@@ -259,7 +277,7 @@ def check_against(records: Sequence[Mapping[str, Any]], run: str | os.PathLike[s
     Raises:
       UserError: a problem with another prompt, or none in common.
     """
-    ours = {record["problem"]: record["prompt_sha256"] for record in read_run(run)[1] if "prompt_sha256" in record}
+    ours = {r.problem: r.prompt_sha256 for r in read_run(run)[1] if isinstance(r, Sample | ForeignRecord)}
     shared = [record for record in records if record["problem"] in ours]
     if not shared:
         raise UserError(f"{run} has none of these problems; check the indices, or run it on them")

@@ -185,7 +185,7 @@ def _load_windows(options: Options, checkpoint: Any) -> tuple[Text, list[Any]]:
     """The text's windows, and each as an item whose prompt is what it is given."""
     from jaxkv.checkpoints.tokenizer import check_ids
     from jaxkv.experiments.batches import Item
-    from jaxkv.experiments.perplexity import tokenize
+    from jaxkv.experiments.perplexity.run import tokenize
     from jaxkv.tasks.continuation import load_text
     from jaxkv.tasks.perplexity import plan_windows
 

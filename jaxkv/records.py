@@ -24,44 +24,22 @@ import math
 import os
 import pathlib
 import time
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Union
 
 import msgspec
 import numpy as np
 
 from jaxkv import run_file
 from jaxkv.errors import UserError
-from jaxkv.files import convert, decode_json, reading
+from jaxkv.experiments.record_parts import Record
+from jaxkv.experiments.record_types import RECORDS
+from jaxkv.files import check, decode_json
 from jaxkv.locks import Busy, is_locked, wait_for_lock
 from jaxkv.run_file import FORMAT, check_samples, read_run_file
-from jaxkv.schema_accumulation import validate_accumulation
-from jaxkv.schema_attribution import validate_attribution
-from jaxkv.schema_doctor import validate_doctor
-from jaxkv.schema_drift import validate_drift
-from jaxkv.schema_foreign import validate_foreign
-from jaxkv.schema_injection import validate_injection
-from jaxkv.schema_mitigations import validate_mitigation
-from jaxkv.schema_parity import validate_parity
-from jaxkv.schema_patching import validate_patching
-from jaxkv.schema_perplexity import validate_perplexity
-from jaxkv.schemas import validate_sample
 from jaxkv.writing import Lines, new_directories, read_complete, write_error
 from jaxkv.writing import write_atomically as write_atomically
 
-VALIDATORS = {
-    "accumulation": validate_accumulation,
-    "attribution": validate_attribution,
-    "divergence": validate_sample,
-    "doctor": validate_doctor,
-    "drift": validate_drift,
-    "foreign": validate_foreign,
-    "injection": validate_injection,
-    "mitigations": validate_mitigation,
-    "parity": validate_parity,
-    "patching": validate_patching,
-    "perplexity": validate_perplexity,
-}
 Key = tuple[str | int, ...]
 SEALING = 30.0  # seconds after which run.json learns what samples.jsonl has grown to
 # What a process that was killed before it wrote run.json, or that failed, leaves in a directory.
@@ -109,20 +87,37 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-class _Keyed(msgspec.Struct):
-    key: Annotated[list[str | int], msgspec.Meta(min_length=1)]
+class OtherRecord(msgspec.Struct, frozen=True):
+    """A record of an experiment that this version does not know: no more than its key is read."""
+
+    key: Annotated[tuple[str | int, ...], msgspec.Meta(min_length=1)]
     experiment: str = ""
 
 
-def read_key(record: Mapping[str, Any], where: str = "record", remedy: str = "give it one") -> Key:
-    """The natural key of a record. Raises UserError if it has none that is made of strings and integers."""
-    return tuple(convert(record, _Keyed, where, remedy).key)
+AnyRecord = Record | OtherRecord
+_KNOWN = msgspec.json.Decoder(Union[tuple(RECORDS.values())])  # noqa: UP007
 
 
-def validate(record: Mapping[str, Any]) -> None:
-    """Checks a record against its experiment's schema, where there is one. Raises ValueError with the field."""
-    if check := VALIDATORS.get(record.get("experiment", "")):
-        check(record)
+def to_record(values: Mapping[str, Any]) -> AnyRecord:
+    """A record of plain values as one of its experiment's type.
+
+    Raises:
+      ValueError: it is none; starts with the dotted name of a field at fault.
+    """
+    other = check(values, OtherRecord)
+    return check(values, RECORDS[other.experiment]) if other.experiment in RECORDS else other
+
+
+def read_record(line: bytes, where: str) -> AnyRecord:
+    """A line of samples.jsonl. Raises UserError with the field at fault."""
+    try:
+        return _KNOWN.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # say what, by name
+        values = decode_json(line, dict[str, Any], where, AGAIN)
+        try:
+            return to_record(values)
+        except ValueError as error:
+            raise UserError(f"{where}: {error}; {AGAIN}") from error
 
 
 def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
@@ -131,37 +126,34 @@ def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
     Raises:
       UserError: a complete line is not a JSON object, or the file cannot be read.
     """
-    return _decode_lines(read_complete(path), path)
+    return [decode_json(line, dict[str, Any], where, AGAIN) for where, line in _number_lines(read_complete(path), path)]
 
 
-def _decode_lines(lines: bytes, path: pathlib.Path) -> list[dict[str, Any]]:
-    found = enumerate(lines.split(b"\n")[:-1], start=1)
-    return [decode_json(line, dict[str, Any], f"{path}, line {number}", AGAIN) for number, line in found]
+def _number_lines(lines: bytes, path: pathlib.Path) -> Iterator[tuple[str, bytes]]:
+    for number, line in enumerate(lines.split(b"\n")[:-1], start=1):
+        yield f"{path}, line {number}", line
 
 
-def _read_samples(run: Mapping[str, Any], directory: pathlib.Path) -> dict[Key, dict[str, Any]]:
-    """The records of samples.jsonl by key, in order, each checked against its schema.
+def _read_samples(run: Mapping[str, Any], directory: pathlib.Path) -> dict[Key, AnyRecord]:
+    """The records of samples.jsonl by key, in order.
 
     Raises:
-      UserError: a file that was changed, a line that is no record, a record that breaks its schema, or a key twice.
+      UserError: a file that was changed, a line that is no record of its type, or a key twice.
     """
     path = directory / "samples.jsonl"
     lines = read_complete(path)
     check_samples(run, lines, directory)
-    records: dict[Key, dict[str, Any]] = {}
-    for number, record in enumerate(_decode_lines(lines, path), start=1):
-        key = read_key(record, f"{path}, line {number}", AGAIN)
-        if key in records:
-            raise UserError(
-                f"{path} has key {list(key)} twice, in lines {list(records).index(key) + 1} and {number}; {AGAIN}"
-            )
-        with reading(f"{path}, line {number}", AGAIN):
-            validate(record)
-        records[key] = record
+    records: dict[Key, AnyRecord] = {}
+    for where, line in _number_lines(lines, path):
+        record = read_record(line, where)
+        if record.key in records:
+            lines_of = f"{list(records).index(record.key) + 1} and {len(records) + 1}"
+            raise UserError(f"{path} has key {list(record.key)} twice, in lines {lines_of}; {AGAIN}")
+        records[record.key] = record
     return records
 
 
-def read_run(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def read_run(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[AnyRecord]]:
     """Reads a run directory without locking or changing it, e.g. for a report on a run that still goes on.
 
     Returns:
@@ -304,13 +296,9 @@ class RunDirectory:
           UserError: disk full or not writable; the records so far stay whole.
         """
         plain = to_plain(record)
-        try:
-            key = read_key(plain)
-        except UserError as error:
-            raise ValueError(str(error)) from error
+        key = to_record(plain).key
         if key in self._keys:
             raise ValueError(f"key: {list(key)} is recorded already")
-        validate(plain)
         self._samples.append(to_line(plain))
         self._keys.add(key)
         if time.monotonic() - self._sealed > SEALING:
@@ -320,9 +308,10 @@ class RunDirectory:
         """Adds one line to timing.jsonl. A kill between the two files may lose or repeat a timing, never a sample."""
         self._timing.append(to_line(timing))
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self) -> list[AnyRecord]:
         """The records on disk, oldest first."""
-        return read_lines(self.path / "samples.jsonl")
+        path = self.path / "samples.jsonl"
+        return [read_record(line, where) for where, line in _number_lines(read_complete(path), path)]
 
     def close(self) -> None:
         """Writes run.json, closes the files and lets go of the lock."""

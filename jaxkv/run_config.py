@@ -113,7 +113,7 @@ def _describe_held(arms: Any) -> dict[str, str]:
 def _describe_variants(study: Study) -> dict[str, Any]:
     """The policies that mitigations compare, by name."""
     from jaxkv.decode import Arms
-    from jaxkv.experiments.mitigations import make_variants
+    from jaxkv.experiments.mitigations.run import make_variants
 
     return {
         variant.name: {

@@ -12,6 +12,8 @@ from jaxkv.catalog import EXPERIMENTS, Batches
 from jaxkv.condition import read_precision, run_path
 from jaxkv.config import Precision
 from jaxkv.errors import UserError
+from jaxkv.experiments.divergence.record import DivergenceRecord
+from jaxkv.experiments.record_parts import Invalid, Sample, known
 from jaxkv.loading import Study, load_study
 from jaxkv.options import DOCTOR, Options, to_flagfile
 from jaxkv.programs import release_programs
@@ -46,10 +48,10 @@ def run_study(options: Options) -> pathlib.Path:
 def check_valid(path: pathlib.Path) -> None:
     """Whether a finished run has a figure to show. Raises UserError if the numbers of all its samples broke off."""
     run, records = read_run(path)
-    samples = [record for record in records if "status" in record]
-    if not samples or any(sample["status"] == "ok" for sample in samples):
+    samples = [record for record in records if isinstance(record, Sample)]
+    if not samples or any(sample.invalid is None for sample in samples):
         return
-    found = Counter(_describe_fault(sample["invalid"]) for sample in samples)
+    found = Counter(_describe_fault(sample.invalid) for sample in samples if sample.invalid)
     (fault, times), *_ = found.most_common(1)
     first = f"all at {fault}" if times == len(samples) else f"{times} at {fault}"
     found_out = [session["remedy"] for session in run["sessions"] if "remedy" in session]
@@ -57,9 +59,9 @@ def check_valid(path: pathlib.Path) -> None:
     raise UserError(f"{path}: none of its {len(samples)} samples is valid, {first}; {remedy}")
 
 
-def _describe_fault(invalid: Mapping[str, Any]) -> str:
-    layer = "" if invalid.get("layer") is None else f", layer {invalid['layer']}"
-    return f"{invalid['op']}{layer} ({invalid['value']}, {invalid['arm']} arm)"
+def _describe_fault(invalid: Invalid) -> str:
+    layer = "" if invalid.layer is None else f", layer {invalid.layer}"
+    return f"{invalid.op}{layer} ({invalid.value}, {invalid.arm} arm)"
 
 
 def _flagfile(options: Options, out: pathlib.Path) -> str:
@@ -107,8 +109,9 @@ def _check_prompts(study: Study, run: RunDirectory) -> None:
     """
     items = {item.problem: item for item in study.items}
     for record in run.read():
-        item = items.get(record["problem"]) if record["experiment"] == "divergence" else None
-        if item is not None and record["prompt_sha256"] != hash_tokens(item.prompt):
+        if not isinstance(record, DivergenceRecord) or (item := items.get(record.problem)) is None:
+            continue
+        if record.prompt_sha256 != hash_tokens(item.prompt):
             raise UserError(
                 f"{run.path}: problem {item.problem} was asked in other tokens; the tokenizer or its chat template has "
                 "changed since, so choose another --out"
@@ -145,8 +148,8 @@ def _run_gate(study: Study, run: RunDirectory) -> None:
 
 def _explain_overflow(study: Study, run: RunDirectory) -> None:
     """Where no sample is valid, finds the part of the policy that mends it, for the report."""
-    records = [record for record in run.read() if record["experiment"] == "divergence"]
-    if not records or any(record["status"] == "ok" for record in records):
+    records = [record for record in run.read() if isinstance(record, DivergenceRecord)]
+    if not records or any(record.invalid is None for record in records):
         return
     from jaxkv.experiments.overflow import describe_remedy, find_remedy
 
@@ -156,9 +159,9 @@ def _explain_overflow(study: Study, run: RunDirectory) -> None:
         )
         return tried.arms, tried.arms.prepare(study.state)
 
-    item = next(item for item in study.items if item.problem == records[0]["problem"])
+    item = next(item for item in study.items if item.problem == records[0].problem)
     with study.console.status("every sample is invalid: looking for a policy that runs"):
-        found = find_remedy(make, item, study.spec, records[0]["invalid"]["step"])
+        found = find_remedy(make, item, study.spec, known(records[0].invalid).step)
     run.record_provenance({"remedy": describe_remedy(study.precision, found)})
 
 
@@ -192,7 +195,7 @@ def _record(run: RunDirectory, name: str, batches: Batches, total: int, done: in
 def _run_doctor(options: Options, path: pathlib.Path, console: Any) -> None:
     """Examines the device, once a directory."""
     from jaxkv.decode import COMPILER_OPTIONS
-    from jaxkv.experiments.doctor import DoctorSpec, run_doctor
+    from jaxkv.experiments.doctor.run import DoctorSpec, run_doctor
 
     spec, seconds = DoctorSpec(), options.controls.doctor_seconds
     if seconds is not None:

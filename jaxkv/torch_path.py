@@ -31,7 +31,7 @@ from jaxkv.decode import COMPILER_OPTIONS, PAD_ID, Layout, Rollout, Rows, emit, 
 from jaxkv.drafts import Forced, draft_freely, first_disagreement, step_freely
 from jaxkv.errors import UserError
 from jaxkv.experiments.batches import Batch, Item, RunSpec, Scoring, lay_out, plan_batches
-from jaxkv.experiments.divergence import BatchRun, Runs, control_length, make_record
+from jaxkv.experiments.divergence.run import BatchRun, Runs, control_length, make_record
 from jaxkv.generate import force, start_forced, uncached_lengths
 from jaxkv.sampling import Sampler
 from jaxkv.torch_model import TorchModel, describe_torch, true_fp32

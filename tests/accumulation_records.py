@@ -1,8 +1,7 @@
 """Records of experiment 'accumulation' for tests of what is made of them; no figure in them is measured."""
 
+from plain_records import summarize_accumulation
 from sample_records import make_sample
-
-from jaxkv.analysis.accumulation import summarize_accumulation
 
 KEPT = ("prompt_tokens", "prompt_sha256", "shapes", "sampling", "headroom", "status", "invalid")
 LAYERS, PROMPT, STEPS = 2, 20, 13

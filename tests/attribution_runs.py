@@ -10,11 +10,11 @@ from small_models import STOP_IDS, make_prompts, small_config, small_state
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
-from jaxkv.experiments import attribution
-from jaxkv.experiments.attribution import align_arms, run_attribution, run_pair
+from jaxkv.experiments.attribution import run as attribution
+from jaxkv.experiments.attribution.record import VARIANTS
+from jaxkv.experiments.attribution.run import align_arms, run_attribution, run_pair
 from jaxkv.experiments.batches import Item, RunSpec
 from jaxkv.models.decoder import abstract_decoder
-from jaxkv.schema_attribution import VARIANTS
 
 TILE = 4
 SPEC = RunSpec(new_tokens=12, batch_size=2, padding="left", bucket=8)

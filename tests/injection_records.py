@@ -4,7 +4,7 @@ import copy
 
 from sample_records import make_sample
 
-from jaxkv.schema_injection import CLEAN
+from jaxkv.experiments.record_parts import CLEAN
 
 KEPT = ("prompt_tokens", "prompt_sha256", "shapes", "sampling", "headroom", "status", "invalid")
 TOKENS = 6

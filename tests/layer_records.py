@@ -2,8 +2,16 @@
 
 from sample_records import make_sample
 
-from jaxkv.schema_drift import SEGMENTS, TENSORS
-from jaxkv.schema_patching import DIRECTIONS, EVERYTHING, ITSELF, KEYS_VALUES, PATCHES, RESIDUAL, RESIDUAL_NOW
+from jaxkv.experiments.drift.record import SEGMENTS, TENSORS
+from jaxkv.experiments.patching.record import (
+    DIRECTIONS,
+    EVERYTHING,
+    ITSELF,
+    KEYS_VALUES,
+    PATCHES,
+    RESIDUAL,
+    RESIDUAL_NOW,
+)
 
 KEPT = ("prompt_tokens", "prompt_sha256", "shapes", "sampling", "headroom", "status", "invalid")
 STEPS, PLACES = 10, 9

@@ -13,13 +13,12 @@ from small_models import SAMPLERS, make_prompts, same_bits
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
-from jaxkv.experiments.accumulation import Accumulation, list_regimes, plan_bins, run_accumulation, run_batches
+from jaxkv.experiments.accumulation.run import Accumulation, list_regimes, plan_bins, run_accumulation, run_batches
 from jaxkv.experiments.batches import Item, RunSpec, plan_batches
 from jaxkv.experiments.traced_runs import run_reference
 from jaxkv.interventions.quantizers import parse_cache_quant
 from jaxkv.interventions.repaired_cache import CHOICES, repair_tokens
-from jaxkv.records import to_line
-from jaxkv.schema_accumulation import validate_accumulation
+from jaxkv.records import to_line, to_record
 
 LENGTHS = (9, 6)
 ITEMS = tuple(Item(index, tuple(make_prompts((n,), index)[0]), "1") for index, n in enumerate(LENGTHS))
@@ -78,7 +77,7 @@ def test_longer_blocks_see_other_things():
 def test_saturated_elements_are_counted():
     """Values that fp8 e4m3 at this scale cannot hold; keys of KVarN have no such end."""
     clean, record = set_up()[2], record_of("decode", PROMPT)
-    validate_accumulation(json.loads(to_line(record)))
+    to_record(json.loads(to_line(record)))
     cache, over, elements = ran("decode", PROMPT).replay.cache, 0, 0
     for layer in range(record["num_layers"]):
         k, v = (np.asarray(packed)[1] for packed in cache.packed(layer))
@@ -151,7 +150,7 @@ def test_records_are_valid():
         record_of("decode", row=0),
         record_of("static", PLAIN),
     ):
-        validate_accumulation(json.loads(to_line(record)))
+        to_record(json.loads(to_line(record)))
     record = record_of("decode")
     steps = record["steps"]
     assert record["bins"][-1][1] == LENGTHS[1] + steps - 1
@@ -200,7 +199,7 @@ def test_faulty_records_are_refused(path, value, fault):
     if path == ("regime",):
         record["key"][-1] = value
     with pytest.raises(ValueError, match=f"^{fault}"):
-        validate_accumulation(record)
+        to_record(record)
 
 
 def test_invalid_samples_have_no_figures():
@@ -209,10 +208,8 @@ def test_invalid_samples_have_no_figures():
     quant = str(parse_cache_quant(PACKED))
     record = json.loads(to_line(runs.make_record(ITEMS[1], 1, reference, clean, broken, quant, "decode", SPEC)))
     assert record["invalid"]["step"] == 3
-    validate_accumulation(record)
-    validate_accumulation(
-        json.loads(to_line(runs.make_record(ITEMS[0], 0, reference, clean, broken, quant, "decode", SPEC)))
-    )
+    to_record(record)
+    to_record(json.loads(to_line(runs.make_record(ITEMS[0], 0, reference, clean, broken, quant, "decode", SPEC))))
 
 
 def test_bins_and_regimes():

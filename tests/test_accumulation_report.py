@@ -23,6 +23,7 @@ from accumulation_records import (
     summary_of,
     verdicts,
 )
+from plain_records import summarize_study
 from rich.console import Console
 from scipy import stats
 from study_records import make_run, make_samples
@@ -33,9 +34,8 @@ from jaxkv.analysis.accumulation_page import render_accumulation, to_html, to_ma
 from jaxkv.analysis.document import to_html as to_page
 from jaxkv.analysis.experiments import EXPERIMENTS
 from jaxkv.analysis.page import write_blocks
-from jaxkv.analysis.study import summarize_study
 from jaxkv.analysis.svg import label_tick
-from jaxkv.schema_accumulation import validate_accumulation
+from jaxkv.records import to_record
 
 LONG = "k=kvarn:2,tile=32,floor=none,target=min;v=kivi:2,group=32,window=32,first=16"
 
@@ -108,7 +108,7 @@ def test_an_error_is_a_mean_over_positions_and_layers_then_problems():
     for problem, steps in enumerate((13, 8, 30)):
         for regime, error, growth in (("static", 0.2 + problem / 50, 0.1), ("decode", 0.5, 0.3 + problem / 10)):
             record = make_record(problem, KVARN, regime, error, growth, steps=steps)
-            validate_accumulation(record)
+            to_record(record)
             records.append(record)
             widths = [end - begin for begin, end in record["bins"]]
             along = np.repeat(np.mean(record["attention_error"]["error"], axis=0), widths)
@@ -253,7 +253,7 @@ def test_a_changed_record_changes_the_report(regime, name):
     change, moves = (CHANGES if regime == "decode" else STATIC_CHANGES)[name]
     record = next(r for r in records if r["key"][1:] == [5, KIVI, regime])
     change(record)
-    validate_accumulation(record)
+    to_record(record)
     after = summary_of(records)
     assert to_markdown(before) != to_markdown(after)
     assert (drawn(before) != drawn(after)) == moves
@@ -281,7 +281,7 @@ def test_invalid_samples_enter_no_figure_and_decide_nothing():
     records = both()
     at = next(n for n, r in enumerate(records) if r["key"][1:] == [3, KIVI, "decode"])
     records[at] = make_broken(records[at])
-    validate_accumulation(records[at])
+    to_record(records[at])
     summary = summary_of(records)
     assert of(summary, KIVI)["regimes"]["decode"]["problems"] == N - 1
     assert of(summary, KIVI)["regimes"]["decode"]["extra"]["decoded"]["problems"] == N - 1
@@ -323,7 +323,7 @@ def test_nothing_run_decides_nothing():
 def test_a_text_without_decoded_positions():
     records = make_quantizer(steps=1)
     for record in records:
-        validate_accumulation(record)
+        to_record(record)
     summary = summary_of(records)
     found = of(summary)["regimes"]["decode"]
     assert found["error"]["decoded"] is None

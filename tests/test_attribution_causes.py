@@ -5,11 +5,11 @@ import pytest
 from attribution_runs import TILE, differing, first_layers, make_arms
 from small_models import make_prompts, set_up
 
-from jaxkv.experiments.attribution import align_arms
+from jaxkv.experiments.attribution.record import ALL, ALL_BUT, ALONE, FENCED, PLAIN, VARIANTS
+from jaxkv.experiments.attribution.run import align_arms
 from jaxkv.generate import run_cached
 from jaxkv.models import layers
 from jaxkv.models.alignment import CLASSES
-from jaxkv.schema_attribution import ALL, ALL_BUT, ALONE, FENCED, PLAIN, VARIANTS
 
 PLANTS = {
     "qkv": lambda spec, w, config: spec == "btd,fd->btf" and w.shape[0] == config.num_query_heads * config.head_dim,

@@ -4,9 +4,9 @@ import pytest
 from attribution_runs import TILE, differing, first_layers, make_arms
 from small_models import make_prompts, set_up
 
-from jaxkv.experiments.attribution import align_arms
+from jaxkv.experiments.attribution.record import ALL, FENCED, VARIANTS
+from jaxkv.experiments.attribution.run import align_arms
 from jaxkv.generate import run_cached
-from jaxkv.schema_attribution import ALL, FENCED, VARIANTS
 
 # llama in fp16 is in test_attribution_causes.py, mistral in fp32 in test_attribution.py.
 CASES = [

@@ -25,7 +25,7 @@ from jaxkv.analysis.cause import (
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.experiments.batches import Item, RunSpec, plan_batches
-from jaxkv.experiments.divergence import compare_row, run_batch
+from jaxkv.experiments.divergence.run import compare_row, run_batch
 from jaxkv.models import decoder, layers
 
 # Longer than the window, which is 9 here.

@@ -2,14 +2,15 @@
 
 import copy
 
+import msgspec
 import pytest
+from plain_records import compare_precisions, find_valid, summarize_study
 from study_records import align, as_torch, make_run, make_samples
 
-from jaxkv.analysis import contrasts, figures, statistics
+from jaxkv.analysis import figures, statistics
 from jaxkv.analysis.claims_common import NOT_REPRODUCED, REPRODUCED
 from jaxkv.analysis.gather import describe_condition
 from jaxkv.analysis.rules import CANNOT_TELL, ILLUSION
-from jaxkv.analysis.study import summarize_study
 
 SAMPLERS = ("greedy", "temperature", "top_p")
 
@@ -384,11 +385,11 @@ def test_fisher_is_the_lady_tasting_tea():
 
 
 def test_an_offset_of_the_logits_ratio_is_exact():
-    narrow, wide = (contrasts.find_valid(run) for run in precisions())
-    found = contrasts.compare_precisions(narrow, wide)
+    narrow, wide = (find_valid(run) for run in precisions())
+    found = compare_precisions(narrow, wide)
     assert found["metrics"]["kl"]["orders"] == pytest.approx(8)
     assert found["metrics"]["max_abs"]["orders"] == pytest.approx(4)
-    same = contrasts.compare_precisions(narrow, {key: align([copy.deepcopy(s)])[0] for key, s in narrow.items()})
+    same = compare_precisions(narrow, {key: align([msgspec.to_builtins(s)])[0] for key, s in narrow.items()})
     assert same["metrics"]["kl"]["orders"] is None
     assert describe_condition(precisions()[1])["precision"] == "fp32"
 

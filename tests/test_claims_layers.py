@@ -4,14 +4,14 @@ import copy
 
 import pytest
 from layer_records import make_drift, make_patching
+from plain_records import average_grids, summarize_study
 from study_records import MODEL, align, make_run, make_samples
 
 from jaxkv.analysis.claims_common import NOT_REPRODUCED, REPRODUCED
-from jaxkv.analysis.curves import average_grids
 from jaxkv.analysis.document import to_html, to_markdown
 from jaxkv.analysis.page import write_blocks
 from jaxkv.analysis.rules import CANNOT_TELL
-from jaxkv.analysis.study import summarize_study
+from jaxkv.experiments.drift.record import TENSORS
 
 
 def judge(*runs, name):
@@ -152,7 +152,9 @@ def test_c5a_a_run_that_asks_some_problems_again_adds_nothing():
 
 def test_grids_are_averaged_by_position():
     short, long = make_drift(count=2)
-    short["grid"]["bins"] = [[0, 4], [4, 8]]
+    short["grid"]["bins"], short["places"]["decoded"] = [[0, 4], [4, 9]], 0
+    for tensor in TENSORS:
+        short["layers"][tensor]["decoded"] = short["repeated"]["layers"][tensor]["decoded"] = None
     found = average_grids([short, long], bins=9)
     assert found["bins"] == [[begin, begin + 2] for begin in range(0, 18, 2)]
     rows = [[row[0] for row in record["grid"]["k"]["relative"]] for record in (short, long)]

@@ -15,9 +15,10 @@ from jaxkv.config import make_precision
 from jaxkv.decode import Arms, Layout
 from jaxkv.errors import UserError
 from jaxkv.experiments.batches import Item, RunSpec, plan_batches
-from jaxkv.experiments.divergence import control_length, run_divergence
+from jaxkv.experiments.divergence.record import CONTROLS
+from jaxkv.experiments.divergence.run import control_length, run_divergence
 from jaxkv.generate import uncached_lengths
-from jaxkv.schemas import CONTROLS, validate_sample
+from jaxkv.records import to_record
 
 TOKENIZER = ByteTokenizer()
 V = TOKENIZER.vocab_size
@@ -93,7 +94,7 @@ def run(spec=SPEC, items=None, done=(), precision="fp16", sampler="greedy", stat
         batched.append(timing["problems"])
         assert set(timing["tokens"]) <= set(timing["seconds"])
     for record in records:
-        validate_sample(record)
+        to_record(record)
     return records, batched
 
 

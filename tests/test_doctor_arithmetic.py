@@ -7,8 +7,8 @@ import pytest
 from jaxkv.analysis.doctor_findings import operand_kind, sum_kind
 from jaxkv.config import DTYPES
 from jaxkv.decode import COMPILER_OPTIONS
-from jaxkv.experiments import doctor_arithmetic as arithmetic
-from jaxkv.experiments.doctor import compile_with
+from jaxkv.experiments.doctor import arithmetic
+from jaxkv.experiments.doctor.run import compile_with
 
 
 def float_product(x, w):

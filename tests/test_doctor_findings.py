@@ -10,8 +10,9 @@ from rich.console import Console
 
 from jaxkv.analysis.doctor import render, to_markdown
 from jaxkv.analysis.doctor_findings import conclude
-from jaxkv.experiments.doctor import DoctorSpec
-from jaxkv.schema_doctor import QUESTIONS, validate_doctor
+from jaxkv.experiments.doctor.record import QUESTIONS
+from jaxkv.experiments.doctor.run import DoctorSpec
+from jaxkv.records import to_record
 
 
 def text_of(record, width=80):
@@ -59,7 +60,7 @@ def made_record(dtype="fp16"):
         "compile_seconds": {},
         "seconds": 1.0,
     }
-    validate_doctor(record)
+    to_record(record)
     return record
 
 
@@ -156,7 +157,7 @@ def test_a_void_fp32_control_is_called_so():
     ("path", "value", "field"),
     [
         (("dtypes", "fp16", "rows", "layer", "4", "differ"), 101, "dtypes.fp16.rows.layer.4.differ"),
-        (("dtypes", "fp16", "rows", "layer", "4"), {"elements": 1}, "dtypes.fp16.rows.layer.4"),
+        (("dtypes", "fp16", "rows", "layer", "4"), {"elements": 1}, "dtypes.fp16.rows.layer.4.nonfinite"),
         (("dtypes", "fp16", "rows", "layer", "4", "nonfinite"), 1, "dtypes.fp16.rows.layer.4.differ"),
         (("dtypes", "fp16", "rows", "layer", "4", "max_ulp"), 1.0, "dtypes.fp16.rows.layer.4.max_ulp"),
         (("dtypes", "fp16", "rows", "layer", "4", "elements"), 0, "dtypes.fp16.rows.layer.4.elements"),
@@ -176,9 +177,9 @@ def test_a_broken_record_is_refused_by_field(path, value, field):
         place = place[part]
     place[last] = value
     with pytest.raises(ValueError, match=f"^{field}:"):
-        validate_doctor(record)
+        to_record(record)
 
 
 def test_neither_jax_nor_flax_is_needed_to_read_a_record():
-    code = "import sys, jaxkv.analysis.doctor, jaxkv.schema_doctor; sys.exit(bool({'jax', 'flax'} & set(sys.modules)))"
+    code = "import sys, jaxkv.report, jaxkv.analysis.doctor; sys.exit(bool({'jax', 'flax'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -5,9 +5,9 @@ import copy
 import numpy as np
 import pytest
 
-from jaxkv.experiments.doctor import DoctorSpec
-from jaxkv.experiments.doctor_process import child_environment, compare_processes, find_error, start_process
-from jaxkv.experiments.doctor_shapes import hash_results
+from jaxkv.experiments.doctor.process import child_environment, compare_processes, find_error, start_process
+from jaxkv.experiments.doctor.run import DoctorSpec
+from jaxkv.experiments.doctor.shapes import hash_results
 
 
 def test_hashes_are_of_the_bits():

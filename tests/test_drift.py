@@ -12,23 +12,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from plain_records import summarize_drift
 from small_models import WINDOWED, changed_state, make_prompts, small_config, small_state
 
-from jaxkv.analysis.drift import conclude, render_drift, summarize_drift, to_markdown
+from jaxkv.analysis.drift import conclude, render_drift, to_markdown
 from jaxkv.cache import empty_cache
 from jaxkv.checkpoints.fill import flat_paths
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms, slot_positions
 from jaxkv.errors import UserError
-from jaxkv.experiments import drift
 from jaxkv.experiments.batches import Item, RunSpec, plan_batches
-from jaxkv.experiments.drift import plan_bins, repeat_kv_heads, run_drift, trace_pair
+from jaxkv.experiments.drift import run as drift
+from jaxkv.experiments.drift.record import SEGMENTS, TENSORS
+from jaxkv.experiments.drift.run import plan_bins, repeat_kv_heads, run_drift, trace_pair
 from jaxkv.experiments.first_difference import fed_slots
 from jaxkv.experiments.traced_runs import run_reference
 from jaxkv.generate import force
 from jaxkv.models.decoder import abstract_decoder
-from jaxkv.records import to_line
-from jaxkv.schema_drift import SEGMENTS, TENSORS, validate_drift
+from jaxkv.records import to_line, to_record
 from jaxkv.tracing import TracedArms, trace_cached, trace_uncached
 
 RUN = {"fingerprint": "ab"}
@@ -199,7 +200,7 @@ def test_repeated_heads_follow_their_queries():
 def test_records_are_valid_and_small():
     for record in small_run():
         plain = json.loads(to_line(record))
-        validate_drift(plain)
+        to_record(plain)
         assert plain["grid"]["bins"][-1][1] == sum(plain["places"].values())
 
 
@@ -227,7 +228,7 @@ def test_a_problem_that_overflows_has_no_figures():
     broken = changed_state(state, "embed", (token, 0), np.inf)
     records = [record for batch, _ in run_drift(arms, broken, ITEMS, SPEC) for record in batch]
     for record in records:
-        validate_drift(json.loads(to_line(record)))
+        to_record(json.loads(to_line(record)))
     assert [record["status"] for record in records] == ["invalid", "ok"]
     assert records[0]["invalid"]["op"] == "resid_pre"
     assert records[0]["invalid"]["position"] == place
@@ -258,23 +259,27 @@ def altered(path, value):
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("experiment", "divergence", "experiment: "),
+        ("experiment", "divergence", "missing|unknown field"),
         ("key", ["drift", 5], "key: expected"),
-        ("instrumented_bit_equal.walk.cached", 99, "instrumented_bit_equal.walk.cached: more than"),
-        ("layers.k.prompt.relative", [0.1], "layers.k.prompt.relative: expected 2 entries"),
-        ("layers.v.decoded.bit_equal.0", 99, r"layers.v.decoded.bit_equal\[0\]: out of range"),
-        ("layers.resid_pre.prompt.relative.0", 0.5, r"layers.resid_pre.prompt.bit_equal\[0\]: everywhere, beside"),
-        ("logits.flips", 77, "logits.flips: more than"),
+        ("instrumented_bit_equal.walk.cached", 99, "instrumented_bit_equal.walk.cached: 99 is more than"),
+        ("layers.k.prompt.relative", [0.1], "layers.k.prompt.cosine: 2 entries, expected 1"),
+        ("layers.v.decoded.bit_equal.0", 99, r"layers.v.decoded.bit_equal\[0\]: 99 of"),
+        (
+            "layers.resid_pre.prompt.relative.0",
+            0.5,
+            r"resid_pre.prompt.bit_equal\[0\]: .* a difference of 0.5",
+        ),
+        ("logits.flips", 77, "logits.flips: 77 is more than"),
         ("grid.bins.0", [1, 2], r"grid.bins\[0\]: expected \[0, end\]"),
-        ("first.decoded.dtypes", ["float32"], "first.decoded.dtypes: expected two"),
-        ("path.relative", [], "path.relative: expected"),
+        ("first.decoded.dtypes", ["float32"], "first.decoded.dtypes: expected `array` of length 2"),
+        ("path.relative", [], "path.relative: 0 entries, expected"),
         ("repeated", None, "repeated: missing"),
         ("status", "invalid", "invalid"),
     ],
 )
 def test_a_record_at_fault_is_named(path, value, message):
     with pytest.raises(ValueError, match=message):
-        validate_drift(altered(path, value))
+        to_record(altered(path, value))
 
 
 # What is said of them.

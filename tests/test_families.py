@@ -16,7 +16,7 @@ from jaxkv.cache import empty_cache
 from jaxkv.checkpoints import load
 from jaxkv.config import ModelConfig, make_precision
 from jaxkv.errors import UserError
-from jaxkv.experiments.drift import repeat_kv_heads
+from jaxkv.experiments.drift.run import repeat_kv_heads
 from jaxkv.models.decoder import abstract_decoder
 from jaxkv.models.families import FAMILIES, HUB_IDS, PRESETS, get_preset, parse_config, public_presets
 

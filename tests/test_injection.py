@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from plain_records import summarize_injection
 from quantized_models import wide_config
 from small_models import SAMPLERS
 from test_divergence import Scoring
 
-from jaxkv.analysis.injection import summarize_injection
 from jaxkv.analysis.injection_page import SEED_TABLE
 from jaxkv.catalog import EXPERIMENTS
 from jaxkv.checkpoints import ByteTokenizer
@@ -23,12 +23,12 @@ from jaxkv.decode import Arms
 from jaxkv.errors import UserError
 from jaxkv.experiments.batches import Item, RunSpec, lay_out, plan_batches
 from jaxkv.experiments.changes import ERROR_SEEDS, SEED_ERRORS, SEED_QUANTS, change_cache, make_changes
-from jaxkv.experiments.injection import run_injection
+from jaxkv.experiments.injection.run import run_injection
+from jaxkv.experiments.record_parts import CLEAN
 from jaxkv.generate import run_cached_keeping
 from jaxkv.models.decoder import Decoder
 from jaxkv.options import CacheOptions, Options
-from jaxkv.records import to_plain
-from jaxkv.schema_injection import CLEAN, validate_injection
+from jaxkv.records import to_plain, to_record
 
 TOKENIZER = ByteTokenizer()
 SPEC = RunSpec(new_tokens=10, seed=3, batch_size=2, bucket=8)
@@ -65,7 +65,7 @@ def run(errors=(), quants=(), seeds=(0,), sampler="greedy", lengths=LENGTHS, don
     found = [(to_plain(records), timing) for records, timing in batches]
     records = [record for part, _ in found for record in part]
     for record in records:
-        validate_injection(record)
+        to_record(record)
         json.dumps(record, allow_nan=False)
     return records
 

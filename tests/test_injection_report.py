@@ -19,20 +19,19 @@ from injection_records import (
     quant,
     some,
 )
+from plain_records import summarize_injection, summarize_study
 from rich.console import Console
 from study_records import make_run
 
 from jaxkv.analysis import injection_page
 from jaxkv.analysis.experiments import EXPERIMENTS
-from jaxkv.analysis.injection import summarize_injection
 from jaxkv.analysis.injection_claims import compare_specs
 from jaxkv.analysis.injection_figures import draw_injection
 from jaxkv.analysis.injection_page import OWN, SEED_TABLE, render_injection, to_html, to_markdown
 from jaxkv.analysis.page import write_blocks
 from jaxkv.analysis.statistics import clopper_pearson
-from jaxkv.analysis.study import summarize_study
 from jaxkv.interventions.quantizers.spec import METHODS
-from jaxkv.schema_injection import validate_injection
+from jaxkv.records import to_record
 
 N = 40
 CONTROL = some(30, N)
@@ -568,20 +567,20 @@ def test_a_study_has_a_section_for_it():
 )
 def test_a_record_that_breaks_the_schema_is_named(change, field):
     record = make_record(0, "x", ERROR)
-    validate_injection(record)
-    validate_injection(make_broken(copy.deepcopy(record)))
+    to_record(record)
+    to_record(make_broken(copy.deepcopy(record)))
     change(record)
     with pytest.raises(ValueError, match=f"^{field}".replace("[", "\\[").replace("]", "\\]")):
-        validate_injection(record)
+        to_record(record)
 
 
 def test_the_clean_arm_is_compared_with_nothing():
     record = make_record(0)
-    validate_injection(record)
+    to_record(record)
     with pytest.raises(ValueError, match=r"^teacher_forced"):
-        validate_injection(record | {"teacher_forced": make_record(0, "x", ERROR)["teacher_forced"]})
+        to_record(record | {"teacher_forced": make_record(0, "x", ERROR)["teacher_forced"]})
     with pytest.raises(ValueError, match=r"^spec"):
-        validate_injection(record | {"spec": ERROR})
+        to_record(record | {"spec": ERROR})
 
 
 def test_a_ratio_that_is_one_but_for_rounding_reads_100():

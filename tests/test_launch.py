@@ -8,10 +8,11 @@ import time
 
 import pytest
 from commands import DATA, SMALL, parse, run_in_process, run_process
+from plain_records import read_run
 from sample_records import make_invalid
 
 from jaxkv.errors import UserError
-from jaxkv.records import RunDirectory, read_run
+from jaxkv.records import RunDirectory
 
 
 @pytest.fixture(scope="session")
@@ -201,13 +202,13 @@ def test_exit_codes_without_traceback():
 
 def test_doctor_needs_no_model(tmp_path, capsys, monkeypatch):
     record = json.loads((DATA.parents[1] / "analysis" / "doctor" / "cpu.json").read_text())
-    monkeypatch.setattr("jaxkv.experiments.doctor.run_doctor", lambda spec: record)
+    monkeypatch.setattr("jaxkv.experiments.doctor.run.run_doctor", lambda spec: record)
     arguments = ["--experiments=doctor", "--compilation_cache=none", f"--out={tmp_path}"]
     run_in_process(*arguments)
     shown = capsys.readouterr().out
     assert f"report: {tmp_path / 'report.md'}" in shown
     assert read_run(tmp_path)[1] == [record]
-    monkeypatch.setattr("jaxkv.experiments.doctor.run_doctor", lambda spec: pytest.fail("examined twice"))
+    monkeypatch.setattr("jaxkv.experiments.doctor.run.run_doctor", lambda spec: pytest.fail("examined twice"))
     run_in_process(*arguments)
     assert capsys.readouterr().out == shown
 
@@ -220,12 +221,12 @@ def test_another_tile_of_the_gate_is_another_run(finished, cache):
 def test_a_run_without_a_valid_problem_fails_and_says_why(tmp_path, monkeypatch, capsys):
     records = [make_invalid(0), make_invalid(1)]
     found = iter([(records, {"problems": [0, 1], "seconds": {}})])
-    monkeypatch.setattr("jaxkv.experiments.divergence.run_divergence", lambda *_: found)
+    monkeypatch.setattr("jaxkv.experiments.divergence.run.run_divergence", lambda *_: found)
     command = [*SMALL, "--compilation_cache=none", "--gate=off", "--num_problems=2", f"--out={tmp_path / 'run'}"]
     with pytest.raises(UserError, match=r"none of its 2 samples is valid, all at resid_pre, layer 8 \(inf, cached"):
         run_in_process(*command)
     assert "report: " in capsys.readouterr().out
-    monkeypatch.setattr("jaxkv.experiments.divergence.run_divergence", lambda *_: iter(()))
+    monkeypatch.setattr("jaxkv.experiments.divergence.run.run_divergence", lambda *_: iter(()))
     with pytest.raises(UserError, match="problem 0 was asked in other tokens"):  # the samples above are made up
         run_in_process(*command)
     monkeypatch.setattr("jaxkv.study.hash_tokens", lambda ids: records[0]["prompt_sha256"])

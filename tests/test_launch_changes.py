@@ -4,12 +4,12 @@ import pathlib
 
 import pytest
 from commands import SMALL, parse, run_in_process
+from plain_records import read_run
 
 from jaxkv.errors import UserError
 from jaxkv.experiments.changes import make_changes
 from jaxkv.interventions.quantizers.spec import METHODS
 from jaxkv.models.families import get_preset
-from jaxkv.records import read_run
 
 FEW = ["--num_problems=2", "--max_new_tokens=3", "--gate=off"]
 SPECS = ["--cache_error=normal:0,0.25;side=k", "--cache_quant=int8"]

@@ -4,11 +4,11 @@ import functools
 
 import pytest
 from commands import SMALL, run_in_process
+from plain_records import read_run
 
 from jaxkv import checkpoints
 from jaxkv.errors import UserError
-from jaxkv.experiments import mitigations
-from jaxkv.records import read_run
+from jaxkv.experiments.mitigations import run as mitigations
 
 FEW = ["--num_problems=1", "--max_new_tokens=3", "--gate=off", "--control_problems=0", "--stepwise_problems=0"]
 

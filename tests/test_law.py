@@ -5,6 +5,7 @@ import pytest
 
 from jaxkv.analysis import metrics
 from jaxkv.analysis.law import NEAR, check_law, predict, sort_flips
+from jaxkv.experiments.record_parts import Comparison
 
 
 def draw(noise: float, steps: int = 20000, vocabulary: int = 40, seed: int = 0, dtype=np.float32):
@@ -69,16 +70,19 @@ def test_flips_of_rounded_logits_are_sorted_as_they_stand():
     assert kinds["tie_in_one"] > 0
 
 
+NEWER = {"margin_other", "shift", "unit"}
+
+
 def test_a_condition_is_its_samples_together():
     parts = [draw(0.01, steps=300, seed=seed, dtype=np.float16) for seed in (5, 6)]
     samples = [{name: column.tolist() for name, column in part.items()} for part in parts]
-    found = check_law(samples)
+    found = check_law([Comparison(**sample) for sample in samples])
     margins, shifts = (np.concatenate([part[name] for part in parts]) for name in ("margin", "shift"))
     assert found.prediction == predict(margins, shifts)
     assert found.flips == sum(int(part["flip"].sum()) for part in parts) == sum(found.kinds.values())
     assert found.ties["reference"] == int((margins == 0).sum())
     assert found.choice_flips is None
-    chosen = [s | {"choice_flip": [True] + [False] * 299} for s in samples]
+    chosen = [Comparison(**s, choice_flip=[True] + [False] * 299) for s in samples]
     assert check_law(chosen).choice_flips == 2
-    assert check_law([{"margin": [1.0], "flip": [False]}]) is None  # a record of before
+    assert check_law([Comparison(**{n: samples[0][n] for n in set(samples[0]) - NEWER})]) is None  # a record of before
     assert check_law([]) is None

@@ -8,20 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from plain_records import summarize_mitigations
 from small_models import make_prompts, small_config
 
-from jaxkv.analysis.mitigations import summarize_mitigations
 from jaxkv.compare import DISTANCE_FIELDS, measure_distance
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
-from jaxkv.experiments import mitigations, truth
 from jaxkv.experiments.batches import Item, RunSpec, plan_batches
-from jaxkv.experiments.divergence import compare_row, run_batch
-from jaxkv.experiments.mitigations import hold, make_variants, run_mitigations
+from jaxkv.experiments.divergence.run import compare_row, run_batch
+from jaxkv.experiments.mitigations import run as mitigations
+from jaxkv.experiments.mitigations.run import hold, make_variants, run_mitigations, truth
 from jaxkv.models.decoder import Decoder
-from jaxkv.records import RunDirectory, to_line, to_plain
-from jaxkv.schema_mitigations import validate_mitigation
+from jaxkv.records import RunDirectory, read_lines, to_line, to_plain, to_record
 
 SPEC = RunSpec(new_tokens=7, seed=3, bucket=8)  # 15 slots, and 16 in tiles
 NAMES = ("fp16", "fp32", "fp32+param=fp16", "fp16 aligned")
@@ -187,7 +186,7 @@ def test_every_record_keeps_the_schema():
     records, timings = undisturbed()
     assert [tuple(r["key"]) for r in records] == [("mitigations", p, name) for p in PROBLEMS for name in NAMES]
     for record in records:
-        validate_mitigation(record)
+        to_record(record)
         assert record["status"] == "ok"
         assert record["tokens"]["fp64"] == records[4 * (record["problem"] - 10)]["tokens"]["fp64"]
     assert [t["variant"] for t in timings if t["cost"]] == list(NAMES)
@@ -240,7 +239,7 @@ def test_numbers_that_break_are_no_agreement():
     leaves["embed"].set_value(leaves["embed"][...].at[:, 0].set(1e5))
     records, _ = run(["fp16", "fp32"], make_items(2), state=leaves)
     for record in records:
-        validate_mitigation(record)
+        to_record(record)
         assert record["status"] == ("invalid" if record["variant"] == "fp16" else "ok")
     assert records[0]["invalid"]["op"] == "resid_pre"
     broken, whole = summarize_mitigations(records, [])["variants"]
@@ -277,7 +276,7 @@ def test_a_resumed_run_does_what_is_missing_and_yields_the_same_bytes(tmp_path, 
             directory.append(record)
         assert [(t["problems"][0], t["variant"]) for t in timings] == batches
         order = {tuple(record["key"]): to_line(record) for record in whole}
-        assert sorted(map(to_line, directory.read())) == sorted(order.values())
+        assert sorted(map(to_line, read_lines(directory.path / "samples.jsonl"))) == sorted(order.values())
     assert slots == {15}  # whatever is missing, the truth has one shape
     assert run(PAIR, done=[(p, name) for p in PROBLEMS for name in PAIR]) == ([], [])
 

@@ -29,7 +29,7 @@ from jaxkv.config import make_precision
 from jaxkv.decode import Arms, make_layout, make_rows, slot_positions, start_rollout
 from jaxkv.errors import UserError
 from jaxkv.experiments.batches import Item, RunSpec
-from jaxkv.experiments.divergence import run_divergence
+from jaxkv.experiments.divergence.run import run_divergence
 from jaxkv.models.decoder import abstract_decoder
 from jaxkv.models.families import parse_config
 from jaxkv.models.layers import rope_table, visible

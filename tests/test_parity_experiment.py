@@ -12,12 +12,12 @@ from tiny_models import WINDOW
 
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
-from jaxkv.experiments import parity
 from jaxkv.experiments.batches import Item, RunSpec
-from jaxkv.experiments.divergence import run_batch
-from jaxkv.experiments.parity import compare_cells, run_parity
-from jaxkv.records import to_plain
-from jaxkv.schema_parity import CACHE_PAIRS, CELLS, FRAMEWORK_PAIRS, PAIRS, validate_parity
+from jaxkv.experiments.divergence.run import run_batch
+from jaxkv.experiments.parity import run as parity
+from jaxkv.experiments.parity.record import CACHE_PAIRS, CELLS, FRAMEWORK_PAIRS, PAIRS
+from jaxkv.experiments.parity.run import compare_cells, run_parity
+from jaxkv.records import to_plain, to_record
 from jaxkv.torch_path import TorchArms
 
 NEW = 6
@@ -39,7 +39,7 @@ def run(checkpoint, precision="fp32", theirs=None, spec=SPEC, **options):
     batches = run_parity(arms, arms.prepare(checkpoint.state), other, make_items(), spec, **options)
     records = to_plain([record for new, _ in batches for record in new])
     for record in records:
-        validate_parity(record)
+        to_record(record)
     return records
 
 
@@ -202,4 +202,4 @@ def test_a_broken_record_is_refused(plain, path, value, field):
         place = place[name]
     place[path[-1]] = value
     with pytest.raises(ValueError, match=field.replace("|", r"\|")):
-        validate_parity(record)
+        to_record(record)

@@ -2,12 +2,13 @@
 
 import numpy as np
 import pytest
+from plain_records import find_cells, summarize_parity, summarize_study
 from scipy import stats
 from study_records import as_torch, make_parity, make_run, make_samples
 
-from jaxkv.analysis.parity import find_cells, judge_gap, summarize_free, summarize_parity
-from jaxkv.analysis.study import summarize_study
-from jaxkv.schema_parity import CACHE_PAIRS, CELLS, FRAMEWORK_PAIRS, PAIRS
+from jaxkv.analysis.parity import judge_gap, summarize_free
+from jaxkv.experiments.parity.record import CACHE_PAIRS, CELLS, FRAMEWORK_PAIRS, PAIRS
+from jaxkv.records import to_record
 
 
 def both(ours=(), theirs=(), count=12, shift=0):
@@ -180,5 +181,5 @@ def test_faults():
     assert summarize_parity(records[1:], {})["status"] == "invalid"
     assert summarize_parity([], {})["status"] == "empty"
     records[0]["tokens"] = [1]
-    with pytest.raises(ValueError, match=r"sample \['parity', 0\]: choices"):
-        summarize_parity(records, {})
+    with pytest.raises(ValueError, match=r"^layers\.bit_equal\.jax uncached: 5 is more than 1"):
+        to_record(records[0])

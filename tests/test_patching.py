@@ -10,22 +10,17 @@ from unittest import mock
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from plain_records import summarize_patching
 from small_models import changed_state, make_prompts, same_bits, small_config, small_state
 
-from jaxkv.analysis.patching import conclude, render_patching, summarize_patching, to_markdown
+from jaxkv.analysis.patching import conclude, render_patching, to_markdown
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms, make_layout, make_rows
 from jaxkv.errors import UserError
-from jaxkv.experiments import patching
 from jaxkv.experiments.batches import Item, RunSpec
-from jaxkv.experiments.patching import Patcher, run_patching, select, spread
-from jaxkv.generate import force
-from jaxkv.interventions.patches import make_patch
-from jaxkv.models import decoder, layers
-from jaxkv.models.decoder import abstract_decoder
-from jaxkv.records import to_line
-from jaxkv.schema_patching import (
+from jaxkv.experiments.patching import run as patching
+from jaxkv.experiments.patching.record import (
     DIRECTIONS,
     EVERYTHING,
     INTO_CACHED,
@@ -38,8 +33,13 @@ from jaxkv.schema_patching import (
     RESIDUAL_NOW,
     VALUES,
     Kind,
-    validate_patching,
 )
+from jaxkv.experiments.patching.run import Patcher, run_patching, select, spread
+from jaxkv.generate import force
+from jaxkv.interventions.patches import make_patch
+from jaxkv.models import decoder, layers
+from jaxkv.models.decoder import abstract_decoder
+from jaxkv.records import to_line, to_record
 from jaxkv.tracing import TracedArms
 
 NEW_TOKENS = 6
@@ -288,7 +288,7 @@ def test_a_planted_cause_in_the_stream_is_undone_by_patching_the_stream_after_it
 def test_records_are_valid_and_complete():
     records = planted_run("k.0")
     for record in records:
-        validate_patching(json.loads(to_line(record)))
+        to_record(json.loads(to_line(record)))
         assert record["instrumented_bit_equal"] == {"cached": record["steps"], "uncached": record["steps"]}
         assert len(to_line(record)) < 4000
     expected = [("patching", item.problem, d, p) for d in DIRECTIONS for p in PATCHES for item in ITEMS]
@@ -305,7 +305,7 @@ def test_a_problem_that_overflows_has_no_figures():
         both = [dataclasses.replace(ITEMS[0], problem=problem) for problem in (1, 2)]
         alone = [r for batch, _ in run_patching(arms, broken, both, SPEC) for r in batch]
     for record in records + alone:
-        validate_patching(json.loads(to_line(record)))
+        to_record(json.loads(to_line(record)))
     assert [r["status"] for r in records] == ["invalid", "ok"] * 2
     assert [r["status"] for r in alone] == ["invalid"] * 4
     assert records[0]["invalid"]["op"] == "resid_pre"
@@ -326,27 +326,36 @@ def test_other_regimes_are_refused():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"experiment": "drift"}, "experiment: "),
-        ({"direction": "cached"}, "direction: 'cached' is not one of"),
+        ({"experiment": "drift"}, "missing|unknown field"),
+        ({"direction": "cached"}, "direction: invalid enum value 'cached'"),
         ({"patch": "Q"}, "patch: 'Q' is not one of"),
         ({"key": ["patching", 4, INTO_CACHED, VALUES]}, "key: expected"),
-        ({"instrumented_bit_equal": {"cached": 99, "uncached": 0}}, "instrumented_bit_equal.cached: more than"),
-        ({"gap": {"kl": -1.0, "flips": 0, "bit_equal": 0}}, "gap.kl: negative"),
-        ({"gap": {"kl": 1.0, "flips": 6, "bit_equal": 1}}, "gap: more flips"),
-        ({"all": {"kl": 1.0, "recovered": 9, "broken": 0, "bit_equal": 0}}, "all.recovered: more than"),
-        ({"unchanged": 77}, "unchanged: more than"),
-        ({"by_layer": {"layer": [0], "kl": [], "recovered": [0], "broken": [0], "bit_equal": [0]}}, "unequal length"),
-        ({"by_layer": {"layer": [2], "kl": [0.0], "recovered": [0], "broken": [0], "bit_equal": [0]}}, "more than 1"),
-        ({"grid": {"layer": [0], "bins": [[0, 4]], "kl": [[0.0, 1.0]]}}, "grid.kl: not 1 rows of 1"),
-        ({"trajectory": {"steps": 6, "parted": 2, "until": None, "agreeing": 5}}, "trajectory.agreeing: more than"),
-        ({"trajectory": {"steps": 6, "parted": 2, "until": 2, "agreeing": None}}, "trajectory.agreeing: expected"),
+        ({"instrumented_bit_equal": {"cached": 99, "uncached": 0}}, "instrumented_bit_equal.cached: 99 is more than"),
+        ({"gap": {"kl": -1.0, "flips": 0, "bit_equal": 0}}, "gap.kl: expected `float` >= 0.0"),
+        ({"gap": {"kl": 1.0, "flips": 6, "bit_equal": 1}}, "gap.flips|gap.bit_equal"),
+        ({"all": {"kl": 1.0, "recovered": 9, "broken": 0, "bit_equal": 0}}, "all.recovered: 9 is more than"),
+        ({"unchanged": 77}, "unchanged: 77 is more than"),
+        (
+            {"by_layer": {"layer": [0], "kl": [], "recovered": [0], "broken": [0], "bit_equal": [0]}},
+            "by_layer.kl: 0",
+        ),
+        (
+            {"by_layer": {"layer": [2], "kl": [0.0], "recovered": [0], "broken": [0], "bit_equal": [0]}},
+            "more than 1",
+        ),
+        ({"grid": {"layer": [0], "bins": [[0, 4]], "kl": [[0.0, 1.0]]}}, "grid.kl: 2 entries, expected 1"),
+        (
+            {"trajectory": {"steps": 6, "parted": 2, "until": None, "agreeing": 5}},
+            "agreeing: 5 is more than",
+        ),
+        ({"trajectory": {"steps": 6, "parted": 2, "until": 2, "agreeing": None}}, "trajectory.agreeing: missing"),
         ({"status": "invalid"}, "invalid"),
     ],
 )
 def test_a_record_at_fault_is_named(change, message):
     record = json.loads(to_line(figures_of("k.0")[INTO_CACHED, KEYS, 4]))
     with pytest.raises(ValueError, match=message):
-        validate_patching(record | change)
+        to_record(record | change)
 
 
 # What is said of them.

@@ -13,23 +13,23 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 from injection_records import ERROR, quant
+from plain_records import summarize_perplexity, summarize_study
 from rich.console import Console
 from small_models import changed_state, small_config, small_state
 from study_records import make_run
 
 from jaxkv.analysis import document
 from jaxkv.analysis.page import write_blocks
-from jaxkv.analysis.perplexity import render_perplexity, summarize_perplexity, to_markdown
-from jaxkv.analysis.study import summarize_study
+from jaxkv.analysis.perplexity import render_perplexity, to_markdown
 from jaxkv.cache import empty_cache
 from jaxkv.checkpoints.tokenizer import ByteTokenizer, Tokenizer
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
-from jaxkv.experiments import perplexity as experiment
 from jaxkv.experiments.batches import RunSpec
 from jaxkv.experiments.changes import make_changes
-from jaxkv.experiments.perplexity import (
+from jaxkv.experiments.perplexity import run as experiment
+from jaxkv.experiments.perplexity.run import (
     make_record,
     run_changed,
     run_perplexity,
@@ -37,8 +37,7 @@ from jaxkv.experiments.perplexity import (
     score_tokens,
     tokenize,
 )
-from jaxkv.records import VALIDATORS, to_plain
-from jaxkv.schema_perplexity import validate_perplexity
+from jaxkv.records import to_plain, to_record
 from jaxkv.tasks.perplexity import Window, aggregate, plan_windows
 
 TEXT = "The river föx runs.\n Past nine  quiet towns, to the sea — and back."
@@ -171,10 +170,9 @@ def test_records():
     assert len(windows[-1].scored) < STRIDE  # the last window is a short one
     for record, window in zip(records, windows, strict=True):
         assert to_plain(record) == record
-        validate_perplexity(record)
+        to_record(record)
         assert record["steps"] == record["tokens"] == len(window.scored)
         assert (record["bytes"], record["words"]) == (window.bytes, window.words)
-    assert VALIDATORS["perplexity"] is validate_perplexity
 
 
 def test_aligned_arms_are_equal_bit_for_bit():
@@ -194,7 +192,7 @@ def test_changed_caches_stand_beside_one_uncached_arm():
     assert [tuple(record["key"]) for record in records] == keys
     assert [list(timing["seconds"]) for _, timing in batches] == [["cached", "uncached"], *[["cached"]] * 3] * 2
     for record in records:
-        validate_perplexity(to_plain(record))
+        to_record(to_plain(record))
         clean = small_run()[record["problem"]]
         assert record["nats"]["uncached"] == clean["nats"]["uncached"]
         if record["change"] == "none":
@@ -234,7 +232,7 @@ def test_a_record_says_what_was_done_to_the_cache():
     clean, ran, change, records = saturated_run()
     config = make_arms("gemma2")[0].config
     for row, record in enumerate(records):
-        validate_perplexity(record)
+        to_record(record)
         assert record["spec"] == to_plain(change.describe(config.head_dim))
         written = np.asarray(clean.cache.positions[row]) >= 0
         for side, stored in (("k", clean.cache.k), ("v", clean.cache.v)):
@@ -263,7 +261,7 @@ def test_a_cache_that_broke_though_no_logit_shows_it():
     place = {"arm": "cached", "step": None, "layer": 1, "op": "v", "position": CONTEXT + STRIDE - 2, "value": "inf"}
     assert broken["invalid"] == place
     assert broken["nats"] is broken["logits"] is None
-    validate_perplexity(broken)
+    to_record(broken)
 
 
 def test_a_resumed_run_makes_the_same_records():
@@ -284,7 +282,7 @@ def test_numbers_that_are_not_finite():
     records = [r for batch, _ in run_perplexity(arms, broken, windows[:1], SPEC) for r in batch]
     assert [r["status"] for r in records] == ["invalid"]
     assert records[0]["nats"] is records[0]["logits"] is None
-    validate_perplexity(records[0])
+    to_record(records[0])
 
 
 def test_refusals(monkeypatch):
@@ -300,26 +298,26 @@ def test_refusals(monkeypatch):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("tokens", 0, "tokens: nothing"),
+        ("tokens", 0, "tokens: expected `int` >= 1"),
         ("steps", 1, "steps: 1 beside"),
-        ("nats", {"cached": -1.0, "uncached": 1.0}, "nats.cached: negative"),
-        ("nats", None, "nats.cached: missing"),
-        ("logits", {"kl": 0.0, "flips": 99, "max_abs": 0.0, "bit_equal": 0}, "logits.flips: more than"),
-        ("logits", {"kl": -1.0, "flips": 0, "max_abs": 0.0, "bit_equal": 0}, "logits.kl: negative"),
+        ("nats", {"cached": -1.0, "uncached": 1.0}, "nats.cached: expected `float` >= 0.0"),
+        ("nats", None, "nats: missing"),
+        ("logits", {"kl": 0.0, "flips": 99, "max_abs": 0.0, "bit_equal": 0}, "logits.flips: 99 is more than"),
+        ("logits", {"kl": -1.0, "flips": 0, "max_abs": 0.0, "bit_equal": 0}, "logits.kl: expected `float` >= 0.0"),
         ("key", ["perplexity", 0], "key: expected"),
         ("change", "other", "key: expected"),
-        ("bytes", -1, "bytes: expected count"),
-        ("spec", {"family": "quant"}, "spec: expected null"),
-        ("cache", None, "cache.bytes: missing"),
-        ("saturated", {"k": 2, "v": 2, "elements": 3}, "saturated: more than there are"),
+        ("bytes", -1, "bytes: expected `int` >= 0"),
+        ("spec", {"family": "quant", "k": None, "v": None}, "spec: expected null"),
+        ("cache", None, "cache: expected `object`, got `null`"),
+        ("saturated", {"k": 2, "v": 2, "elements": 3}, "saturated.k: 4 is more than 3"),
     ],
 )
 def test_schema_faults(field, value, message):
     with pytest.raises(ValueError, match=message):
-        validate_perplexity(small_run()[0] | {field: value})
+        to_record(small_run()[0] | {field: value})
     equal = small_run()[0]["logits"] | {"bit_equal": STRIDE}
     with pytest.raises(ValueError, match="although all their logits are equal"):
-        validate_perplexity(small_run()[0] | {"logits": equal})
+        to_record(small_run()[0] | {"logits": equal})
     assert experiment.FIGURES == ("nats", "logits")
 
 
@@ -400,7 +398,7 @@ def test_a_quantizer_that_packed_nothing_is_named():
         cache = whole | {"packed": packed, "bits": 32 - 27.75 * packed}
         records = make_change(name, 1.1, spec=spec, cache=cache)
         for record in records:
-            validate_perplexity(record)
+            to_record(record)
         summary = summarize_perplexity([*small_run(), *make_change("normal:0,0.25", 1.2), *records])
         for text in (to_markdown(summary), shown(summary, 200)):
             assert text.count("packed nothing") == (packed == 0)
@@ -440,5 +438,5 @@ def test_summary_leaves_out_invalid_windows():
     assert summary["changes"][0]["windows"] == len(small_run()) - 1
     assert "window 0 is invalid: k of the cached arm" in to_markdown(summary)
     assert "none valid" in to_markdown(summarize_perplexity(broken))
-    with pytest.raises(ValueError, match="nats"):
-        summarize_perplexity([small_run()[0] | {"nats": None}])
+    with pytest.raises(ValueError, match=r"^nats: missing"):
+        to_record(small_run()[0] | {"nats": None})

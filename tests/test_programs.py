@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from commands import SMALL, run_in_process
+from plain_records import read_run
 
 from jaxkv import programs
-from jaxkv.records import read_run
 
 
 def compile_many(count):

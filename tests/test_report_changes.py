@@ -6,16 +6,15 @@ import json
 import accumulation_records
 import pytest
 from injection_records import ERROR, error, make_change, make_control, some
+from plain_records import join_parts, join_runs, summarize_study, to_typed
 from sealing import reseal
 from study_records import make_run, make_samples
 
 from jaxkv.analysis.document import to_markdown
 from jaxkv.analysis.experiments import EXPERIMENTS
 from jaxkv.analysis.gather import describe_origin
-from jaxkv.analysis.joining import join_parts, join_runs
 from jaxkv.analysis.page import CHANGES_TITLE, TITLE, write_blocks, write_study
 from jaxkv.analysis.page_changes import DIFFERS, SECTIONS, changes_alone, list_statements
-from jaxkv.analysis.study import summarize_study
 from jaxkv.errors import UserError
 from jaxkv.options import CHANGED
 from jaxkv.report import render_claims
@@ -65,15 +64,15 @@ def test_what_is_no_part_stays_apart():
     for run in mixed:
         run.run["config"]["experiments"] = ["injection", "drift"]
     for runs in ([alone], [alone, other], divergence, mixed):
-        assert join_parts(runs) == (runs, [])
+        assert join_parts(runs) == (to_typed(runs), [])
 
 
 def test_a_run_that_disagrees_leaves_the_others_joined():
-    clean = CONTROL[0] | {"prompt_tokens": 99}
+    clean = CONTROL[0] | {"prompt_sha256": "cd" * 32}
     odd = part("c/x", "uniform:-1.5,1.5", POINTS)
     odd = dataclasses.replace(odd, records=[clean, *odd.records[1:]])
     (joined, apart), notes = join_parts([parts()[0], odd, parts()[1]])
-    assert ([part.name for part in joined.parts], apart) == (["a/x", "b/x"], odd)
+    assert ([part.name for part in joined.parts], apart) == (["a/x", "b/x"], to_typed(odd))
     assert notes[0].startswith("a/x and c/x have different records of injection 0 none 0")
 
 
@@ -87,7 +86,7 @@ def test_accumulation_is_joined_where_clean_arms_took_the_same_tokens():
     (run,), _ = join_parts([accumulated("a", kvarn), accumulated("b", kivi)])
     assert len(run.parts) == 2
     others = [accumulated("a", kvarn), accumulated("b", kivi, "1")]
-    assert join_parts(others)[0] == others
+    assert join_parts(others)[0] == to_typed(others)
     with pytest.raises(UserError, match="a and b have different records of accumulation 0,"):
         join_runs("both", others)
 

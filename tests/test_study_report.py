@@ -12,19 +12,19 @@ from xml.etree import ElementTree as ET
 
 import pytest
 from layer_records import make_drift, make_patching
+from plain_records import divergence_over_tokens, join_runs, margin_points, summarize_study, to_typed
 from sample_records import make_invalid
+from sealing import reseal
 from study_records import align, as_torch, make_parity, make_run, make_samples
 
 from jaxkv import records
 from jaxkv.analysis import svg
-from jaxkv.analysis.curves import bin_steps, divergence_over_tokens, margin_points
+from jaxkv.analysis.curves import bin_steps
 from jaxkv.analysis.document import Bullets, Code, Figure, Fold, Heading, Paragraph, Table, to_html, to_markdown
-from jaxkv.analysis.gather import describe_command, find_runs, name_runs
-from jaxkv.analysis.joining import join_runs
+from jaxkv.analysis.gather import describe_command, find_runs, name_runs, read_runs
 from jaxkv.analysis.metrics import free_running
 from jaxkv.analysis.page import write_blocks, write_study
 from jaxkv.analysis.report import write_report
-from jaxkv.analysis.study import summarize_study
 from jaxkv.errors import UserError
 from jaxkv.report import main
 
@@ -132,10 +132,13 @@ def test_invalid_samples_are_named_and_counted_nowhere():
     assert "| gemma | 0 of 3 | none counted |" in render([alone])[2]
 
 
-def test_a_broken_record_names_run_and_field():
-    runs = make_study(lambda samples: samples[2]["sampling"].__setitem__("seed", None))
-    with pytest.raises(UserError, match=r"fp16/samples.jsonl: sample \['divergence', 2\]: sampling\.seed"):
-        summarize_study(runs)
+def test_a_broken_record_names_run_and_field(tmp_path):
+    write(tmp_path / "fp16", make_run(make_samples(count=3)))
+    path = tmp_path / "fp16" / "samples.jsonl"
+    path.write_text(path.read_text().replace('"seed":0', '"seed":null'))
+    reseal(tmp_path / "fp16")
+    with pytest.raises(UserError, match=r"fp16/samples\.jsonl, line 1: sampling\.seed: expected `int`, got `null`"):
+        read_runs([tmp_path])
 
 
 # The page.
@@ -341,9 +344,9 @@ def test_runs_of_one_condition_are_joined():
     first, second = (make_run(part, name, fingerprint="f", num_problems=3) for name, part in
                      (("a", samples[:2]), ("b", samples[1:])))  # fmt: skip
     joined = join_runs("both", [first, second])
-    assert (joined.name, joined.records) == ("both", samples)
+    assert (joined.name, joined.records) == ("both", to_typed(samples))
     assert len(joined.run["sessions"]) == 2
-    assert join_runs("one", [first]).records == first.records
+    assert join_runs("one", [first]).records == to_typed(first.records)
     changed = dataclasses.replace(second, records=[samples[1] | {"prompt_tokens": 99}])
     with pytest.raises(UserError, match="a and b have different records of divergence 1,"):
         join_runs("both", [first, changed])

@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+from plain_records import summarize
 from rich.console import Console
 from sample_records import make_invalid, make_sample
 from sealing import reseal
@@ -15,10 +16,10 @@ from sealing import reseal
 from jaxkv import records
 from jaxkv.analysis.format import format_number, format_percent, format_share
 from jaxkv.analysis.report import render_markdown, write_report
-from jaxkv.analysis.summary import clustered_share, share, summarize
+from jaxkv.analysis.summary import clustered_share, share
 from jaxkv.analysis.terminal import render_table
 from jaxkv.errors import UserError
-from jaxkv.schemas import CONTROLS
+from jaxkv.experiments.divergence.record import CONTROLS
 
 CONFIG = {
     "model": {"name": "tiny-llama2", "layers": 2},
@@ -351,7 +352,7 @@ def test_faults_of_a_run_are_one_line(tmp_path):
     with pytest.raises(UserError, match=r"samples\.jsonl was changed by hand"):
         write_report(tmp_path)
     reseal(tmp_path)
-    with pytest.raises(UserError, match=r"sampling\.seed: expected int"):
+    with pytest.raises(UserError, match=r"sampling\.seed: expected `int`, got `null`"):
         write_report(tmp_path)
 
 

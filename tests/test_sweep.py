@@ -9,11 +9,11 @@ import re
 import pytest
 from absl import flags
 from commands import SMALL, parse, run_in_process
+from plain_records import read_run
 
 from jaxkv import launch, loading, sweep
 from jaxkv.checks import check_condition
 from jaxkv.errors import UserError
-from jaxkv.records import read_run
 
 LAUNCH = pathlib.Path(__file__).parents[1] / "launch"
 FEW = ["--num_problems=1", "--max_new_tokens=3", "--gate=off", "--control_problems=0", "--stepwise_problems=0"]

@@ -5,11 +5,11 @@ import sys
 
 import pytest
 from commands import SMALL, parse, run_in_process
+from plain_records import read_run
 
 from jaxkv import launch
 from jaxkv.checks import check_condition
 from jaxkv.errors import UserError
-from jaxkv.records import read_run
 
 torch = pytest.importorskip("torch")
 FEW = [

@@ -36,7 +36,7 @@ from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
 from jaxkv.experiments.batches import Item, plan_batches
-from jaxkv.experiments.divergence import run_batch as run_batch_of_ours
+from jaxkv.experiments.divergence.run import run_batch as run_batch_of_ours
 from jaxkv.tasks import load_task
 from jaxkv.tasks.gsm8k import PromptSpec
 from jaxkv.torch_model import TorchModel, check_torch, describe_torch, true_fp32

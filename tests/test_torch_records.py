@@ -6,6 +6,7 @@ import functools
 import numpy as np
 import pytest
 import torch
+from plain_records import summarize
 from small_models import changed_state
 from test_parity import TRANSFORMERS_TOLERANCE
 from tiny_models import FAMILIES
@@ -18,10 +19,10 @@ from torch_runs import (
     run,
 )
 
-from jaxkv.analysis.summary import summarize
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.config import make_precision
-from jaxkv.schemas import CONTROLS, validate_sample
+from jaxkv.experiments.divergence.record import CONTROLS
+from jaxkv.records import to_record
 from jaxkv.torch_model import TorchModel
 from jaxkv.torch_path import GROWING
 
@@ -72,7 +73,7 @@ def test_records_are_those_of_the_study(greedy):
 )
 def test_a_record_says_which_framework_it_is_of(greedy, changes, field):
     with pytest.raises(ValueError, match=f"^{field}"):
-        validate_sample(greedy("mistral")[0] | changes)
+        to_record(greedy("mistral")[0] | changes)
 
 
 def test_rows_end_at_stop_tokens(greedy):

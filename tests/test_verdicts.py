@@ -8,15 +8,14 @@ from accumulation_records import KIVI, KVARN, make_quantizer
 from accumulation_records import summary_of as summarize_quantizers
 from injection_records import ERROR, error, make_change, make_control, quant, some
 from layer_records import make_drift, make_patching
+from plain_records import summarize_injection, summarize_study
 from scipy import stats
 from study_records import MODEL, align, make_run, make_samples
 
 from jaxkv.analysis import rules, statistics
 from jaxkv.analysis.document import to_markdown
-from jaxkv.analysis.injection import summarize_injection
 from jaxkv.analysis.page import write_blocks
 from jaxkv.analysis.rules import ILLUSION, OPEN, RULES, Evidence, hold_all
-from jaxkv.analysis.study import summarize_study
 
 
 def lead(problems, arm=0):

@@ -11,7 +11,7 @@ from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.experiments.batches import Item, RunSpec, lay_out, plan_batches
 from jaxkv.generate import run_cached
-from jaxkv.schemas import validate_sample
+from jaxkv.records import to_record
 from jaxkv.torch_path import GROWING, run_torch_divergence
 
 NEW = 14
@@ -49,7 +49,7 @@ def run(checkpoint, spec=SPEC, precision=FP32, sampler="greedy", items=None, **o
         batched.append(timing["problems"])
         assert set(timing["tokens"]) <= set(timing["seconds"])
     for record in records:
-        validate_sample(record)
+        to_record(record)
     return records, batched
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from msgspec.structs import asdict
 from rich import box
 from rich.console import Group
 from rich.table import Table
@@ -24,12 +25,21 @@ from jaxkv.analysis.format import (
     format_percent,
     format_share,
 )
-from jaxkv.analysis.samples import check
+from jaxkv.analysis.samples import collect
 from jaxkv.analysis.summary import clustered_share, take_rest
-from jaxkv.schema_attribution import ALL, ALL_BUT, ALONE, FENCED, OP_CLASSES, PLAIN, PROGRAMS, VARIANTS
-from jaxkv.schema_attribution import validate_attribution as validate
+from jaxkv.experiments.attribution.record import (
+    ALL,
+    ALL_BUT,
+    ALONE,
+    FENCED,
+    OP_CLASSES,
+    PLAIN,
+    PROGRAMS,
+    VARIANTS,
+    AttributionRecord,
+)
+from jaxkv.experiments.record_parts import ARMS, known
 
-Record = Mapping[str, Any]
 Summary = Mapping[str, Any]
 NOTE = (
     "fenced: operations cut apart as aligning needs, none aligned. KL kept: share of the KL of none, with a 95 % "
@@ -37,7 +47,7 @@ NOTE = (
 )
 
 
-def summarize_attribution(records: Sequence[Record], run: Mapping[str, Any]) -> dict[str, Any]:
+def summarize_attribution(records: Sequence[object], run: Mapping[str, Any]) -> dict[str, Any]:
     """Summarizes the 'attribution' records of a run.
 
     Args:
@@ -47,16 +57,13 @@ def summarize_attribution(records: Sequence[Record], run: Mapping[str, Any]) -> 
     Returns:
       Plain values. `status` is 'ok', 'invalid' (no valid sample of the plain programs) or 'empty'; `variants` holds the
       figures of each variant over its valid samples, in the order of the table.
-
-    Raises:
-      ValueError: a record breaks its schema; starts with its key and the field.
     """
-    samples = check((r for r in records if r.get("experiment") == "attribution"), validate)
-    by_variant: dict[str, dict[int, Record]] = {name: {} for name in VARIANTS}
-    for sample in sorted(samples, key=lambda s: s["problem"]):
-        by_variant[sample["variant"]][sample["problem"]] = sample
-    problems = {s["problem"] for s in samples}
-    plain = {p: s for p, s in by_variant[PLAIN].items() if s["status"] == "ok"}
+    samples = collect(records, AttributionRecord)
+    by_variant: dict[str, dict[int, AttributionRecord]] = {name: {} for name in VARIANTS}
+    for sample in samples:
+        by_variant[sample.variant][sample.problem] = sample
+    problems = {s.problem for s in samples}
+    plain = {p: s for p, s in by_variant[PLAIN].items() if s.status == "ok"}
     return {
         "experiment": "attribution",
         "fingerprint": run.get("fingerprint"),
@@ -66,18 +73,18 @@ def summarize_attribution(records: Sequence[Record], run: Mapping[str, Any]) -> 
             "total": len(problems),
             "ok": len(plain),
         },
-        "tiles": sorted({s["tile"] for s in samples}),
-        "prefill": sorted({s["shapes"]["prefill"] for s in samples}),
-        "slots": sorted({s["shapes"]["slots"] for s in samples}),
+        "tiles": sorted({s.tile for s in samples}),
+        "prefill": sorted({s.shapes.prefill for s in samples}),
+        "slots": sorted({s.shapes.slots for s in samples}),
         "samples_missing": sum(p not in found for found in by_variant.values() for p in problems),
         "invalid": [
-            {"variant": s["variant"], "problem": s["problem"]} | dict(s["invalid"])
+            {"variant": s.variant, "problem": s.problem} | asdict(s.invalid)
             for found in by_variant.values()
             for s in found.values()
-            if s["status"] == "invalid"
+            if s.invalid is not None
         ],
         "variants": {
-            name: _summarize_variant([s for s in found.values() if s["status"] == "ok"], plain)
+            name: _summarize_variant([s for s in found.values() if s.status == "ok"], plain)
             for name, found in by_variant.items()
         }
         if plain
@@ -85,16 +92,18 @@ def summarize_attribution(records: Sequence[Record], run: Mapping[str, Any]) -> 
     }
 
 
-def _sum(sample: Record, name: str) -> float:
-    return float(np.sum(np.asarray(sample["teacher_forced"][name], np.float64)))
+def _sum(sample: AttributionRecord, name: str) -> float:
+    return float(np.sum(np.asarray(getattr(sample.teacher_forced, name), np.float64)))
 
 
-def _summarize_variant(samples: Sequence[Record], plain: Mapping[int, Record]) -> dict[str, Any] | None:
+def _summarize_variant(
+    samples: Sequence[AttributionRecord], plain: Mapping[int, AttributionRecord]
+) -> dict[str, Any] | None:
     """Figures of one variant; None if it has no step."""
-    kept = [s for s in samples if s["steps"]]
+    kept = [s for s in samples if s.steps]
     if not kept:
         return None
-    sizes = [s["steps"] for s in kept]
+    sizes = [s.steps for s in kept]
     sums = [_sum(s, "kl") for s in kept]
     kl = statistics.estimate_mean(sums, sizes)
     return {
@@ -105,15 +114,15 @@ def _summarize_variant(samples: Sequence[Record], plain: Mapping[int, Record]) -
         "kl": {
             "mean": sum(sums) / sum(sizes),
             "interval": statistics.ends(kl),
-            "max": max(max(s["teacher_forced"]["kl"]) for s in kept),
+            "max": max(max(known(s.teacher_forced).kl) for s in kept),
         },
-        "max_abs": max(max(s["teacher_forced"]["max_abs"]) for s in kept),
-        "kl_kept": _compare_to_plain([(s, plain[s["problem"]]) for s in kept if s["problem"] in plain]),
-        "moved": {arm: sum(s["moved"][arm] for s in kept) for arm in ("cached", "uncached")},
+        "max_abs": max(max(known(s.teacher_forced).max_abs) for s in kept),
+        "kl_kept": _compare_to_plain([(s, plain[s.problem]) for s in kept if s.problem in plain]),
+        "moved": {arm: sum(getattr(s.moved, arm) for s in kept) for arm in ARMS},
     }
 
 
-def _compare_to_plain(pairs: Sequence[tuple[Record, Record]]) -> dict[str, Any] | None:
+def _compare_to_plain(pairs: Sequence[tuple[AttributionRecord, AttributionRecord]]) -> dict[str, Any] | None:
     """The share of the plain KL that is left, on the same problems; None if there was none to begin with."""
     sums, plain = [_sum(a, "kl") for a, _ in pairs], [_sum(b, "kl") for _, b in pairs]
     if not sum(plain):

@@ -11,20 +11,20 @@ import numpy as np
 from jaxkv.analysis import statistics
 from jaxkv.analysis.gather import SAMPLING, Run, describe_condition
 from jaxkv.analysis.summary import PAIRED, clustered_share, share
+from jaxkv.experiments.divergence.record import DivergenceRecord
+from jaxkv.experiments.record_parts import find_headline
 from jaxkv.records import fingerprint
-from jaxkv.schemas import find_headline
 
-Record = Mapping[str, Any]
-Samples = Mapping[Any, Record]
+Samples = Mapping[Any, DivergenceRecord]
 QUADRATIC = ("kl", "js")  # in the perturbation of the logits
 LINEAR = ("max_abs", "mean_abs")
 ARMS = ("cached", "uncached")
 PROCESS, BUILD = "process", "build"  # in what a configuration that was run again was not the same
 
 
-def find_valid(run: Run) -> dict[tuple[int, str], Record]:
+def find_valid(run: Run) -> dict[tuple[int, str], DivergenceRecord]:
     """Valid 'divergence' samples by problem and prompt."""
-    return {(s["problem"], s["prompt_sha256"]): s for s in run.of("divergence") if s["status"] == "ok"}
+    return {(s.problem, s.prompt_sha256): s for s in run.of(DivergenceRecord) if s.status == "ok"}
 
 
 def base_precision(condition: Mapping[str, Any]) -> str | None:
@@ -49,8 +49,7 @@ def pool_accuracy(conditions: Sequence[tuple[Mapping[str, Any], Samples]], score
     tables, by_problem = [], defaultdict(list)
     for condition, samples in conditions:
         right = {
-            key: [bool(sample["arms"][arm]["scores"][scorer]["correct"]) for arm in ARMS]
-            for key, sample in samples.items()
+            key: [getattr(sample.arms, arm).scores[scorer].correct for arm in ARMS] for key, sample in samples.items()
         }
         if not right:
             continue
@@ -89,13 +88,18 @@ def pool_accuracy(conditions: Sequence[tuple[Mapping[str, Any], Samples]], score
 
 def pool_scorers(conditions: Sequence[tuple[Mapping[str, Any], Samples]]) -> dict[str, Any]:
     """`pool_accuracy` for every scorer that all samples have."""
-    scores = [sample["arms"][arm]["scores"] for _, samples in conditions for sample in samples.values() for arm in ARMS]
+    every = [sample for _, samples in conditions for sample in samples.values()]
+    scores = [getattr(sample.arms, arm).scores for sample in every for arm in ARMS]
     shared = [scorer for scorer in scores[0] if all(scorer in each for each in scores)] if scores else []
     return {scorer: pool_accuracy(conditions, scorer) for scorer in shared}
 
 
-def _total(samples: Sequence[Record], name: str) -> tuple[list[float], list[int]]:
-    columns = [sample["teacher_forced"][name] for sample in samples]
+def _flips(sample: DivergenceRecord) -> list[bool]:
+    return sample.teacher_forced.flip if sample.teacher_forced else []
+
+
+def _total(samples: Sequence[DivergenceRecord], name: str) -> tuple[list[float], list[int]]:
+    columns = [getattr(sample.teacher_forced, name) for sample in samples]
     return [float(np.sum(np.asarray(c, np.float64))) for c in columns], [len(c) for c in columns]
 
 
@@ -106,11 +110,7 @@ def compare_precisions(narrow: Samples, wide: Samples) -> dict[str, Any] | None:
       None without a problem that both compared. `orders` of a metric is log10 of the ratio of its means over tokens,
       with an interval over problems; None where the wide arms do not differ at all.
     """
-    shared = [
-        key
-        for key in narrow
-        if key in wide and all(s[key]["teacher_forced"] and s[key]["teacher_forced"]["flip"] for s in (narrow, wide))
-    ]
+    shared = [key for key in narrow if key in wide and all(_flips(s[key]) for s in (narrow, wide))]
     if not shared:
         return None
     metrics: dict[str, Any] = {}
@@ -175,7 +175,7 @@ def count_flips(runs: Sequence[Condition]) -> dict[str, Any] | None:
     sizes: dict[int, int] = defaultdict(int)
     for _, samples in runs:
         for (problem, _), sample in samples.items():
-            if sample["teacher_forced"] and (flips := sample["teacher_forced"]["flip"]):
+            if flips := _flips(sample):
                 counts[problem] += sum(flips)
                 sizes[problem] += len(flips)
     if not sizes:
@@ -198,8 +198,8 @@ def count_reruns(runs: Sequence[Condition]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for arm in ARMS:
-        again = [[s["controls"][f"{arm}_rerun"] for s in samples.values()] for _, samples in runs]
-        kept = [[one["bit_equal"] for one in each if one and one["bit_equal"]] for each in again]
+        again = [[getattr(s.controls, f"{arm}_rerun") for s in samples.values()] for _, samples in runs]
+        kept = [[one.bit_equal for one in each if one and one.bit_equal] for each in again]
         kept = [each for each in kept if each]
         entry = share(sum(not all(map(all, each)) for each in kept), len(kept))
         sequences = {"sequences": sum(map(len, kept)), "steps": sum(len(one) for each in kept for one in each)}
@@ -215,7 +215,7 @@ def find_replicates(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """
     groups = defaultdict(list)
     for run in runs:
-        if run.run.get("fingerprint") and run.of("divergence"):
+        if run.run.get("fingerprint") and run.of(DivergenceRecord):
             groups[_identify(run)].append(run)
     found = []
     for members in groups.values():
@@ -238,7 +238,7 @@ def find_replicates(runs: Sequence[Run]) -> list[dict[str, Any]]:
                     "problems": len(shared),
                     "other_tokens": share(sum(_tokens(a[key]) != _tokens(b[key]) for key in shared), len(shared)),
                     "other_figures": share(
-                        sum(a[key]["teacher_forced"] != b[key]["teacher_forced"] for key in shared), len(shared)
+                        sum(a[key].teacher_forced != b[key].teacher_forced for key in shared), len(shared)
                     ),
                     "signs": signs,
                 }
@@ -259,11 +259,11 @@ def _find_build(run: Run) -> Any:
     return run.run["config"].get("versions"), device.get("runtime") if isinstance(device, Mapping) else None
 
 
-def _tokens(sample: Record) -> list[list[int]]:
-    return [sample["arms"][arm]["tokens"] for arm in ARMS]
+def _tokens(sample: DivergenceRecord) -> list[list[int]]:
+    return [getattr(sample.arms, arm).tokens for arm in ARMS]
 
 
-def _lead(sample: Record) -> int:
-    scores = [sample["arms"][arm]["scores"] for arm in ARMS]
-    right = [each[find_headline(each)]["correct"] for each in scores]
+def _lead(sample: DivergenceRecord) -> int:
+    scores = [getattr(sample.arms, arm).scores for arm in ARMS]
+    right = [each[find_headline(each)].correct for each in scores]
     return int(right[0]) - int(right[1])

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from msgspec.structs import asdict
 from rich import box
 from rich.console import Group
 from rich.table import Table
@@ -17,7 +18,6 @@ from rich.text import Text
 from jaxkv.analysis import statistics
 from jaxkv.analysis.format import format_mean, format_number, format_percent
 from jaxkv.analysis.samples import (
-    Record,
     collect,
     count_problems,
     describe_problems,
@@ -25,7 +25,8 @@ from jaxkv.analysis.samples import (
     mean_over_problems,
     say_few,
 )
-from jaxkv.schema_drift import SEGMENTS, TENSORS, WATCHED, validate_drift
+from jaxkv.experiments.drift.record import SEGMENTS, TENSORS, WATCHED, Columns, Difference, DriftRecord, Layers
+from jaxkv.experiments.record_parts import LogitSums, known
 
 Summary = Mapping[str, Any]
 ARMS = ("cached", "uncached")
@@ -36,7 +37,7 @@ NOTE = (
 )
 
 
-def summarize_drift(records: Sequence[Record], run: Mapping[str, Any]) -> dict[str, Any]:
+def summarize_drift(records: Sequence[object], run: Mapping[str, Any]) -> dict[str, Any]:
     """Summarizes the 'drift' records of a run.
 
     Args:
@@ -46,12 +47,9 @@ def summarize_drift(records: Sequence[Record], run: Mapping[str, Any]) -> dict[s
     Returns:
       Plain values. `status` is 'ok', 'invalid' (no valid sample) or 'empty'. `layers` and `repeated.layers` hold
       tensor -> segment -> columns with one entry a layer.
-
-    Raises:
-      ValueError: a record breaks its schema; starts with its key and the field.
     """
-    samples = collect(records, "drift", validate_drift)
-    valid = [s for s in samples if s["status"] == "ok"]
+    samples = collect(records, DriftRecord)
+    valid = [s for s in samples if s.status == "ok"]
     summary: dict[str, Any] = {
         "experiment": "drift",
         "fingerprint": run.get("fingerprint"),
@@ -61,25 +59,27 @@ def summarize_drift(records: Sequence[Record], run: Mapping[str, Any]) -> dict[s
     }
     if not valid:
         return summary
-    repeated = [{"places": s["places"]} | s["repeated"] for s in valid if s["repeated"] is not None]
+    layers = [(s, known(s.layers)) for s in valid]
+    repeated = [(s, s.repeated) for s in valid if s.repeated is not None]
+    repeated_layers = [(s, found.layers) for s, found in repeated]
     return summary | {
-        "num_layers": valid[0]["num_layers"],
-        "heads": valid[0]["heads"],
-        "tiles": sorted({s["shapes"]["tile"] for s in valid}, key=str),
-        "steps": sum(s["steps"] for s in valid),
-        "places": {segment: sum(s["places"][segment] for s in valid) for segment in SEGMENTS},
+        "num_layers": valid[0].num_layers,
+        "heads": asdict(valid[0].heads),
+        "tiles": sorted({s.shapes.tile for s in valid}, key=str),
+        "steps": sum(s.steps for s in valid),
+        "places": {segment: sum(_places(s, segment) for s in valid) for segment in SEGMENTS},
         "instrumented_bit_equal": {
-            kind: {arm: sum(s["instrumented_bit_equal"][kind][arm] for s in valid) for arm in ARMS} for kind in WATCHED
+            kind: {arm: sum(_count_watched(s, kind, arm) for s in valid) for arm in ARMS} for kind in WATCHED
         },
-        "layers": _summarize_layers(valid),
-        "logits": _summarize_logits(valid),
-        "first_layer": _share_of_first_layer(valid),
+        "layers": _summarize_layers(layers),
+        "logits": _summarize_logits([(s.steps, known(s.logits)) for s in valid]),
+        "first_layer": _share_of_first_layer(layers),
         "first": {segment: _count_first(valid, segment) for segment in SEGMENTS},
         "path": _average_path(valid),
         "repeated": {
-            "layers": _summarize_layers(repeated),
-            "logits": _summarize_logits([s | {"steps": t["steps"]} for s, t in zip(repeated, valid, strict=True)]),
-            "first_layer": _share_of_first_layer(repeated),
+            "layers": _summarize_layers(repeated_layers),
+            "logits": _summarize_logits([(s.steps, found.logits) for s, found in repeated]),
+            "first_layer": _share_of_first_layer(repeated_layers),
             "first_layer_against": _compare_first_layers(valid),
             "compared": {tensor: _compare_to_repeated(valid, tensor) for tensor in TENSORS},
         }
@@ -88,54 +88,75 @@ def summarize_drift(records: Sequence[Record], run: Mapping[str, Any]) -> dict[s
     }
 
 
-def _with_places(samples: Sequence[Record], segment: str) -> list[Record]:
-    return [s for s in samples if s["places"][segment]]
+def _places(sample: DriftRecord, segment: str) -> int:
+    return int(getattr(sample.places, segment))
 
 
-def _summarize_layers(samples: Sequence[Record]) -> dict[str, Any]:
+def _count_watched(sample: DriftRecord, kind: str, arm: str) -> int:
+    return int(getattr(getattr(sample.instrumented_bit_equal, kind), arm))
+
+
+def _with_places(samples: Sequence[DriftRecord], segment: str) -> list[DriftRecord]:
+    return [s for s in samples if _places(s, segment)]
+
+
+def _columns(layers: Layers, tensor: str, segment: str) -> Columns:
+    found: Columns = getattr(getattr(layers, tensor), segment)
+    return found
+
+
+Measured = Sequence[tuple[DriftRecord, Layers]]  # samples with layers of theirs
+
+
+def _summarize_layers(measured: Measured) -> dict[str, Any]:
     def summarize(tensor: str, segment: str) -> dict[str, Any] | None:
-        kept = _with_places(samples, segment)
+        kept = [(s, layers) for s, layers in measured if _places(s, segment)]
         if not kept:
             return None
-        sizes = [s["places"][segment] for s in kept]
-        columns = [s["layers"][tensor][segment] for s in kept]
+        sizes = [_places(s, segment) for s, _ in kept]
+        columns = [_columns(layers, tensor, segment) for _, layers in kept]
 
         def means(figure: str) -> list[dict[str, Any]]:
-            layers = range(len(columns[0][figure]))
-            return [
-                mean_over_problems([c[figure][n] * size for c, size in zip(columns, sizes, strict=True)], sizes)
-                for n in layers
-            ]
+            layers = zip(*(getattr(c, figure) for c in columns), strict=True)
+            return [mean_over_problems(np.multiply(values, sizes).tolist(), sizes) for values in layers]
 
         return {
             "relative": means("relative"),
             "cosine": [entry["mean"] for entry in means("cosine")],
-            "max_abs": np.max([c["max_abs"] for c in columns], axis=0).tolist(),
-            "bit_equal": np.sum([c["bit_equal"] for c in columns], axis=0).tolist(),
+            "max_abs": np.max([c.max_abs for c in columns], axis=0).tolist(),
+            "bit_equal": np.sum([c.bit_equal for c in columns], axis=0).tolist(),
             "places": sum(sizes),
         }
 
     return {tensor: {segment: summarize(tensor, segment) for segment in SEGMENTS} for tensor in TENSORS}
 
 
-def _summarize_logits(samples: Sequence[Record]) -> dict[str, Any] | None:
-    kept = [s for s in samples if s["steps"]]
+def _summarize_logits(samples: Sequence[tuple[int, LogitSums]]) -> dict[str, Any] | None:
+    """Figures of samples with so many steps."""
+    kept = [(steps, logits) for steps, logits in samples if steps]
     if not kept:
         return None
-    logits = [s["logits"] for s in kept]
     return {
-        "kl": mean_over_problems([x["kl"] for x in logits], [s["steps"] for s in kept]),
-        "flips": sum(x["flips"] for x in logits),
-        "bit_equal": sum(x["bit_equal"] for x in logits),
-        "max_abs": max(x["max_abs"] for x in logits),
+        "kl": mean_over_problems([logits.kl for _, logits in kept], [steps for steps, _ in kept]),
+        "flips": sum(logits.flips for _, logits in kept),
+        "bit_equal": sum(logits.bit_equal for _, logits in kept),
+        "max_abs": max(logits.max_abs for _, logits in kept),
     }
 
 
-def _share_of_first_layer(samples: Sequence[Record]) -> dict[str, Any] | None:
+def _leaving(measured: Measured) -> tuple[list[float], list[float]]:
+    """The drift that leaves the first layer and the last one, summed over the decoded positions of each problem."""
+    kept = [(s, layers) for s, layers in measured if _places(s, "decoded")]
+    first, last = (
+        [_columns(layers, "resid_pre", "decoded").relative[n] * _places(s, "decoded") for s, layers in kept]
+        for n in (1, -1)
+    )
+    return first, last
+
+
+def _share_of_first_layer(measured: Measured) -> dict[str, Any] | None:
     """How much of the drift that leaves the last layer leaves the first one; None where there is no drift."""
-    kept = _with_places(samples, "decoded")
-    columns = [s["layers"]["resid_pre"]["decoded"]["relative"] for s in kept]
-    first, last = ([c[n] * s["places"]["decoded"] for c, s in zip(columns, kept, strict=True)] for n in (1, -1))
+    first, last = _leaving(measured)
     return (
         mean_over_problems(first, last) | {"estimate": statistics.to_record(statistics.estimate_mean(first, last))}
         if sum(last)
@@ -143,20 +164,15 @@ def _share_of_first_layer(samples: Sequence[Record]) -> dict[str, Any] | None:
     )
 
 
-def _compare_first_layers(samples: Sequence[Record]) -> dict[str, Any] | None:
+def _compare_first_layers(samples: Sequence[DriftRecord]) -> dict[str, Any] | None:
     """The share of the drift that leaves the first layer, the model's against that with repeated heads, by problem.
 
     Returns:
       `difference` of the shares and `ratio`, each with an interval paired by problem (None where there is none) and
       what its tests are made of; None without drift in one of the two.
     """
-    kept = [s for s in _with_places(samples, "decoded") if s["repeated"] is not None]
-    sides: list[tuple[list[float], list[float]]] = []
-    for layers in ([s["layers"] for s in kept], [s["repeated"]["layers"] for s in kept]):
-        columns = [each["resid_pre"]["decoded"]["relative"] for each in layers]
-        places = [s["places"]["decoded"] for s in kept]
-        first, last = ([c[n] * size for c, size in zip(columns, places, strict=True)] for n in (1, -1))
-        sides.append((first, last))
+    kept = [(s, s.repeated) for s in samples if s.repeated is not None]
+    sides = [_leaving([(s, known(s.layers)) for s, _ in kept]), _leaving([(s, other.layers) for s, other in kept])]
     shares = [sum(first) / sum(last) if sum(last) else 0.0 for first, last in sides]
     if not all(shares):
         return None
@@ -173,14 +189,14 @@ def _compare_first_layers(samples: Sequence[Record]) -> dict[str, Any] | None:
     return found
 
 
-def _count_first(samples: Sequence[Record], segment: str) -> dict[str, Any]:
+def _count_first(samples: Sequence[DriftRecord], segment: str) -> dict[str, Any]:
     """Where values first differ, most frequent first, and in how many problems nowhere."""
     kept = _with_places(samples, segment)
-    found = [s["first"][segment] for s in kept if s["first"][segment] is not None]
-    counts = Counter((d["op"], d["layer"], *d["dtypes"]) for d in found)
+    found: list[Difference] = [d for s in kept if (d := getattr(s.first, segment)) is not None]
+    counts = Counter((d.op, d.layer, *d.dtypes) for d in found)
 
     def largest(place: tuple, figure: str) -> float:
-        return max(d[figure] for d in found if (d["op"], d["layer"], *d["dtypes"]) == place)
+        return max(getattr(d, figure) for d in found if (d.op, d.layer, *d.dtypes) == place)
 
     return {
         "problems": len(kept),
@@ -199,34 +215,35 @@ def _count_first(samples: Sequence[Record], segment: str) -> dict[str, Any]:
     }
 
 
-def _average_path(samples: Sequence[Record]) -> list[dict[str, Any]]:
+def _average_path(samples: Sequence[DriftRecord]) -> list[dict[str, Any]]:
     """Every value from the first that differs in any problem to the logits; where it does not differ yet it is 0."""
-    kept = [s for s in _with_places(samples, "decoded") if s["path"]["name"]]
+    there = _with_places(samples, "decoded")
+    kept = [(s, path) for s in there if (path := known(s.path)).name]
     if not kept:
         return []
-    longest = max((s["path"]["name"] for s in kept), key=len)
-    total = sum(s["places"]["decoded"] for s in _with_places(samples, "decoded"))
-    path: dict[str, dict[str, Any]] = {name: {"name": name, "relative": 0.0, "max_abs": 0.0} for name in longest}
-    for sample in kept:
-        places, columns = sample["places"]["decoded"], sample["path"]
-        for name, relative, max_abs in zip(columns["name"], columns["relative"], columns["max_abs"], strict=True):
-            path[name]["relative"] += relative * places / total
-            path[name]["max_abs"] = max(path[name]["max_abs"], max_abs)
-    return list(path.values())
+    longest = max((path.name for _, path in kept), key=len)
+    total = sum(_places(s, "decoded") for s in there)
+    found: dict[str, dict[str, Any]] = {name: {"name": name, "relative": 0.0, "max_abs": 0.0} for name in longest}
+    for sample, path in kept:
+        places = _places(sample, "decoded")
+        for name, relative, max_abs in zip(path.name, path.relative, path.max_abs, strict=True):
+            found[name]["relative"] += relative * places / total
+            found[name]["max_abs"] = max(found[name]["max_abs"], max_abs)
+    return list(found.values())
 
 
-def _mean_over_layers(layers: Mapping[str, Any], tensor: str) -> float:
-    column = layers[tensor]["decoded"]["relative"]
+def _mean_over_layers(layers: Layers, tensor: str) -> float:
+    column = _columns(layers, tensor, "decoded").relative
     return float(np.mean(column[1:] if tensor == "resid_pre" else column))  # the embedding has no drift
 
 
-def _compare_to_repeated(samples: Sequence[Record], tensor: str) -> dict[str, Any] | None:
+def _compare_to_repeated(samples: Sequence[DriftRecord], tensor: str) -> dict[str, Any] | None:
     """Drift of the model and of itself with repeated heads, mean over layers, paired by problem."""
-    kept = [s for s in _with_places(samples, "decoded") if s["repeated"] is not None]
+    kept = [(s, s.repeated) for s in _with_places(samples, "decoded") if s.repeated is not None]
     if not kept:
         return None
-    given = [_mean_over_layers(s["layers"], tensor) for s in kept]
-    repeated = [_mean_over_layers(s["repeated"]["layers"], tensor) for s in kept]
+    given = [_mean_over_layers(known(s.layers), tensor) for s, _ in kept]
+    repeated = [_mean_over_layers(other.layers, tensor) for _, other in kept]
     interval = statistics.paired_interval(given, repeated)
     return {
         "given": float(np.mean(given)),

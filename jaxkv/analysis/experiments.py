@@ -30,7 +30,7 @@ class Experiment:
     """One experiment, from its records alone.
 
     Attributes:
-      summarize: run -> its summary. Raises ValueError where a record breaks its schema.
+      summarize: run -> its summary.
       render: summary -> what a terminal shows.
       write: (summary, content of run.json) -> Markdown.
       file: name of the Markdown file in a run directory.

@@ -8,7 +8,7 @@ from jaxkv.analysis.contrasts import base_precision
 from jaxkv.analysis.document import Figure
 from jaxkv.analysis.format import format_number, format_percent
 from jaxkv.analysis.svg import Chart, draw_cells, limits
-from jaxkv.schema_parity import CACHE_PAIRS, CELLS, FRAMEWORK_PAIRS, name_pair
+from jaxkv.experiments.parity.record import CACHE_PAIRS, CELLS, FRAMEWORK_PAIRS, name_pair
 
 Study = Mapping[str, Any]
 PRECISIONS = ("fp16", "bf16", "fp32", "fp64")

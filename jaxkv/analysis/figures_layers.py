@@ -7,8 +7,8 @@ from jaxkv.analysis.document import Figure
 from jaxkv.analysis.drift import LABELS
 from jaxkv.analysis.format import format_number
 from jaxkv.analysis.svg import Chart, draw_cells, limits
-from jaxkv.schema_drift import TENSORS
-from jaxkv.schema_patching import DIRECTIONS
+from jaxkv.experiments.drift.record import TENSORS
+from jaxkv.experiments.patching.record import DIRECTIONS
 
 Study = Mapping[str, Any]
 Condition = Mapping[str, Any]

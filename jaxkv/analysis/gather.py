@@ -5,16 +5,20 @@ import os
 import pathlib
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+from msgspec.structs import asdict
 
 from jaxkv import records
 from jaxkv.errors import UserError
+from jaxkv.experiments.divergence.record import DEFAULT_FRAMEWORK
+from jaxkv.experiments.record_parts import Record, Rows, Shapes
 from jaxkv.files import read_text
-from jaxkv.schemas import DEFAULT_FRAMEWORK
+from jaxkv.records import AnyRecord
 
 LOCAL = ("--out=", "--compilation_cache=")  # say where, not what
 PATHS = ("--checkpoint=", "--data=", "--fewshot_data=")
-Record = Mapping[str, Any]
+R = TypeVar("R", bound=Record)
 
 
 # What tokens are drawn by: runs that differ in any of these answer another question.
@@ -36,14 +40,19 @@ class Run:
 
     name: str
     run: Mapping[str, Any]
-    records: Sequence[Record]
-    timings: Sequence[Record] = ()
+    records: Sequence[AnyRecord]
+    timings: Sequence[Mapping[str, Any]] = ()
     flags: str = ""
     parts: Sequence["Run"] = ()
 
-    def of(self, experiment: str) -> list[Record]:
-        """The records of one experiment."""
-        return [record for record in self.records if record.get("experiment") == experiment]
+    def of(self, kind: type[R]) -> list[R]:
+        """The records of one experiment, by their type."""
+        return [record for record in self.records if isinstance(record, kind)]
+
+    @property
+    def experiments(self) -> set[str]:
+        """Names of the experiments that it has records of."""
+        return {record.experiment for record in self.records}
 
 
 def find_runs(paths: Sequence[str | os.PathLike[str]]) -> list[pathlib.Path]:
@@ -148,17 +157,27 @@ def _name_weights(checkpoint: Any) -> str | None:
     return None if found is None else records.fingerprint({"weights": found})
 
 
+def _find_first(run: Run) -> Record | None:
+    return next((record for record in run.records if isinstance(record, Record)), None)
+
+
+def _find_setting(run: Run) -> tuple[Rows | None, dict[str, Any], str | None, str | None]:
+    """Shapes, sampling, framework and attention of the first record that has them; sampling else of the run."""
+    first = _find_first(run)
+    shapes, sampling = getattr(first, "shapes", None), getattr(first, "sampling", None)
+    known = asdict(sampling) if sampling else run.run["config"].get("sampling") or {}
+    return shapes, known, getattr(first, "framework", None), getattr(first, "attention", None) or None
+
+
 def describe_condition(run: Run) -> dict[str, Any]:
     """What was run: model, precision, sampler, framework, regime, device. What is not known is None."""
     config = run.run["config"]
-    first: Record = next((record for record in run.records if "experiment" in record), {})
+    shapes, sampling, framework, attention = _find_setting(run)
     model, precision = config.get("model"), config.get("precision")
     parts = precision if isinstance(precision, Mapping) else {}
     device = config.get("device")
-    shapes = first.get("shapes") or {}
     decoding = config.get("decoding") or {}
-    tile = shapes.get("tile", decoding.get("tile"))
-    sampling = first.get("sampling") or config.get("sampling") or {}
+    tile = shapes.tile if isinstance(shapes, Shapes) else decoding.get("tile")
     heads = (model.get("num_query_heads"), model.get("num_kv_heads")) if isinstance(model, Mapping) else (None, None)
     return {
         "name": run.name,
@@ -172,10 +191,10 @@ def describe_condition(run: Run) -> dict[str, Any]:
         "sampler": sampling.get("sampler"),
         "seed": sampling.get("seed"),
         **{name: sampling.get(name) for name in ("temperature", "top_k", "top_p")},
-        "framework": first.get("framework") or config.get("framework") or DEFAULT_FRAMEWORK,
-        "attention": first.get("attention") or config.get("attention"),
+        "framework": framework or config.get("framework") or DEFAULT_FRAMEWORK,
+        "attention": attention or config.get("attention"),
         "regime": "plain" if tile is None else "aligned",
-        "uncached": shapes.get("uncached"),
+        "uncached": shapes.uncached if isinstance(shapes, Shapes) else None,
         "new_tokens": decoding.get("new_tokens"),
         "batch_size": decoding.get("batch_size"),
         "padding": decoding.get("padding"),
@@ -190,7 +209,7 @@ def describe_origin(run: Run) -> dict[str, Any]:
     last = sessions[-1] if sessions else {}
     checkpoint = dict(last.get("checkpoint") or config.get("checkpoint") or {})
     source = checkpoint.pop("source", None)
-    first: Record = next((record for record in run.records if "experiment" in record), {})
+    versions = getattr(_find_first(run), "versions", None)
     data = config.get("data")
     commands = [describe_command(part.flags) for part in run.parts or (run,)]
     return {
@@ -199,7 +218,7 @@ def describe_origin(run: Run) -> dict[str, Any]:
         "dates": sorted({session["started"][:10] for session in sessions if "started" in session}),
         "revisions": sorted({session["git"] for session in sessions if session.get("git")}),
         "device": config.get("device"),
-        "versions": (last.get("packages") or config.get("versions") or {}) | (first.get("versions") or {}),
+        "versions": (last.get("packages") or config.get("versions") or {}) | (versions or {}),
         "variables": last.get("variables") or {},
         "checkpoint": {"source": source and pathlib.PurePath(source).name, **checkpoint},
         "data": {

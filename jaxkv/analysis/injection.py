@@ -8,20 +8,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from msgspec import to_builtins
 
 from jaxkv.analysis import injection_claims, statistics
 from jaxkv.analysis.samples import add_saturated, average_caches, collect, list_unfinished, mean_over_problems
 from jaxkv.analysis.summary import clustered_share, group_invalid
-from jaxkv.schema_injection import CLEAN, validate_injection
-from jaxkv.schemas import find_headline
+from jaxkv.experiments.injection.record import InjectionRecord
+from jaxkv.experiments.record_parts import CLEAN, find_headline, known
 
-Record = Mapping[str, Any]
 Summary = Mapping[str, Any]
-Clusters = dict[int, list[Record]]  # problem -> its valid samples
+Clusters = dict[int, list[InjectionRecord]]  # problem -> its valid samples
 INSTRUCTIONS = ", instructions"  # of ifeval: the share of all instructions, not of prompts
 
 
-def summarize_injection(records: Sequence[Record], run: Mapping[str, Any]) -> dict[str, Any]:
+def summarize_injection(records: Sequence[object], run: Mapping[str, Any]) -> dict[str, Any]:
     """Summarizes the 'injection' records of a run.
 
     Args:
@@ -31,13 +31,10 @@ def summarize_injection(records: Sequence[Record], run: Mapping[str, Any]) -> di
     Returns:
       Plain values. An invalid sample enters no figure but the count of invalid ones, and a problem whose clean run is
       invalid enters none.
-
-    Raises:
-      ValueError: a record breaks its schema; starts with its key and the field.
     """
-    samples = collect(records, "injection", validate_injection)
-    order = dict.fromkeys(r["change"] for r in records if r.get("experiment") == "injection")
-    clean = {s["problem"]: s for s in samples if s["change"] == CLEAN and s["status"] == "ok"}
+    samples = collect(records, InjectionRecord)
+    order = dict.fromkeys(r.change for r in records if isinstance(r, InjectionRecord))
+    clean = {s.problem: s for s in samples if s.change == CLEAN and s.status == "ok"}
     config = run.get("config", {})
     task = config.get("task")
     scorers = _find_scorers(samples, task)
@@ -45,19 +42,19 @@ def summarize_injection(records: Sequence[Record], run: Mapping[str, Any]) -> di
     changes = []
     clusters = {}
     for name in order:
-        members = [s for s in samples if s["change"] == name]
+        members = [s for s in samples if s.change == name]
         valid: Clusters = {}
         for sample in members:
-            if sample["status"] == "ok" and sample["problem"] in clean:
-                valid.setdefault(sample["problem"], []).append(sample)
+            if sample.status == "ok" and sample.problem in clean:
+                valid.setdefault(sample.problem, []).append(sample)
         clusters[name] = valid
         changes.append(_summarize_change(name, members, valid, control, scorers))
         if name == CLEAN:
             for score in filter(None, changes[-1]["score"].values()):
                 score["of_control_interval"] = None  # it is the control
-    primary = find_headline(samples[0]["run"]["scores"]) if samples else ""
+    primary = find_headline(samples[0].run.scores) if samples else ""
     values = {name: _find_values(found, primary) for name, found in clusters.items()}
-    problems = {s["problem"] for s in samples}
+    problems = {s.problem for s in samples}
     summary = {
         "experiment": "injection",
         "fingerprint": run.get("fingerprint"),
@@ -72,17 +69,17 @@ def summarize_injection(records: Sequence[Record], run: Mapping[str, Any]) -> di
     return summary | injection_claims.judge(changes, values, primary)
 
 
-def _find_scorers(samples: Sequence[Record], task: str | None) -> list[str]:
-    names = list(dict.fromkeys(scorer for s in samples for scorer in s["run"]["scores"]))
+def _find_scorers(samples: Sequence[InjectionRecord], task: str | None) -> list[str]:
+    names = list(dict.fromkeys(scorer for s in samples for scorer in s.run.scores))
     return [*(name + INSTRUCTIONS for name in names if task == "ifeval"), *names]
 
 
-def _score(sample: Record, scorer: str) -> tuple[float, float]:
+def _score(sample: InjectionRecord, scorer: str) -> tuple[float, float]:
     """Points of a sample and how many there are to have."""
     if scorer.endswith(INSTRUCTIONS):
-        followed = sample["run"]["scores"][scorer.removesuffix(INSTRUCTIONS)]["answer"] or ""
+        followed = sample.run.scores[scorer.removesuffix(INSTRUCTIONS)].answer or ""
         return float(followed.count("1")), float(len(followed))
-    return float(sample["run"]["scores"][scorer]["correct"]), 1.0
+    return float(sample.run.scores[scorer].correct), 1.0
 
 
 def _average(clusters: Clusters, scorer: str, problems: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -95,15 +92,12 @@ def _average(clusters: Clusters, scorer: str, problems: Sequence[int]) -> tuple[
 def _find_values(clusters: Clusters, scorer: str) -> dict[str, dict[int, float]]:
     """Score and KL of each problem, means over its seeds: what changes are compared by."""
     compared = {
-        p: [s for s in found if s["teacher_forced"] and s["teacher_forced"]["kl"]] for p, found in clusters.items()
+        p: [s.teacher_forced.kl for s in found if s.teacher_forced and s.teacher_forced.kl]
+        for p, found in clusters.items()
     }
     return {
         "score": {p: float(np.mean([_score(s, scorer)[0] for s in found])) for p, found in clusters.items() if scorer},
-        "kl": {
-            p: float(np.mean([np.mean(s["teacher_forced"]["kl"]) for s in found]))
-            for p, found in compared.items()
-            if found
-        },
+        "kl": {p: float(np.mean([np.mean(kl) for kl in found])) for p, found in compared.items() if found},
     }
 
 
@@ -131,11 +125,11 @@ def _summarize_score(valid: Clusters, control: Clusters, scorer: str) -> dict[st
     return entry
 
 
-def _count(clusters: Sequence[Sequence[Record]], count: Any, size: Any) -> tuple[list[float], list[float]]:
+def _count(clusters: Sequence[Sequence[InjectionRecord]], count: Any, size: Any) -> tuple[list[float], list[float]]:
     return [sum(map(count, c)) for c in clusters], [sum(map(size, c)) for c in clusters]
 
 
-def _share_over_seeds(clusters: Sequence[Sequence[Record]], count: Any, size: Any) -> dict[str, Any] | None:
+def _share_over_seeds(clusters: Sequence[Sequence[InjectionRecord]], count: Any, size: Any) -> dict[str, Any] | None:
     """`clustered_share` over problems of all seeds' trials, its interval no narrower than of the trials of one seed.
 
     Seeds of one problem are no independent trials: 48 of 48 runs of 16 problems say what 16 of 16 do.
@@ -145,41 +139,41 @@ def _share_over_seeds(clusters: Sequence[Sequence[Record]], count: Any, size: An
     return clustered_share([int(n) for n in counts], [int(n) for n in sizes], once, "problems")
 
 
-def _tokens_shared(sample: Record) -> int:
+def _tokens_shared(sample: InjectionRecord) -> int:
     """Tokens before the free runs part; all of the run's where they do not."""
-    first = sample["free_running"]["first_diverged"]
-    return len(sample["run"]["tokens"]) if first is None else first
+    first = known(sample.free_running).first_diverged
+    return len(sample.run.tokens) if first is None else first
 
 
 def _summarize_change(
-    name: str, members: Sequence[Record], valid: Clusters, control: Clusters, scorers: Sequence[str]
+    name: str, members: Sequence[InjectionRecord], valid: Clusters, control: Clusters, scorers: Sequence[str]
 ) -> dict[str, Any]:
     kept = [valid[problem] for problem in sorted(valid)]
     flat = [sample for cluster in kept for sample in cluster]
-    unusable = sum(s["status"] == "ok" for s in members) - len(flat)
+    unusable = sum(s.status == "ok" for s in members) - len(flat)
     entry: dict[str, Any] = {
         "change": name,
-        "spec": members[0]["spec"] and dict(members[0]["spec"]),
-        "seeds": sorted({s["seed"] for s in members}),
+        "spec": members[0].spec and to_builtins(members[0].spec),
+        "seeds": sorted({s.seed for s in members}),
         "samples": {"total": len(members), "ok": len(flat), "without_control": unusable},
         "problems": len(kept),
-        "invalid": group_invalid([s for s in members if s["status"] == "invalid"]),
+        "invalid": group_invalid(members),
         "score": {scorer: _summarize_score(valid, control, scorer) for scorer in scorers},
         "kl": None,
         "agreement": None,
         "diverged": None,
         "tokens_shared": None,
-        "cache": average_caches(flat),
-        "saturated": add_saturated(s["saturated"] for s in flat),
+        "cache": average_caches([s.cache for s in flat]),
+        "saturated": add_saturated(s.saturated for s in flat),
     }
     if name == CLEAN or not flat:
         return entry
-    steps = lambda s: len(s["teacher_forced"]["flip"])  # noqa: E731
+    steps = lambda s: len(known(s.teacher_forced).flip)  # noqa: E731
     spoken = [c for c in kept if sum(map(steps, c))]
     if spoken:
-        entry["kl"] = mean_over_problems(*_count(spoken, lambda s: sum(s["teacher_forced"]["kl"]), steps))
-        entry["agreement"] = _share_over_seeds(spoken, lambda s: s["teacher_forced"]["flip"].count(False), steps)
-    entry["diverged"] = _share_over_seeds(kept, lambda s: int(s["free_running"]["diverged"]), lambda s: 1)
+        entry["kl"] = mean_over_problems(*_count(spoken, lambda s: sum(known(s.teacher_forced).kl), steps))
+        entry["agreement"] = _share_over_seeds(spoken, lambda s: known(s.teacher_forced).flip.count(False), steps)
+    entry["diverged"] = _share_over_seeds(kept, lambda s: int(known(s.free_running).diverged), lambda s: 1)
     entry["tokens_shared"] = mean_over_problems(*_count(kept, _tokens_shared, lambda s: 1))
     return entry
 

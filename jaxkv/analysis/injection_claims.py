@@ -27,7 +27,7 @@ from jaxkv.analysis.rules import (
     lies_above,
     lies_below,
 )
-from jaxkv.schema_injection import CLEAN
+from jaxkv.experiments.record_parts import CLEAN
 
 Summary = Mapping[str, Any]
 Values = Mapping[str, Mapping[str, Mapping[int, float]]]  # change -> 'score' or 'kl' -> problem -> value

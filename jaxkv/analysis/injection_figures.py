@@ -6,7 +6,7 @@ from typing import Any
 from jaxkv.analysis.document import Figure
 from jaxkv.analysis.injection_claims import SCOPE
 from jaxkv.analysis.svg import Chart, limits
-from jaxkv.schema_injection import CLEAN
+from jaxkv.experiments.record_parts import CLEAN
 
 Summary = Mapping[str, Any]
 SERIES = 6  # colours there are

@@ -18,7 +18,7 @@ from jaxkv.analysis.injection_claims import NOT_RUN, PAIRS
 from jaxkv.analysis.injection_figures import draw_injection, name_method
 from jaxkv.analysis.rules import say_family, write_rules
 from jaxkv.analysis.samples import describe_problems, say_few, say_invalid, say_saturated, say_unfinished, say_unpacked
-from jaxkv.schema_injection import CLEAN
+from jaxkv.experiments.record_parts import CLEAN
 
 Summary = Mapping[str, Any]
 TITLE = "What changes of the cache do"

@@ -4,9 +4,11 @@ import dataclasses
 import itertools
 from collections.abc import Container, Sequence
 
-from jaxkv.analysis.gather import Record, Run, name_of
+from jaxkv.analysis.gather import Run, name_of
 from jaxkv.errors import UserError
+from jaxkv.experiments.accumulation.record import AccumulationRecord
 from jaxkv.options import CHANGED
+from jaxkv.records import AnyRecord
 
 
 def join_runs(name: str, runs: Sequence[Run]) -> Run:
@@ -18,7 +20,7 @@ def join_runs(name: str, runs: Sequence[Run]) -> Run:
       UserError: runs of other conditions, a record that is not the same in all, or clean arms that took other tokens.
     """
     first = runs[0]
-    found: dict[tuple, Record] = {}
+    found: dict[tuple, AnyRecord] = {}
     clean: dict[tuple, tuple[str, str]] = {}
     whose: dict[tuple, str] = {}
     for run in runs:
@@ -28,12 +30,12 @@ def join_runs(name: str, runs: Sequence[Run]) -> Run:
                 "differ) and cannot be joined; join runs whose lists of changes differ, and nothing else"
             )
         for record in run.records:
-            key = tuple(record["key"])
+            key = record.key
             same = found.setdefault(key, record) == record
-            if record.get("experiment") == "accumulation" and record["status"] == "ok":
+            if isinstance(record, AccumulationRecord) and record.status == "ok":
                 # Its clean arm has no record of its own: the tokens of every record are the clean arm's.
-                key = ("accumulation", record["problem"])
-                tokens = record["prompt_sha256"], record["tokens_sha256"]
+                key = ("accumulation", record.problem)
+                tokens = record.prompt_sha256, record.tokens_sha256
                 same = same and clean.setdefault(key, tokens) == tokens
             if not same:
                 raise UserError(

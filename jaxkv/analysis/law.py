@@ -17,6 +17,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import UNSET
+
+from jaxkv.experiments.record_parts import Comparison
 
 NEAR = 0.5  # logits; the density at 0 is taken as the mean density of margins below this
 
@@ -65,6 +68,7 @@ def _convolve(m: np.ndarray, s: np.ndarray) -> float:
     return float(np.mean(above + np.where(m > 0, level, 0) / 2) / s.size / 2)
 
 
+COLUMNS = ("margin", "shift", "flip", "margin_other", "unit")  # of a comparison, that the law asks for
 KINDS = ("tie_in_one", "tie_in_both", "swap_by_one_unit", "more")
 
 
@@ -109,14 +113,19 @@ def to_json(found: Checked | None) -> dict[str, Any] | None:
     return None if found is None else dataclasses.asdict(found)
 
 
-def check_law(comparisons: Sequence[Mapping[str, Any]]) -> Checked | None:
+def check_law(comparisons: Sequence[Comparison]) -> Checked | None:
     """The law on the comparisons of a condition's samples; None if they lack what it needs or have no step."""
-    kept = [c for c in comparisons if "shift" in c and len(c["shift"])]
+    kept = [c for c in comparisons if c.shift]
     if not kept:
         return None
-    columns = ("margin", "shift", "flip", "margin_other", "unit")
-    margin, shift, flip, other, unit = (np.concatenate([c[name] for c in kept]) for name in columns)
-    chosen = [c["choice_flip"] for c in kept if "choice_flip" in c]
+    chosen = [c.choice_flip for c in kept if c.choice_flip is not UNSET]
+    choice_flips = int(np.sum([np.sum(c) for c in chosen])) if len(chosen) == len(kept) else None
+    return check_steps({name: np.concatenate([getattr(c, name) for c in kept]) for name in COLUMNS}, choice_flips)
+
+
+def check_steps(columns: Mapping[str, np.ndarray], choice_flips: int | None = None) -> Checked:
+    """The law on the steps of a condition: for each of COLUMNS an entry a step."""
+    margin, shift, flip, other, unit = (columns[name] for name in COLUMNS)
     return Checked(
         prediction=predict(margin, shift),
         flips=int(np.sum(flip)),
@@ -126,5 +135,5 @@ def check_law(comparisons: Sequence[Mapping[str, Any]]) -> Checked | None:
             "other": int(np.sum(other == 0)),
             "both": int(np.sum((margin == 0) & (other == 0))),
         },
-        choice_flips=int(np.sum([np.sum(c) for c in chosen])) if len(chosen) == len(kept) else None,
+        choice_flips=choice_flips,
     )

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from msgspec.structs import asdict
 from rich import box
 from rich.console import Group
 from rich.table import Table
@@ -21,13 +22,14 @@ from jaxkv.analysis.format import (
     format_number,
     format_percent,
 )
-from jaxkv.analysis.samples import check
 from jaxkv.analysis.summary import clustered_share, describe_column, group_invalid, share, summarize_comparisons
-from jaxkv.schema_mitigations import ARMS, NUMBERS, REFERENCES, validate_mitigation
+from jaxkv.experiments.mitigations.record import REFERENCES, Distances, MitigationsRecord
+from jaxkv.experiments.record_parts import ARMS, Distance, known
 
 Record = Mapping[str, Any]
 Summary = Mapping[str, Any]
 TableData = tuple[str, list[str], list[list[str]]]  # title, header, rows
+NUMBERS = ("kl", "rms", "max_abs")
 JUDGED = ("rms", "kl")
 NOTES = (
     "KL in nats, RMS and largest difference in logits; fp64: the cached arm in float64, along whose own tokens all "
@@ -43,7 +45,7 @@ NOTES = (
 
 
 def summarize_mitigations(
-    records: Sequence[Record], timings: Sequence[Record], run: Mapping[str, Any] | None = None
+    records: Sequence[object], timings: Sequence[Record], run: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Summarizes the 'mitigations' records of a run.
 
@@ -54,62 +56,65 @@ def summarize_mitigations(
 
     Returns:
       Plain values. An invalid sample enters no figure but the count of invalid ones.
-
-    Raises:
-      ValueError: a record breaks its schema; starts with its key and the field.
     """
-    samples = check((r for r in records if r.get("experiment") == "mitigations"), validate_mitigation)
-    names = list(dict.fromkeys(sample["variant"] for sample in samples))
+    samples = [r for r in records if isinstance(r, MitigationsRecord)]
+    names = list(dict.fromkeys(sample.variant for sample in samples))
     costs = {
         t["variant"]: t["cost"] for t in timings if t.get("experiment") == "mitigations" and t.get("cost") is not None
     }
     return {
         "experiment": "mitigations",
         "fingerprint": (run or {}).get("fingerprint"),
-        "problems": sorted({sample["problem"] for sample in samples}),
+        "problems": sorted({sample.problem for sample in samples}),
         "variants": [
             _summarize_variant(
-                name, sorted((s for s in samples if s["variant"] == name), key=lambda s: s["problem"]), costs.get(name)
+                name, sorted((s for s in samples if s.variant == name), key=lambda s: s.problem), costs.get(name)
             )
             for name in names
         ],
     }
 
 
-def _summarize_variant(name: str, samples: Sequence[Record], cost: Record | None) -> dict[str, Any]:
-    valid = [s for s in samples if s["status"] == "ok"]
+def _summarize_variant(name: str, samples: Sequence[MitigationsRecord], cost: Record | None) -> dict[str, Any]:
+    valid = [s for s in samples if s.status == "ok"]
+    free = [known(s.free_running) for s in valid]
     first = samples[0]
     summary: dict[str, Any] = {
         "variant": name,
-        "precision": dict(first["precision"]),
-        "held": dict(first["held"]),
-        "tile": first["shapes"]["tile"],
+        "precision": dict(first.precision),
+        "held": asdict(first.held),
+        "tile": first.shapes.tile,
         "problems": {"total": len(samples), "ok": len(valid), "invalid": len(samples) - len(valid)},
-        "invalid": group_invalid([s for s in samples if s["status"] == "invalid"]),
-        "teacher_forced": summarize_comparisons([(s, s["teacher_forced"]) for s in valid]),
-        "diverged": share(sum(s["free_running"]["diverged"] for s in valid), len(valid)),
-        "first_diverged": [s["free_running"]["first_diverged"] for s in valid if s["free_running"]["diverged"]],
+        "invalid": group_invalid(samples),
+        "teacher_forced": summarize_comparisons([(s.problem, s.teacher_forced) for s in valid]),
+        "diverged": share(sum(run.diverged for run in free), len(valid)),
+        "first_diverged": [run.first_diverged for run in free if run.diverged],
         "distance": None,
         "cost": dict(cost) if cost else None,
     }
-    counted = [s for s in valid if s["distance"]["weights"]["kl"]]
+    counted = [distance for s in valid if (distance := known(s.distance)).weights.kl]
     if counted:
         summary["distance"] = {
-            reference: {arm: _describe([s["distance"][arm][reference] for s in counted]) for arm in ARMS}
+            reference: {arm: _describe([_distance(d, arm, reference) for d in counted]) for arm in ARMS}
             | {"nearer": {metric: _judge(counted, reference, metric) for metric in JUDGED}}
             for reference in REFERENCES
-        } | {"weights": _describe([s["distance"]["weights"] for s in counted])}
+        } | {"weights": _describe([d.weights for d in counted])}
     return summary
 
 
-def _describe(distances: Sequence[Record]) -> dict[str, Any]:
-    sizes = [len(d["kl"]) for d in distances]
-    flips = clustered_share([sum(d["flip"]) for d in distances], sizes)
-    columns = {name: [np.asarray(d[name], np.float64) for d in distances] for name in NUMBERS}
+def _distance(distances: Distances, arm: str, reference: str) -> Distance:
+    found: Distance = getattr(getattr(distances, arm), reference)
+    return found
+
+
+def _describe(distances: Sequence[Distance]) -> dict[str, Any]:
+    sizes = [len(d.kl) for d in distances]
+    flips = clustered_share([sum(d.flip) for d in distances], sizes)
+    columns = {name: [np.asarray(getattr(d, name), np.float64) for d in distances] for name in NUMBERS}
     return {"flips": flips} | {name: describe_column(column, sizes) for name, column in columns.items()}
 
 
-def _judge(samples: Sequence[Record], reference: str, metric: str) -> dict[str, Any]:
+def _judge(samples: Sequence[Distances], reference: str, metric: str) -> dict[str, Any]:
     """Which arm is nearer, problems being the unit.
 
     Returns:
@@ -117,7 +122,7 @@ def _judge(samples: Sequence[Record], reference: str, metric: str) -> dict[str, 
       uncached (None for one problem). nearer: 'cached', 'uncached', 'same' (no step of no problem differs) or None,
       where the interval does not say.
     """
-    columns = [[s["distance"][arm][reference][metric] for s in samples] for arm in ARMS]
+    columns = [[getattr(_distance(d, arm, reference), metric) for d in samples] for arm in ARMS]
     cached, uncached = ([float(np.mean(column)) for column in arm] for arm in columns)
     differ = sum(a != b for a, b in zip(*columns, strict=True))
     found = statistics.estimate_paired(cached, uncached, skewed=True)

@@ -42,8 +42,8 @@ from jaxkv.analysis.page_parity import write_parity
 from jaxkv.analysis.rules import say_family, write_rules
 from jaxkv.analysis.study import summarize_study
 from jaxkv.analysis.wording import LABELS, describe_gate
-from jaxkv.schema_patching import DIRECTIONS
-from jaxkv.schemas import find_headline
+from jaxkv.experiments.patching.record import DIRECTIONS
+from jaxkv.experiments.record_parts import find_headline
 
 Study = Mapping[str, Any]
 TITLE = "Cached against uncached decoding: the claims, tested"

@@ -10,8 +10,8 @@ from jaxkv.analysis.injection_claims import NOT_RUN
 from jaxkv.analysis.injection_page import write_injection
 from jaxkv.analysis.perplexity import write_perplexity
 from jaxkv.analysis.rules import CANNOT_TELL, DOES_NOT_HOLD, HOLDS
-from jaxkv.analysis.study import CHECKED
-from jaxkv.schema_injection import CLEAN
+from jaxkv.analysis.study import OTHERS
+from jaxkv.experiments.record_parts import CLEAN
 
 Study = Mapping[str, Any]
 SECTIONS = {
@@ -42,7 +42,7 @@ METHOD = (
 def changes_alone(study: Study) -> bool:
     """Whether all that was run changes a cache, so that nothing speaks to cached against uncached decoding."""
     conditions = study["conditions"]
-    others = {*EXPERIMENTS, *CHECKED} - set(SECTIONS)
+    others = {*EXPERIMENTS, *OTHERS} - set(SECTIONS)
     return any(map(_changes, conditions)) and not any(c.get(name) for c in conditions for name in others)
 
 

@@ -9,7 +9,7 @@ from jaxkv.analysis import document
 from jaxkv.analysis.document import Block, Bullets, Fold, Heading, Paragraph, Table
 from jaxkv.analysis.figures import draw_parity, name_group
 from jaxkv.analysis.format import format_count, format_counted_share, format_mean, format_number, format_share
-from jaxkv.schema_parity import CELLS
+from jaxkv.experiments.parity.record import CELLS
 
 Study = Mapping[str, Any]
 

@@ -17,10 +17,11 @@ from jaxkv.analysis.gather import SAMPLING, Run, describe_condition
 from jaxkv.analysis.metrics import free_running
 from jaxkv.analysis.samples import collect
 from jaxkv.analysis.summary import clustered_share, group_invalid, share, summarize_comparisons
-from jaxkv.schema_parity import CACHE_PAIRS, CELLS, FRAMEWORK_PAIRS, PAIRS, name_pair, validate_parity
-from jaxkv.schemas import find_headline
+from jaxkv.experiments.divergence.record import DivergenceRecord
+from jaxkv.experiments.foreign.record import ForeignRecord
+from jaxkv.experiments.parity.record import CACHE_PAIRS, CELLS, FRAMEWORK_PAIRS, PAIRS, ParityRecord, name_pair
+from jaxkv.experiments.record_parts import find_headline, known
 
-Record = Mapping[str, Any]
 ARMS = ("uncached", "cached")
 
 
@@ -69,10 +70,10 @@ def find_cells(runs: Sequence[Run]) -> list[dict[str, Any]]:
     foreign = []
     for run in runs:
         condition = describe_condition(run)
-        if run.of("foreign"):
-            foreign.append((condition, run.of("foreign")))
+        if records := run.of(ForeignRecord):
+            foreign.append((condition, records))
             continue
-        samples = [s for s in run.of("divergence") if s["status"] == "ok"]
+        samples = [s for s in run.of(DivergenceRecord) if s.status == "ok"]
         if samples and condition["regime"] == "plain":
             key = tuple(condition[name] for name in TOGETHER)
             label = condition["framework"]
@@ -83,10 +84,10 @@ def find_cells(runs: Sequence[Run]) -> list[dict[str, Any]]:
         for key, group in groups.items():
             asked = {prompt for member in group.values() for prompt in member["samples"]}
             same = [r for r in records if _prompt(r) in asked]
-            sampler = (records[0].get("sampling") or {}).get("sampler")
+            sampler = records[0].sampling.sampler if records[0].sampling else None
             if same and condition["precision"] in (None, key[1]) and sampler in (None, key[2]):
                 group.setdefault(
-                    records[0]["framework"], {"run": condition["name"], "samples": {_prompt(s): s for s in same}}
+                    records[0].framework, {"run": condition["name"], "samples": {_prompt(s): s for s in same}}
                 )
     found = [
         dict(zip(TOGETHER, key, strict=True)) | {"members": group} for key, group in groups.items() if len(group) > 1
@@ -94,8 +95,11 @@ def find_cells(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return sorted(found, key=lambda group: -(group["batch_size"] or 0))  # larger ones ask more problems
 
 
-def _prompt(record: Record) -> tuple[int, str]:
-    return record["problem"], record["prompt_sha256"]
+Generated = DivergenceRecord | ForeignRecord
+
+
+def _prompt(record: Generated) -> tuple[int, str]:
+    return record.problem, record.prompt_sha256
 
 
 def _compare_tokens(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -113,9 +117,9 @@ def _compare_tokens(first: Sequence[Sequence[int]], second: Sequence[Sequence[in
     }
 
 
-def _right(record: Record, arm: str) -> bool | None:
-    scores = record["arms"][arm].get("scores")
-    return None if not scores else bool(scores[find_headline(scores)]["correct"])
+def _right(record: Generated, arm: str) -> bool | None:
+    scores = getattr(record.arms, arm).scores
+    return None if not scores else bool(scores[find_headline(scores)].correct)
 
 
 def summarize_free(group: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -124,14 +128,14 @@ def summarize_free(group: Mapping[str, Any]) -> dict[str, Any] | None:
     shared = sorted(set.intersection(*(set(member["samples"]) for member in members.values())))
     if not shared:
         return None
-    cells: dict[str, list[Record]] = {}
+    cells: dict[str, list[Generated]] = {}
     for framework, member in members.items():
         records = [member["samples"][prompt] for prompt in shared]
         for arm in ARMS:
-            if all(arm in record["arms"] for record in records):
+            if all(getattr(record.arms, arm) for record in records):
                 cells[f"{framework} {arm}"] = records
     arm_of = {cell: cell.rsplit(" ", 1)[1] for cell in cells}
-    tokens = {cell: [r["arms"][arm_of[cell]]["tokens"] for r in records] for cell, records in cells.items()}
+    tokens = {cell: [getattr(r.arms, arm_of[cell]).tokens for r in records] for cell, records in cells.items()}
     right = {cell: [_right(r, arm_of[cell]) for r in records] for cell, records in cells.items()}
     pairs: dict[str, dict[str, Any]] = {}
     for a, b in itertools.combinations(cells, 2):
@@ -173,10 +177,10 @@ def _contrast(first: str, second: str, pairs: Mapping, members: Mapping, shared:
     sequences, flips = _count(zip(*inside, strict=True)), [[0, 0], [0, 0]]
     for prompt in shared:
         ours, theirs = (members[f]["samples"][prompt] for f in (first, second))
-        if not (ours.get("teacher_forced") and theirs.get("teacher_forced")):
+        columns = [found.flip for r in (ours, theirs) if (found := getattr(r, "teacher_forced", None))]
+        if len(columns) < 2:
             continue
-        apart = free_running(ours["arms"]["cached"]["tokens"], theirs["arms"]["cached"]["tokens"])["first_diverged"]
-        columns = [record["teacher_forced"]["flip"] for record in (ours, theirs)]
+        apart = free_running(ours.arms.cached.tokens, theirs.arms.cached.tokens)["first_diverged"]
         # The step at which the tokens part still has the same text before it.
         steps = min(*map(len, columns), len(columns[0]) if apart is None else apart + 1)
         for a, b in zip(columns[0][:steps], columns[1][:steps], strict=True):
@@ -221,7 +225,7 @@ def _same(table: Sequence[Sequence[int]]) -> dict[str, Any]:
 # Along the same tokens, from the records of 'parity'.
 
 
-def summarize_parity(records: Sequence[Record], run: Mapping[str, Any]) -> dict[str, Any]:
+def summarize_parity(records: Sequence[object], run: Mapping[str, Any]) -> dict[str, Any]:
     """Summarizes the 'parity' records of a run.
 
     Args:
@@ -230,46 +234,46 @@ def summarize_parity(records: Sequence[Record], run: Mapping[str, Any]) -> dict[
 
     Returns:
       Plain values. `status` is 'ok', 'invalid' (no sample is valid) or 'empty'.
-
-    Raises:
-      ValueError: a record breaks its schema; starts with its key and the field.
     """
-    samples = collect(records, "parity", validate_parity)
-    valid = [s for s in samples if s["status"] == "ok" and s["tokens"]]
+    samples = collect(records, ParityRecord)
+    valid = [s for s in samples if s.status == "ok" and s.tokens]
     summary: dict[str, Any] = {
         "experiment": "parity",
         "fingerprint": run.get("fingerprint"),
         "status": "ok" if valid else "invalid" if samples else "empty",
         "problems": {"total": len(samples), "ok": len(valid)},
-        "invalid": group_invalid([s for s in samples if s["status"] == "invalid"]),
-        "attention": sorted({s["attention"] for s in samples}),
-        "torch_uncached": sorted({s["torch_uncached"] for s in samples}),
-        "versions": samples[0]["versions"] if samples else {},
+        "invalid": group_invalid(samples),
+        "attention": sorted({s.attention for s in samples}),
+        "torch_uncached": sorted({s.torch_uncached for s in samples}),
+        "versions": samples[0].versions if samples else {},
     }
     if not valid:
         return summary
-    sizes = [len(s["tokens"]) for s in valid]
+    sizes = [len(s.tokens) for s in valid]
     summary["tokens"] = sum(sizes)
-    summary["pairs"] = {pair: summarize_comparisons([(s, s["pairs"][pair]) for s in valid]) for pair in PAIRS}
-    kl = {pair: [float(np.mean(s["pairs"][pair]["kl"])) for s in valid] for pair in PAIRS}
+    summary["pairs"] = {
+        pair: summarize_comparisons([(s.problem, known(s.pairs)[pair]) for s in valid]) for pair in PAIRS
+    }
+    kl = {pair: [float(np.mean(known(s.pairs)[pair].kl)) for s in valid] for pair in PAIRS}
     halves = [np.mean([kl[pair] for pair in kind.values()], axis=0).tolist() for kind in (FRAMEWORK_PAIRS, CACHE_PAIRS)]
     ratio = statistics.estimate_ratio(*((half, np.ones(len(half))) for half in halves))
     summary["gap"] = judge_gap(*halves, shares=False) | {
         "ratio": sum(halves[0]) / sum(halves[1]) if sum(halves[1]) else None,
         "ratio_interval": statistics.ends(ratio),
     }
-    summary["cosine"] = _summarize_cosine([[c for c in s["cosine"] if c is not None] for s in valid])
-    flips = [[s["pairs"][CACHE_PAIRS[f]]["flip"] for s in valid] for f in ("jax", "torch")]
+    summary["cosine"] = _summarize_cosine([[c for c in known(s.cosine) if c is not None] for s in valid])
+    flips = [[known(s.pairs)[CACHE_PAIRS[f]].flip for s in valid] for f in ("jax", "torch")]
     steps = [pair for a, b in zip(*flips, strict=True) for pair in zip(a, b, strict=True)]
     summary["same_flips"] = _same(_count(steps))
     summary["same_choice"] = _same_choices(valid)
+    streams = [known(s.layers) for s in valid]
     summary["layers"] = {
-        "bit_equal": {cell: sum(s["layers"]["bit_equal"][cell] for s in valid) for cell in CELLS},
+        "bit_equal": {cell: sum(stream.bit_equal[cell] for stream in streams) for cell in CELLS},
         "mean": {
-            pair: np.average([s["layers"]["distance"][pair]["mean"] for s in valid], axis=0, weights=sizes).tolist()
+            pair: np.average([stream.distance[pair].mean for stream in streams], axis=0, weights=sizes).tolist()
             for pair in PAIRS
         },
-        "max": {pair: np.max([s["layers"]["distance"][pair]["max"] for s in valid], axis=0).tolist() for pair in PAIRS},
+        "max": {pair: np.max([stream.distance[pair].max for stream in streams], axis=0).tolist() for pair in PAIRS},
     }
     return summary
 
@@ -284,12 +288,12 @@ def _summarize_cosine(columns: Sequence[Sequence[float]]) -> dict[str, Any] | No
     return {"steps": sum(sizes), "mean": sum(sums) / sum(sizes), "interval": interval and list(interval)}
 
 
-def _same_choices(valid: Sequence[Record]) -> dict[str, int]:
+def _same_choices(valid: Sequence[ParityRecord]) -> dict[str, int]:
     """Of the steps at which both frameworks flip, at how many they flip between the same two tokens."""
     flipped = [
-        [tuple(s["choices"][f"{f} {arm}"][step] for arm in ARMS) for f in ("jax", "torch")]
+        [tuple(known(s.choices)[f"{f} {arm}"][step] for arm in ARMS) for f in ("jax", "torch")]
         for s in valid
-        for step in range(len(s["tokens"]))
-        if all(s["pairs"][CACHE_PAIRS[f]]["flip"][step] for f in ("jax", "torch"))
+        for step in range(len(s.tokens))
+        if all(known(s.pairs)[CACHE_PAIRS[f]].flip[step] for f in ("jax", "torch"))
     ]
     return {"count": sum(a == b for a, b in flipped), "total": len(flipped)}

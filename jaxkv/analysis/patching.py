@@ -17,9 +17,9 @@ from rich.text import Text
 from jaxkv.analysis import statistics
 from jaxkv.analysis.format import format_counted_share, format_number, format_percent
 from jaxkv.analysis.rules import CANNOT_TELL, FAMILY, HALF, OPEN, RULES, Evidence
-from jaxkv.analysis.samples import Record, collect, count_problems, describe_problems, list_invalid, say_few
+from jaxkv.analysis.samples import collect, count_problems, describe_problems, list_invalid, say_few
 from jaxkv.analysis.summary import clustered_share, share
-from jaxkv.schema_patching import (
+from jaxkv.experiments.patching.record import (
     CONTROLS,
     DIRECTIONS,
     EVERYTHING,
@@ -29,8 +29,12 @@ from jaxkv.schema_patching import (
     PATCHES,
     RESIDUAL,
     RESIDUAL_NOW,
-    validate_patching,
+    ByLayer,
+    Grid,
+    PatchingRecord,
+    Trajectory,
 )
+from jaxkv.experiments.record_parts import known
 
 Summary = Mapping[str, Any]
 COMPARED = ((RESIDUAL, RESIDUAL_NOW), (KEYS_VALUES, RESIDUAL_NOW), (RESIDUAL, KEYS_VALUES))
@@ -43,7 +47,7 @@ NOTE = (
 )
 
 
-def summarize_patching(records: Sequence[Record], run: Mapping[str, Any]) -> dict[str, Any]:
+def summarize_patching(records: Sequence[object], run: Mapping[str, Any]) -> dict[str, Any]:
     """Summarizes the 'patching' records of a run.
 
     Args:
@@ -54,13 +58,10 @@ def summarize_patching(records: Sequence[Record], run: Mapping[str, Any]) -> dic
       Plain values. `status` is 'ok', 'invalid' (no valid sample) or 'empty'; `directions` holds direction -> patch ->
       figures over its valid samples (None without any), `differences` how much more of the gap one patch closes than
       another, and `claim` the verdict on C5.
-
-    Raises:
-      ValueError: a record breaks its schema; starts with its key and the field.
     """
-    samples = collect(records, "patching", validate_patching)
-    valid = [s for s in samples if s["status"] == "ok"]
-    problems = {s["problem"] for s in samples}
+    samples = collect(records, PatchingRecord)
+    valid = [s for s in samples if s.status == "ok"]
+    problems = {s.problem for s in samples}
     summary: dict[str, Any] = {
         "experiment": "patching",
         "fingerprint": run.get("fingerprint"),
@@ -72,13 +73,11 @@ def summarize_patching(records: Sequence[Record], run: Mapping[str, Any]) -> dic
     if not valid:
         return summary
     by_patch = {
-        direction: {
-            patch: [s for s in valid if (s["direction"], s["patch"]) == (direction, patch)] for patch in PATCHES
-        }
+        direction: {patch: [s for s in valid if (s.direction, s.patch) == (direction, patch)] for patch in PATCHES}
         for direction in DIRECTIONS
     }
     summary |= {
-        "num_layers": valid[0]["num_layers"],
+        "num_layers": valid[0].num_layers,
         "directions": {
             direction: {
                 patch: _summarize_patch(found, None if patch == EVERYTHING else _come_back(patches[EVERYTHING]))
@@ -95,10 +94,10 @@ def summarize_patching(records: Sequence[Record], run: Mapping[str, Any]) -> dic
     return summary | {"claim": judge_claim(summary)}
 
 
-def _count_instrumented(samples: Sequence[Record]) -> dict[str, int]:
-    once = {s["problem"]: s for s in samples}.values()
-    counts = {arm: sum(s["instrumented_bit_equal"][arm] for s in once) for arm in ("cached", "uncached")}
-    return counts | {"steps": sum(s["steps"] for s in once)}
+def _count_instrumented(samples: Sequence[PatchingRecord]) -> dict[str, int]:
+    once = {s.problem: s for s in samples}.values()
+    counts = {arm: sum(getattr(s.instrumented_bit_equal, arm) for s in once) for arm in ("cached", "uncached")}
+    return counts | {"steps": sum(s.steps for s in once)}
 
 
 def _closed(left: Sequence[float], before: Sequence[float]) -> dict[str, Any] | None:
@@ -114,82 +113,82 @@ def _closed(left: Sequence[float], before: Sequence[float]) -> dict[str, Any] | 
     return {"share": 1 - sum(left) / sum(before), "interval": interval}
 
 
-def _come_back(controls: Sequence[Record]) -> frozenset[int]:
+def _come_back(controls: Sequence[PatchingRecord]) -> frozenset[int]:
     """Problems whose free run keeps to the donor's tokens with every value of the donor, and might not without.
 
     A program that can be patched may have other bits than the arm, and part from it by itself at a close call. What no
     patch could bring back says nothing about the patch. Nor does what needs none: where no token flips between the two
     programs unpatched, the recipient takes the donor's token at the fork by itself.
     """
-    return frozenset(
-        s["problem"] for s in controls if s["trajectory"] and s["trajectory"]["until"] is None and s["gap"]["flips"]
-    )
+    return frozenset(s.problem for s in controls if s.trajectory and s.trajectory.until is None and known(s.gap).flips)
 
 
-def _summarize_patch(samples: Sequence[Record], judged: frozenset[int] | None) -> dict[str, Any] | None:
+def _summarize_patch(samples: Sequence[PatchingRecord], judged: frozenset[int] | None) -> dict[str, Any] | None:
     """Figures of a patch; those of free runs over the problems `judged`, None for all that part."""
-    kept = [s for s in samples if s["steps"]]
+    kept = [s for s in samples if s.steps]
     if not kept:
         return None
-    steps, flips = [s["steps"] for s in kept], [s["gap"]["flips"] for s in kept]
-    gaps = [s["gap"]["kl"] for s in kept]
+    steps, before, patched = [s.steps for s in kept], [known(s.gap) for s in kept], [known(s.all) for s in kept]
+    flips = [gap.flips for gap in before]
     return {
         "problems": len(kept),
         "steps": sum(steps),
-        "gap": {name: sum(s["gap"][name] for s in kept) for name in ("kl", "flips", "bit_equal")},
-        "closed": _closed([s["all"]["kl"] for s in kept], gaps),
-        "recovered": clustered_share([s["all"]["recovered"] for s in kept], flips),
-        "broken": clustered_share([s["all"]["broken"] for s in kept], np.subtract(steps, flips).tolist()),
-        "bit_equal": sum(s["all"]["bit_equal"] for s in kept),
-        "unchanged": sum(s["unchanged"] for s in kept),
+        "gap": {name: sum(getattr(gap, name) for gap in before) for name in ("kl", "flips", "bit_equal")},
+        "closed": _closed([p.kl for p in patched], [gap.kl for gap in before]),
+        "recovered": clustered_share([p.recovered for p in patched], flips),
+        "broken": clustered_share([p.broken for p in patched], np.subtract(steps, flips).tolist()),
+        "bit_equal": sum(p.bit_equal for p in patched),
+        "unchanged": sum(known(s.unchanged) for s in kept),
         "trajectory": _summarize_trajectories(
-            [s["trajectory"] for s in kept if s["trajectory"] and (judged is None or s["problem"] in judged)]
+            [s.trajectory for s in kept if s.trajectory and (judged is None or s.problem in judged)]
         ),
-        "by_layer": _summarize_layers([s for s in kept if s["by_layer"] is not None]),
-        "grid": _summarize_grid([s for s in kept if s["grid"] is not None]),
+        "by_layer": _summarize_layers([(known(s.gap).kl, s.by_layer) for s in kept if s.by_layer is not None]),
+        "grid": _summarize_grid([(known(s.gap).kl, s.grid) for s in kept if s.grid is not None]),
     }
 
 
-def _summarize_trajectories(found: Sequence[Record]) -> dict[str, Any] | None:
+def _summarize_trajectories(found: Sequence[Trajectory]) -> dict[str, Any] | None:
     """Free runs, of those where recipient and donor part."""
     if not found:
         return None
-    rest = [max(t["steps"] - t["parted"], 0) for t in found]
-    counted = [t["agreeing"] for t in found]
+    rest = [max(t.steps - t.parted, 0) for t in found]
+    counted = [t.agreeing for t in found if t.agreeing is not None]
     return {
-        "recovered": share(sum(t["until"] is None for t in found), len(found)),
-        "agreeing": None if None in counted else clustered_share(counted, rest),
+        "recovered": share(sum(t.until is None for t in found), len(found)),
+        "agreeing": clustered_share(counted, rest) if len(counted) == len(found) else None,
     }
 
 
-def _summarize_layers(samples: Sequence[Record]) -> dict[str, Any] | None:
-    """Share of the gap closed by one layer at a time."""
-    gaps = [s["gap"]["kl"] for s in samples]
+def _summarize_layers(samples: Sequence[tuple[float, ByLayer]]) -> dict[str, Any] | None:
+    """Share of the gap, given for each sample, closed by one layer at a time."""
+    gaps = [gap for gap, _ in samples]
     if not samples or not sum(gaps):
         return None
-    columns = list(zip(*(s["by_layer"]["kl"] for s in samples), strict=True))
+    columns = list(zip(*(found.kl for _, found in samples), strict=True))
     closed = [_closed(column, gaps) for column in columns]
-    return {"layer": samples[0]["by_layer"]["layer"], "closed": closed}
+    return {"layer": samples[0][1].layer, "closed": closed}
 
 
-def _summarize_grid(samples: Sequence[Record]) -> dict[str, Any] | None:
+def _summarize_grid(samples: Sequence[tuple[float, Grid]]) -> dict[str, Any] | None:
     """Share of the gap closed by one layer in one bin of positions; a bin is a part of each problem's own text."""
-    bins = min((len(s["grid"]["bins"]) for s in samples), default=0)
-    kept = [s for s in samples if len(s["grid"]["bins"]) == bins]
-    gap = sum(s["gap"]["kl"] for s in kept)
+    bins = min((len(grid.bins) for _, grid in samples), default=0)
+    kept = [grid for _, grid in samples if len(grid.bins) == bins]
+    gap = sum(gap for gap, grid in samples if len(grid.bins) == bins)
     if not kept or not gap:
         return None
-    left = np.sum([s["grid"]["kl"] for s in kept], axis=0)
-    return {"layer": kept[0]["grid"]["layer"], "bins": bins, "closed": (1 - left / gap).tolist()}
+    left = np.sum([grid.kl for grid in kept], axis=0)
+    return {"layer": kept[0].layer, "bins": bins, "closed": (1 - left / gap).tolist()}
 
 
-def _compare(first: Sequence[Record], second: Sequence[Record], name: str, other: str) -> dict[str, Any]:
+def _compare(
+    first: Sequence[PatchingRecord], second: Sequence[PatchingRecord], name: str, other: str
+) -> dict[str, Any]:
     """How much more of its gap a problem closes under the first patch than under the second, mean over problems.
 
     Each problem counts alike: one close call can hold most of the KL of a run.
     """
     left, right = (
-        {s["problem"]: 1 - s["all"]["kl"] / s["gap"]["kl"] for s in samples if s["gap"]["kl"]}
+        {s.problem: 1 - known(s.all).kl / gap for s in samples if (gap := known(s.gap).kl)}
         for samples in (first, second)
     )
     shared = [problem for problem in left if problem in right]

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from msgspec import to_builtins
 from rich.console import Group
 
 from jaxkv.analysis import document, statistics
@@ -23,8 +24,8 @@ from jaxkv.analysis.samples import (
     say_unpacked,
 )
 from jaxkv.analysis.summary import clustered_share
-from jaxkv.schema_injection import CLEAN
-from jaxkv.schema_perplexity import ARMS, validate_perplexity
+from jaxkv.experiments.perplexity.record import PerplexityRecord
+from jaxkv.experiments.record_parts import ARMS, CLEAN, known
 from jaxkv.tasks.perplexity import aggregate
 
 Record = Mapping[str, Any]
@@ -42,7 +43,7 @@ BITS = "bits: per element of the whole cache at a window's length, first, recent
 PACKED = f"Cache {BITS} Packed: share of elements that are packed."
 
 
-def summarize_perplexity(records: Sequence[Record], run: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def summarize_perplexity(records: Sequence[object], run: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Summarizes the 'perplexity' records of a run.
 
     Args:
@@ -53,20 +54,17 @@ def summarize_perplexity(records: Sequence[Record], run: Mapping[str, Any] | Non
       Plain values. An invalid window enters no figure but the count of invalid ones. Where the clean cache was run,
       `problems.ok` counts the windows that are valid with it, and `clean_windows` of a change says whether its valid
       windows are those.
-
-    Raises:
-      ValueError: a record breaks its schema; starts with its key and the field.
     """
-    samples = collect(records, "perplexity", validate_perplexity)
-    names = list(dict.fromkeys(r["change"] for r in records if r.get("experiment") == "perplexity"))
-    valid = [s for s in samples if s["status"] == "ok"]
+    samples = collect(records, PerplexityRecord)
+    names = list(dict.fromkeys(r.change for r in records if isinstance(r, PerplexityRecord)))
+    valid = [s for s in samples if s.status == "ok"]
     problems = count_problems(samples, run or {})
-    changes = [_summarize_change(name, [s for s in valid if s["change"] == name]) for name in names]
+    changes = [_summarize_change(name, [s for s in valid if s.change == name]) for name in names]
     if CLEAN in names:  # a window that a change breaks is still one of the text
-        clean = {s["problem"] for s in valid if s["change"] == CLEAN}
+        clean = {s.problem for s in valid if s.change == CLEAN}
         problems |= {"ok": len(clean)}
         for entry in changes:
-            entry["clean_windows"] = {s["problem"] for s in valid if s["change"] == entry["change"]} == clean
+            entry["clean_windows"] = {s.problem for s in valid if s.change == entry["change"]} == clean
     return {
         "experiment": "perplexity",
         "fingerprint": (run or {}).get("fingerprint"),
@@ -77,28 +75,29 @@ def summarize_perplexity(records: Sequence[Record], run: Mapping[str, Any] | Non
     }
 
 
-def _summarize_change(name: str, samples: Sequence[Record]) -> dict[str, Any]:
-    summary: dict[str, Any] = {"change": name, "windows": len({s["problem"] for s in samples})}
-    summary |= {"seeds": sorted({s["seed"] for s in samples})}
+def _summarize_change(name: str, samples: Sequence[PerplexityRecord]) -> dict[str, Any]:
+    summary: dict[str, Any] = {"change": name, "windows": len({s.problem for s in samples})}
+    summary |= {"seeds": sorted({s.seed for s in samples})}
     if not samples:
         return summary
     summary |= {
-        "spec": samples[0]["spec"] and dict(samples[0]["spec"]),
-        "cache": average_caches(samples),
-        "saturated": add_saturated(s["saturated"] for s in samples),
+        "spec": samples[0].spec and to_builtins(samples[0].spec),
+        "cache": average_caches([s.cache for s in samples]),
+        "saturated": add_saturated(s.saturated for s in samples),
     }
-    summary |= {arm: aggregate(samples, arm) for arm in ARMS}
-    by_window: dict[int, list[Record]] = {}
+    summary |= {arm: aggregate(map(to_builtins, samples), arm) for arm in ARMS}
+    by_window: dict[int, list[PerplexityRecord]] = {}
     for sample in samples:
-        by_window.setdefault(sample["problem"], []).append(sample)
+        by_window.setdefault(sample.problem, []).append(sample)
     windows = by_window.values()
-    tokens = [sum(s["tokens"] for s in each) for each in windows]
-    gaps = [math.fsum(s["nats"]["cached"] - s["nats"]["uncached"] for s in each) for each in windows]
+    tokens = [sum(s.tokens for s in each) for each in windows]
+    nats = [[known(s.nats) for s in each] for each in windows]
+    gaps = [math.fsum(n.cached - n.uncached for n in each) for each in nats]
     found = statistics.estimate_signed_mean(gaps, tokens)
     interval = found and [math.exp(end) for end in found.interval()]
     summary["ratio"] = {"mean": math.exp(math.fsum(gaps) / sum(tokens)), "interval": interval}
-    summary["kl"] = math.fsum(s["logits"]["kl"] for s in samples) / sum(tokens)
-    flips = [sum(s["logits"]["flips"] for s in each) for each in windows]
+    summary["kl"] = math.fsum(known(s.logits).kl for s in samples) / sum(tokens)
+    flips = [sum(known(s.logits).flips for s in each) for each in windows]
     summary["flips"] = clustered_share(flips, tokens, unit="windows")
     return summary
 

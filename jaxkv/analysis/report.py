@@ -33,8 +33,7 @@ from jaxkv.analysis.wording import (
     describe_sampling,
     list_comparisons,
 )
-from jaxkv.errors import UserError
-from jaxkv.schemas import find_headline
+from jaxkv.experiments.record_parts import find_headline
 
 
 def _lookup(run: Mapping[str, Any], name: str) -> Any:
@@ -319,10 +318,7 @@ def write_report(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     directory = pathlib.Path(path)
     run, samples = records.read_run(directory)
-    try:
-        summary = summarize(samples, run)
-    except ValueError as error:
-        raise UserError(f"{directory / 'samples.jsonl'}: {error}; was it written by another version?") from error
+    summary = summarize(samples, run)
     write_summary(directory, summary)
     records.write_atomically(directory / "report.md", render_markdown(summary, run))
     return summary

@@ -3,21 +3,24 @@
 import pathlib
 from typing import Any
 
+from msgspec import to_builtins
+
 from jaxkv import records
 from jaxkv.analysis import doctor
 from jaxkv.analysis.experiments import EXPERIMENTS
 from jaxkv.analysis.gather import Run, read_runs
 from jaxkv.analysis.report import write_summary
 from jaxkv.errors import UserError
+from jaxkv.experiments.doctor.record import DoctorRecord
 
 Shown = tuple[Any, str]  # what a terminal shows, and the name of the file
 
 
 def _report(path: pathlib.Path, run: Run, name: str) -> Shown:
     if name == "doctor":
-        if not (found := run.of("doctor")):
+        if not (found := run.of(DoctorRecord)):
             raise UserError(f"{path}: the device was not examined to the end; run the same command again")
-        record = found[0]
+        record = to_builtins(found[0])
         records.write_atomically(path / "report.md", doctor.to_markdown(record))
         return doctor.render(record), "report.md"
     experiment = EXPERIMENTS[name]
@@ -37,9 +40,6 @@ def report_run(path: pathlib.Path) -> list[Shown]:
       UserError: not a run directory, corrupt records, or not writable.
     """
     (run,) = read_runs([path])
-    there = {record.get("experiment") for record in run.records} | set(run.run["config"].get("experiments", ()))
+    there = run.experiments | set(run.run["config"].get("experiments", ()))
     names = [name for name in (*EXPERIMENTS, "doctor") if name in there] or ["divergence"]
-    try:
-        return [_report(path, run, name) for name in names]
-    except ValueError as error:
-        raise UserError(f"{path / 'samples.jsonl'}: {error}; was it written by another version?") from error
+    return [_report(path, run, name) for name in names]

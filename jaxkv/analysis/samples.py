@@ -1,53 +1,37 @@
 """What summaries of different experiments share: picking out the samples, and saying how many there are."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
+from msgspec.structs import asdict
 
 from jaxkv.analysis import statistics
 from jaxkv.analysis.format import format_count
+from jaxkv.experiments.injection.record import InjectionRecord
+from jaxkv.experiments.perplexity.record import PerplexityRecord
+from jaxkv.experiments.record_parts import CacheSize, Sample, Saturated
 
-Record = Mapping[str, Any]
-
-
-def check(samples: Iterable[Record], validate: Callable[[Record], None]) -> list[Record]:
-    """The samples as a list.
-
-    Raises:
-      ValueError: a sample breaks its schema; starts with its key and the field.
-    """
-    checked = list(samples)
-    for sample in checked:
-        try:
-            validate(sample)
-        except ValueError as error:
-            raise ValueError(f"sample {sample.get('key')}: {error}") from error
-    return checked
+S = TypeVar("S", bound=Sample)
 
 
-def collect(records: Sequence[Record], experiment: str, validate: Callable[[Record], None]) -> list[Record]:
-    """The records of an experiment, checked and in order of their problems.
-
-    Raises:
-      ValueError: a record breaks its schema; starts with its key and the field.
-    """
-    samples = (r for r in records if r.get("experiment") == experiment)
-    return check(sorted(samples, key=lambda sample: sample.get("problem", 0)), validate)
+def collect(records: Sequence[object], kind: type[S]) -> list[S]:
+    """The records of an experiment in order of their problems."""
+    return sorted((r for r in records if isinstance(r, kind)), key=lambda sample: sample.problem)
 
 
-def count_problems(samples: Sequence[Record], run: Mapping[str, Any]) -> dict[str, int]:
+def count_problems(samples: Sequence[Sample], run: Mapping[str, Any]) -> dict[str, int]:
     """How many problems were asked for, have a sample, and have no invalid one."""
-    problems = {s["problem"] for s in samples}
-    broken = {s["problem"] for s in samples if s["status"] == "invalid"}
+    problems = {s.problem for s in samples}
+    broken = {s.problem for s in samples if s.invalid is not None}
     asked = run.get("config", {}).get("num_problems", len(problems))
     return {"asked": asked, "total": len(problems), "ok": len(problems - broken)}
 
 
-def list_invalid(samples: Sequence[Record]) -> list[dict[str, Any]]:
+def list_invalid(samples: Sequence[Sample]) -> list[dict[str, Any]]:
     """Where invalid samples broke."""
-    return [{"key": list(s["key"])} | dict(s["invalid"]) for s in samples if s["status"] == "invalid"]
+    return [{"key": list(s.key)} | asdict(s.invalid) for s in samples if s.invalid is not None]
 
 
 def say_invalid(name: str, groups: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -59,16 +43,16 @@ def say_invalid(name: str, groups: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def average_caches(samples: Sequence[Record]) -> dict[str, float] | None:
-    """Means of `cache` (jaxkv.schema_injection); None of no sample."""
-    if not samples:
+def average_caches(caches: Sequence[CacheSize]) -> dict[str, float] | None:
+    """Means over caches; None of no cache."""
+    if not caches:
         return None
-    return {part: float(np.mean([s["cache"][part] for s in samples])) for part in samples[0]["cache"]}
+    return {part: float(np.mean([getattr(c, part) for c in caches])) for part in CacheSize.__struct_fields__}
 
 
-def add_saturated(found: Iterable[Mapping[str, int] | None]) -> dict[str, int] | None:
-    """Sums of `saturated` (jaxkv.schema_injection) over those that have it; None if none has."""
-    kept = [counts for counts in found if counts]
+def add_saturated(found: Iterable[Saturated | None]) -> dict[str, int] | None:
+    """Sums over those that are there; None if none is."""
+    kept = [asdict(counts) for counts in found if counts]
     return {part: sum(counts[part] for counts in kept) for part in kept[0]} if kept else None
 
 
@@ -122,7 +106,9 @@ def say_few(problems: int) -> list[str]:
     return [f"An interval over {problems} problems is wide and rough."] if problems < 20 else []
 
 
-def list_unfinished(samples: Sequence[Record], run: Mapping[str, Any]) -> list[dict[str, Any]]:
+def list_unfinished(
+    samples: Sequence[InjectionRecord | PerplexityRecord], run: Mapping[str, Any]
+) -> list[dict[str, Any]]:
     """Changes of the cache that lack samples of problems which have some.
 
     Args:
@@ -132,13 +118,13 @@ def list_unfinished(samples: Sequence[Record], run: Mapping[str, Any]) -> list[d
     Returns:
       `change`, its `samples`, and how many were `asked`.
     """
-    problems = {s["problem"] for s in samples}
-    name = samples[0]["experiment"] if samples else ""
+    problems = {s.problem for s in samples}
+    name = samples[0].experiment if samples else ""
     sessions = [session.get("asked", {}).get(name, ()) for session in run.get("sessions", ())]
     wanted = [(change, seed) for session in sessions for change, seed in session]
-    wanted += [(s["change"], s["seed"]) for s in samples]
+    wanted += [(s.change, s.seed) for s in samples]
     seeds = Counter(change for change, _ in dict.fromkeys(wanted))
-    have = Counter(s["change"] for s in samples)
+    have = Counter(s.change for s in samples)
     asked = {change: len(problems) * count for change, count in seeds.items()}
     return [{"change": c, "samples": have[c], "asked": asked[c]} for c in asked if have[c] < asked[c]]
 

@@ -3,17 +3,19 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from msgspec import to_builtins
+
 from jaxkv.analysis import claims, claims_layers, contrasts, curves, parity
 from jaxkv.analysis.doctor_findings import compare_processes, conclude, operand_kind
 from jaxkv.analysis.experiments import EXPERIMENTS
 from jaxkv.analysis.gather import SAMPLING, Run, describe_condition, describe_origin
-from jaxkv.analysis.samples import check
-from jaxkv.errors import UserError
-from jaxkv.schema_doctor import validate_doctor
-from jaxkv.schema_foreign import validate_foreign
+from jaxkv.experiments.divergence.record import DivergenceRecord
+from jaxkv.experiments.doctor.record import DoctorRecord
+from jaxkv.experiments.drift.record import DriftRecord
+from jaxkv.experiments.foreign.record import ForeignRecord
 
 Summary = dict[str, Any]
-CHECKED = {"doctor": validate_doctor, "foreign": validate_foreign}
+OTHERS = ("doctor", "foreign")  # experiments with no summary of their own
 
 
 def summarize_study(runs: Sequence[Run]) -> Summary:
@@ -26,11 +28,11 @@ def summarize_study(runs: Sequence[Run]) -> Summary:
       Plain values for summary.json: `conditions`, one a run with what it is, where it came from, and the summary of
       each experiment it has; figures over several runs; `causes` and `claims`.
 
-    Raises:
-      UserError: a record breaks its schema; names run, key and field.
     """
     conditions = [_summarize_run(run) for run in runs]
-    samples = [(c, contrasts.find_valid(run)) for c, run in zip(conditions, runs, strict=True) if run.of("divergence")]
+    samples = [
+        (c, contrasts.find_valid(run)) for c, run in zip(conditions, runs, strict=True) if run.of(DivergenceRecord)
+    ]
     ours = [(c, s) for c, s in samples if c["framework"] == "jax"]
     plain = [(c, s) for c, s in ours if c["regime"] == "plain" and s]
     by_precision = {
@@ -48,7 +50,7 @@ def summarize_study(runs: Sequence[Run]) -> Summary:
         },
         "reruns": contrasts.count_reruns(ours),
         "replicates": contrasts.find_replicates(runs),
-        "processes": [_describe_device(record) for run in runs for record in run.of("doctor")],
+        "processes": [_describe_device(to_builtins(record)) for run in runs for record in run.of(DoctorRecord)],
         "truth": [truth for condition in conditions for truth in _find_truth(condition)],
         "parity": [found for group in parity.find_cells(runs) if (found := parity.summarize_free(group))],
     }
@@ -88,25 +90,19 @@ def _summarize_run(run: Run) -> Summary:
     held = run.run["config"].get("held")
     if isinstance(held, Mapping):
         condition["held"] = held.get("operand")
-    try:
-        for name, experiment in EXPERIMENTS.items():
-            if run.of(name):
-                condition[name] = dict(experiment.summarize(run))
-        for name, validate in CHECKED.items():
-            check(run.of(name), validate)
-        known = {*EXPERIMENTS, *CHECKED}
-        if odd := sorted({str(r.get("experiment")) for r in run.records} - known):
-            condition["not_reported"] = odd
-    except ValueError as error:
-        raise UserError(f"{run.name}/samples.jsonl: {error}; was it written by another version?") from error
-    if run.of("divergence"):
+    for name, experiment in EXPERIMENTS.items():
+        if name in run.experiments:
+            condition[name] = dict(experiment.summarize(run))
+    if odd := sorted(run.experiments - {*EXPERIMENTS, *OTHERS}):
+        condition["not_reported"] = odd
+    if run.of(DivergenceRecord):
         condition["curves"] = curves.draw_condition(list(contrasts.find_valid(run).values()))
-    if run.of("drift"):
-        condition["drift_grid"] = curves.average_grids([r for r in run.of("drift") if r["status"] == "ok"])
-    for record in run.of("doctor"):
-        condition["doctor"] = {"conclusions": conclude(record)}
-    if run.of("foreign"):
-        condition["foreign"] = {"problems": len(run.of("foreign"))}
+    if drift := run.of(DriftRecord):
+        condition["drift_grid"] = curves.average_grids([r for r in drift if r.status == "ok"])
+    for record in run.of(DoctorRecord):
+        condition["doctor"] = {"conclusions": conclude(to_builtins(record))}
+    if foreign := run.of(ForeignRecord):
+        condition["foreign"] = {"problems": len(foreign)}
     return condition
 
 

@@ -11,19 +11,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from msgspec import to_builtins
+from msgspec.structs import asdict
 
 from jaxkv.analysis import cause, law, statistics
 from jaxkv.analysis.samples import collect
-from jaxkv.schemas import CONTROLS, LABEL_CHANGES, validate_sample
+from jaxkv.experiments.divergence.record import CONTROLS, DivergenceRecord
+from jaxkv.experiments.record_parts import LABEL_CHANGES, Comparison, Invalid, Sample, Setting, known
 
 EXACT = "Clopper & Pearson 1934"
 CLUSTERED = "Clopper & Pearson, of as many trials as the clusters are worth (Korn & Graubard 1998)"
 PAIRED = "paired, Bonett & Price 2012"
 TIES_LISTED = 50
-Record = Mapping[str, Any]
 
 
-def summarize(records: Sequence[Record], run: Mapping[str, Any]) -> dict[str, Any]:
+def summarize(records: Sequence[object], run: Mapping[str, Any]) -> dict[str, Any]:
     """Summarizes the 'divergence' records of a run.
 
     Args:
@@ -33,12 +35,9 @@ def summarize(records: Sequence[Record], run: Mapping[str, Any]) -> dict[str, An
     Returns:
       Plain values for summary.json. ``status`` is 'ok', 'invalid' (no sample is valid: there are no agreement
       figures) or 'empty'.
-
-    Raises:
-      ValueError: a record breaks its schema; starts with its key and the field.
     """
-    samples = collect(records, "divergence", validate_sample)
-    valid = [s for s in samples if s["status"] == "ok"]
+    samples = collect(records, DivergenceRecord)
+    valid = [s for s in samples if s.status == "ok"]
     summary: dict[str, Any] = {
         "experiment": "divergence",
         "fingerprint": run.get("fingerprint"),
@@ -49,40 +48,40 @@ def summarize(records: Sequence[Record], run: Mapping[str, Any]) -> dict[str, An
             "ok": len(valid),
             "invalid": len(samples) - len(valid),
         },
-        "invalid": group_invalid([s for s in samples if s["status"] == "invalid"]),
+        "invalid": group_invalid(samples),
         "headroom": _find_headroom(samples),
         "gate": _find_gate(run),
-        "sampling": _count_distinct([s["sampling"] for s in samples]),
+        "sampling": _count_distinct([asdict(s.sampling) for s in samples]),
         "shapes": _describe_shapes(samples),
     }
     if not valid:
         remedies = [session["remedy"] for session in run.get("sessions", []) if "remedy" in session]
         return summary | ({"remedy": remedies[-1]} if remedies else {})
-    summary["truth"] = cause.to_json(cause.measure_distance(valid))
-    summary["truth_left_out"] = next((s["truth_left_out"] for s in valid if "truth_left_out" in s), None)
-    summary["teacher_forced"] = summarize_comparisons([(s, s["teacher_forced"]) for s in valid])
-    summary["controls"] = {name: summarize_comparisons([(s, s["controls"][name]) for s in valid]) for name in CONTROLS}
-    summary["free_running"] = _summarize_free_running(valid, summary["teacher_forced"])
-    summary["accuracy"] = {
-        scorer: _summarize_accuracy(valid, scorer) for scorer in valid[0]["arms"]["cached"]["scores"]
+    summary["truth"] = cause.to_json(cause.measure_distance([to_builtins({"truth": s.truth or None}) for s in valid]))
+    summary["truth_left_out"] = next((s.truth_left_out for s in valid if s.truth_left_out), None)
+    summary["teacher_forced"] = summarize_comparisons([(s.problem, s.teacher_forced) for s in valid])
+    summary["controls"] = {
+        name: summarize_comparisons([(s.problem, getattr(s.controls, name)) for s in valid]) for name in CONTROLS
     }
+    summary["free_running"] = _summarize_free_running(valid, summary["teacher_forced"])
+    summary["accuracy"] = {scorer: _summarize_accuracy(valid, scorer) for scorer in valid[0].arms.cached.scores}
     if run.get("config", {}).get("task") == "ifeval":
         summary["instruction_level"] = _summarize_instructions(valid)
     return summary
 
 
-def _summarize_instructions(valid: Sequence[Record]) -> dict[str, Any]:
+def _summarize_instructions(valid: Sequence[DivergenceRecord]) -> dict[str, Any]:
     """Of IFEval: the share of all instructions followed, scorer -> arm -> share with an interval over prompts.
 
     An answer there has a 1 or a 0 for each instruction of the prompt.
     """
 
     def followed(scorer: str, arm: str) -> dict[str, Any] | None:
-        answers = [s["arms"][arm]["scores"][scorer]["answer"] for s in valid]
+        answers = [known(getattr(s.arms, arm).scores[scorer].answer) for s in valid]
         counts = [answer.count("1") for answer in answers]
         return clustered_share(counts, [len(answer) for answer in answers], unit="prompts")
 
-    scorers = valid[0]["arms"]["cached"]["scores"]
+    scorers = valid[0].arms.cached.scores
     return {scorer: {arm: followed(scorer, arm) for arm in ("cached", "uncached")} for scorer in scorers}
 
 
@@ -144,15 +143,15 @@ def take_rest(entry: Mapping[str, Any]) -> dict[str, Any]:
     return turned
 
 
-def summarize_comparisons(pairs: Sequence[tuple[Record, Mapping[str, Any] | None]]) -> dict[str, Any] | None:
-    """Figures of one comparison over all samples that have it; None if none has a token of it."""
-    kept = [(sample["problem"], comparison) for sample, comparison in pairs if comparison and comparison["flip"]]
+def summarize_comparisons(pairs: Sequence[tuple[int, Comparison | None]]) -> dict[str, Any] | None:
+    """Figures of one comparison over all problems that have it; None if none has a token of it."""
+    kept = [(problem, comparison) for problem, comparison in pairs if comparison and comparison.flip]
     if not kept:
         return None
-    sizes = [len(comparison["flip"]) for _, comparison in kept]
+    sizes = [len(comparison.flip) for _, comparison in kept]
 
     def column(name: str) -> list[np.ndarray]:
-        return [np.asarray(comparison[name], np.float64) for _, comparison in kept]
+        return [np.asarray(getattr(comparison, name), np.float64) for _, comparison in kept]
 
     flips, margins = column("flip"), column("margin")
     ties = [
@@ -191,14 +190,16 @@ def describe_column(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> dict
     }
 
 
-def _summarize_free_running(valid: Sequence[Record], forced: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    runs = [s for s in valid if s["free_running"] is not None]
+def _summarize_free_running(
+    valid: Sequence[DivergenceRecord], forced: Mapping[str, Any] | None
+) -> dict[str, Any] | None:
+    runs = [(s, s.free_running) for s in valid if s.free_running is not None]
     if not runs:
         return None
-    diverged = [s["free_running"] for s in runs if s["free_running"]["diverged"]]
-    after = [(d["differing_after"], d["compared_after"]) for d in diverged if d["compared_after"]]
-    starts = [d["first_diverged"] for d in diverged]
-    together = [s["arms"]["cached"]["stop"] == "length" for s in runs if not s["free_running"]["diverged"]]
+    diverged = [run for _, run in runs if run.diverged]
+    after = [(d.differing_after, d.compared_after) for d in diverged if d.compared_after]
+    starts = [known(d.first_diverged) for d in diverged]
+    together = [s.arms.cached.stop == "length" for s, run in runs if not run.diverged]
     summary: dict[str, Any] = {
         "diverged": share(len(diverged), len(runs)),
         "together": {"ended": together.count(False), "cut": together.count(True)},  # cut ones might part yet
@@ -215,9 +216,9 @@ def _summarize_free_running(valid: Sequence[Record], forced: Mapping[str, Any] |
             "quartiles": [float(low), float(median), float(high)],
             "max": max(starts),
         }
-    compared = [s for s in runs if s["teacher_forced"] and s["teacher_forced"]["flip"]]
-    if forced and compared and all(s["sampling"]["sampler"] == "greedy" for s in compared):
-        lengths = [len(s["teacher_forced"]["flip"]) for s in compared]
+    compared = [(s, run, s.teacher_forced.flip) for s, run in runs if s.teacher_forced and s.teacher_forced.flip]
+    if forced and compared and all(s.sampling.sampler == "greedy" for s, _, _ in compared):
+        lengths = [len(flips) for _, _, flips in compared]
         found = forced["flips"]
         summary["expected"] = {
             "rate": statistics.expected_divergence(found["rate"], lengths),
@@ -226,21 +227,21 @@ def _summarize_free_running(valid: Sequence[Record], forced: Mapping[str, Any] |
         }
         if found["count"] == 0:  # its interval and bound are those of the share of sequences with a flip already
             summary["expected"] |= {"interval": found["interval"], "upper_bound": found["upper_bound"]}
-        agrees = sum(_first_flip(s["teacher_forced"]) == s["free_running"]["first_diverged"] for s in compared)
+        agrees = sum(_first_flip(flips) == run.first_diverged for _, run, flips in compared)
         summary["first_flip_agrees"] = {"count": agrees, "total": len(compared)}
     return summary
 
 
-def _first_flip(comparison: Mapping[str, Any]) -> int | None:
-    return next((step for step, flip in enumerate(comparison["flip"]) if flip), None)
+def _first_flip(flips: Sequence[bool]) -> int | None:
+    return next((step for step, flip in enumerate(flips) if flip), None)
 
 
-def _summarize_accuracy(valid: Sequence[Record], scorer: str) -> dict[str, Any]:
-    cached = np.array([s["arms"]["cached"]["scores"][scorer]["correct"] for s in valid], bool)
-    uncached = np.array([s["arms"]["uncached"]["scores"][scorer]["correct"] for s in valid], bool)
+def _summarize_accuracy(valid: Sequence[DivergenceRecord], scorer: str) -> dict[str, Any]:
+    cached = np.array([s.arms.cached.scores[scorer].correct for s in valid], bool)
+    uncached = np.array([s.arms.uncached.scores[scorer].correct for s in valid], bool)
     only_cached, only_uncached = int((cached & ~uncached).sum()), int((uncached & ~cached).sum())
     found = statistics.estimate_paired_share(cached.astype(float) - uncached)
-    changes = Counter(s["label_change"][scorer] for s in valid)
+    changes = Counter(s.label_change[scorer] for s in valid)
     return {
         "cached": share(int(cached.sum()), len(valid)),
         "uncached": share(int(uncached.sum()), len(valid)),
@@ -256,32 +257,32 @@ def _summarize_accuracy(valid: Sequence[Record], scorer: str) -> dict[str, Any]:
     }
 
 
-def group_invalid(invalid: Sequence[Record]) -> list[dict[str, Any]]:
+def group_invalid(samples: Sequence[Sample]) -> list[dict[str, Any]]:
     """Invalid samples by where their numbers broke, with how many there are and which."""
-    groups: dict[tuple[str, int, str, str], list[Record]] = {}
-    for sample in invalid:
-        why = sample["invalid"]
-        layer = -1 if why["layer"] is None else why["layer"]
-        groups.setdefault((why["op"], layer, why["arm"], why["value"]), []).append(sample)
+    groups: dict[tuple[str, int, str, str], list[tuple[int, Invalid]]] = {}
+    for sample in samples:
+        if (why := sample.invalid) is not None:
+            layer = -1 if why.layer is None else why.layer
+            groups.setdefault((why.op, layer, why.arm, why.value), []).append((sample.problem, why))
     return [
         {
             "reason": op if layer < 0 else f"{op}, layer {layer}",
             "arm": arm,
             "value": value,
             "samples": len(members),
-            "first_position": min(s["invalid"]["position"] for s in members),
-            "problems": [s["problem"] for s in members][:TIES_LISTED],
+            "first_position": min(why.position for _, why in members),
+            "problems": [problem for problem, _ in members][:TIES_LISTED],
         }
         for (op, layer, arm, value), members in sorted(groups.items())
     ]
 
 
-def _find_headroom(samples: Sequence[Record]) -> dict[str, Any] | None:
+def _find_headroom(samples: Sequence[Setting]) -> dict[str, Any] | None:
     if not samples:
         return None
-    worst = max(samples, key=lambda s: s["headroom"]["max_abs"] / s["headroom"]["limit"])
-    used = worst["headroom"]["max_abs"] / worst["headroom"]["limit"]
-    return dict(worst["headroom"]) | {"share_of_limit": used, "problem": worst["problem"]}
+    worst = max(samples, key=lambda s: s.headroom.max_abs / s.headroom.limit)
+    used = worst.headroom.max_abs / worst.headroom.limit
+    return asdict(worst.headroom) | {"share_of_limit": used, "problem": worst.problem}
 
 
 def _count_distinct(values: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -290,15 +291,15 @@ def _count_distinct(values: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
     return [dict(items) | {"samples": count} for items, count in ordered]
 
 
-def _describe_shapes(samples: Sequence[Record]) -> dict[str, Any]:
+def _describe_shapes(samples: Sequence[Setting]) -> dict[str, Any]:
     """Range of each shape over the samples, and the distinct values of the uncached regime."""
     described: dict[str, Any] = {}
     for name in ("batch", "prefill", "slots", "left_pad"):
-        values = [s["shapes"][name] for s in samples]
+        values = [getattr(s.shapes, name) for s in samples]
         described[name] = [min(values), max(values)] if values else None
-    prompts = [s["prompt_tokens"] for s in samples]
+    prompts = [s.prompt_tokens for s in samples]
     described["prompt_tokens"] = [min(prompts), max(prompts)] if prompts else None
-    described["uncached"] = sorted({s["shapes"]["uncached"] for s in samples})
-    tiles = {s["shapes"]["tile"] for s in samples}
+    described["uncached"] = sorted({s.shapes.uncached for s in samples})
+    tiles = {s.shapes.tile for s in samples}
     described["regime"] = sorted("plain" if tile is None else f"aligned, tile {tile}" for tile in tiles)
     return described

@@ -119,7 +119,7 @@ def describe_setting(
     spec: RunSpec,
     fault: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """Fields of a row's record that say what was run and whether it is valid (jaxkv.schemas.validate_setting)."""
+    """Fields of a row's record that say what was run and if it is valid (jaxkv.experiments.record_parts.Setting)."""
     return {
         "prompt_tokens": len(item.prompt),
         "prompt_sha256": hash_tokens(item.prompt),

@@ -105,7 +105,7 @@ def count_saturated(what: CacheError | CacheQuant, clean: KVCache, changed: Any)
 
 
 def describe_saturated(counts: np.ndarray | None, row: int) -> dict[str, int] | None:
-    """A row of `count_saturated` as records have it (schema: jaxkv.schema_injection)."""
+    """A row of `count_saturated` as records have it (jaxkv.experiments.injection.record)."""
     return None if counts is None else dict(zip(("k", "v", "elements"), map(int, counts[row]), strict=True))
 
 
@@ -123,7 +123,7 @@ def measure_cache(
     written: int,
     prompt: int,
 ) -> dict[str, Any]:
-    """Bytes of a row, and bits per element of a cache of `written` tokens (schema: jaxkv.schema_injection).
+    """Bytes of a row, and bits per element of a cache of `written` tokens (jaxkv.experiments.injection.record).
 
     Args:
       what: is done to the cache; None for nothing.

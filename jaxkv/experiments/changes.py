@@ -11,12 +11,12 @@ from jaxkv.cache import Intervention
 from jaxkv.config import ModelConfig, Precision
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
+from jaxkv.experiments.record_parts import CLEAN
 from jaxkv.interventions.cache_error_spec import parse_cache_error
 from jaxkv.interventions.cache_errors import CacheError
 from jaxkv.interventions.perturbed_cache import Perturbation
 from jaxkv.interventions.quantized_cache import Quantization
 from jaxkv.interventions.quantizers import CacheQuant, parse_cache_quant
-from jaxkv.schema_injection import CLEAN
 
 # The caches of Shebel's study (May 2025), and beside its errors what tells their parts from each other: other laws of
 # the same variance, with and without sign flips; a mean and a spread of the same mean square; one side; each read anew.

@@ -9,7 +9,7 @@ from jaxkv.audit import part_of
 from jaxkv.config import Precision
 from jaxkv.decode import Arms
 from jaxkv.experiments.batches import Batch, Item, RunSpec
-from jaxkv.experiments.divergence import find_fault, run_batch
+from jaxkv.experiments.divergence.run import find_fault, run_batch
 
 WIDENED = ("residual", "scores")  # parts that fp32 can hold while all products stay in 16 bits
 NEW_TOKENS = 8

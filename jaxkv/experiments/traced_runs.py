@@ -98,7 +98,7 @@ def count_equal(run: HasLogits, other: HasLogits, row: int, steps: int) -> int:
 def describe_row(
     arms: Arms, item: Item, row: int, reference: Reference, spec: RunSpec, fault: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Fields of a record that say what was run (jaxkv.schemas.validate_setting, and tokens_sha256 and steps)."""
+    """Fields of a record that say what was run (jaxkv.experiments.record_parts.Traced)."""
     layout, steps = reference.layout, int(reference.cached.lengths[row])
     tokens = reference.text[row, layout.prompt : layout.prompt + steps]
     left_pad = int(reference.rows.first[row])

@@ -1,0 +1,300 @@
+"""Do errors of a quantized cache accumulate under decoding, and are wrong token scales the reason?
+
+The question is that of Muller et al., arXiv 2606.03458 (KVarN). Three regimes on the same tokens, those of the clean
+cached run: `static` hands every layer the clean run's queries, keys, values and attention output, so that errors do not
+feed back; `accumulated(b)` runs blocks of b tokens, and everything later sees them packed; `decode` runs token by
+token. The first against the last is what accumulates. accumulated(1) and decode are one thing, by two programs.
+
+In the static regime an oracle repairs token scales (`jaxkv.interventions.repaired_cache`).
+"""
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxkv.cache import KVCache
+from jaxkv.compare import compare_logits
+from jaxkv.decode import Arms, Rollout
+from jaxkv.errors import UserError
+from jaxkv.experiments.accumulation.record import FIGURES
+from jaxkv.experiments.batches import Item, RunSpec, plan_batches
+from jaxkv.experiments.cache_measures import count_saturated, describe_saturated
+from jaxkv.experiments.regimes import WATCHED, Replay, ReplayPrograms
+from jaxkv.experiments.traced_runs import (
+    MayBreak,
+    Reference,
+    count_equal,
+    describe_row,
+    find_fault,
+    require_one_length,
+    run_reference,
+    shorten,
+)
+from jaxkv.generate import run_cached
+from jaxkv.interventions.quantized_cache import Quantization, cache_bytes, effective_bits
+from jaxkv.interventions.quantizers import CacheQuant, split_error
+from jaxkv.interventions.repaired_cache import CHOICES, Repair
+from jaxkv.tracing import Trace, TracedArms, trace_cached
+
+SEGMENT_BINS = 12  # of the prompt, and of what is decoded
+Bins = list[list[int]]
+
+
+def list_regimes(blocks: Sequence[int]) -> dict[str, int | None]:
+    """Regime -> rows of a call, None for `static`.
+
+    Raises:
+      UserError: a block of no tokens.
+    """
+    if min(blocks, default=1) < 1:
+        raise UserError(f"blocks of {min(blocks)} tokens accumulate nothing; use 1 or more")
+    return {"static": None} | {f"accumulated:{block}": block for block in blocks} | {"decode": 1}
+
+
+def plan_bins(prompt: int, decoded: int) -> Bins:
+    """Bins [begin, end) of positions, none across the end of the prompt."""
+    bins: Bins = []
+    for begin, count in ((0, prompt), (prompt, decoded)):
+        edges = np.linspace(begin, begin + count, min(count, SEGMENT_BINS) + 1).astype(int).tolist()
+        bins += [list(pair) for pair in itertools.pairwise(edges)]
+    return bins
+
+
+@dataclasses.dataclass(frozen=True)
+class Ran:
+    """One regime of a batch.
+
+    Attributes:
+      replay: the watched run.
+      errors: its attention errors, L arrays [B, S].
+      stored: what it packed beside the clean run's values (`_measure_stored`).
+      saturated: [B, 3] of those values, what its format cannot hold (cache_measures.count_saturated), or None.
+      arm: the arm itself, in `decode`.
+      repairs: the attention errors of repaired runs, in `static`: choice -> L arrays [B, S].
+      nonfinite_step: [B] the first step whose logits were not finite, -1 if none.
+    """
+
+    replay: Replay
+    errors: Sequence[np.ndarray]
+    stored: Mapping[str, np.ndarray]
+    saturated: np.ndarray | None
+    arm: Rollout | None
+    repairs: Mapping[str, Sequence[np.ndarray]]
+    nonfinite_step: np.ndarray
+
+
+def _fetch_errors(replay: Replay) -> list[np.ndarray]:
+    return [np.asarray(error) for error in replay.errors]
+
+
+def _mean_by_bin(errors: Sequence[np.ndarray], row: int, first: int, bins: Bins) -> list[list[float]]:
+    return [[shorten(error[row, first + a : first + b].mean()) for a, b in bins] for error in errors]
+
+
+def _measure_logits(clean: jax.Array, changed: jax.Array, steps: int, prompt: int, bins: Bins) -> dict[str, Any]:
+    """Figures of one row's logits [n, V]; step t follows the token at position prompt - 1 + t."""
+    found = compare_logits(clean, changed, steps)
+    kl, agree = np.asarray(found["kl"]), ~np.asarray(found["flip"], bool)
+    places = prompt - 1 + np.arange(steps)
+    inside = [(places >= a) & (places < b) for a, b in bins]
+    return {
+        "kl": [shorten(kl[here].mean()) if here.any() else None for here in inside],
+        "agree": [int(agree[here].sum()) if here.any() else None for here in inside],
+        "places": [int(here.sum()) for here in inside],
+        "kl_sum": float(kl.sum()),
+        "agree_sum": int(agree.sum()),
+        "bit_equal": int(np.sum(found["bit_equal"])),
+    }
+
+
+@jax.jit
+def _split(clean: jax.Array, read: jax.Array, packed: jax.Array) -> jax.Array:
+    """[B, 4] of a side of a layer: packed tokens, sums of squared norms, of E_M and of E_D over them."""
+    norm, direction = split_error(clean, read)
+    size = jnp.sum(jnp.square(clean.astype(jnp.float32)), axis=-1)
+    sums = [jnp.sum(jnp.where(packed[:, :, None], x, 0), axis=(1, 2)) for x in (size, norm, direction)]
+    return jnp.stack([jnp.sum(packed, axis=1).astype(jnp.float32), *sums], axis=1)
+
+
+def _measure_stored(cache: Any, clean: Trace, num_layers: int) -> dict[str, np.ndarray]:
+    """Side -> [L, B, 4], as `_split` has it."""
+    found: dict[str, list[np.ndarray]] = {"k": [], "v": []}
+    for layer in range(num_layers):
+        for side, read, packed in zip("kv", cache.read(layer), cache.packed(layer), strict=True):
+            found[side].append(np.asarray(_split(clean.values[f"{side}.{layer}"], read, packed), np.float64))
+    return {side: np.stack(values) for side, values in found.items()}
+
+
+def _describe_stored(sums: np.ndarray) -> dict[str, list]:
+    """Of one row: sums [L, 4]."""
+    columns: dict[str, list] = {"packed": [], "relative": [], "norm_share": []}
+    for packed, size, norm, direction in sums.tolist():
+        total = norm + direction
+        columns["packed"].append(int(packed))
+        columns["relative"].append(shorten(np.sqrt(total / size) if size else 0.0) if packed else None)
+        columns["norm_share"].append(shorten(norm / total if total else 0.0) if packed else None)
+    return columns
+
+
+class Accumulation:
+    """The regimes of one model; programs are compiled once for a quantizer and a batch's shapes.
+
+    Args:
+      arms: the clean arms, of the plain regime.
+      state: prepared weights.
+      quants: the quantizers.
+      blocks: b of every accumulated(b).
+      repair: whether the oracle runs too.
+    """
+
+    def __init__(self, arms: Arms, state: nnx.State, quants: Sequence[CacheQuant], blocks: Sequence[int], repair: bool):
+        self.arms, self.state, self.repair = arms, state, repair
+        self.regimes = list_regimes(blocks)
+        self.traced, self.programs = TracedArms(arms), ReplayPrograms(arms)
+        self.changed = {
+            str(quant): Arms(arms.config, arms.precision, arms.sampler, arms.stop_ids, intervention=Quantization(quant))
+            for quant in quants
+        }
+        self.quants = {str(quant): quant for quant in quants}
+
+    def trace(self, reference: Reference) -> Trace:
+        """The clean run's values."""
+        names = [f"{tensor}.{layer}" for layer in range(self.arms.config.num_layers) for tensor in WATCHED]
+        return trace_cached(self.traced, self.state, reference.text, reference.forced, reference.layout, names)
+
+    def run(self, reference: Reference, clean: Trace, quant: str, regime: str) -> Ran:
+        """One regime of a batch."""
+        given = (self.state, reference.cached, reference.forced, reference.layout, clean)
+        block, lengths = self.regimes[regime], np.asarray(reference.cached.lengths)
+        intervention = Quantization(self.quants[quant])
+        replay = self.programs.run(*given, intervention, block or 1, static=block is None)
+        broken, arm, repairs = replay.nonfinite_step(lengths), None, {}
+        if regime == "decode":
+            arm = run_cached(self.changed[quant], self.state, reference.text, reference.forced, reference.layout)
+            broken = np.where(broken < 0, np.asarray(arm.nonfinite_step), broken)
+        if block is None and self.repair:
+            for choice in CHOICES:
+                repaired = self.programs.run(*given, Repair(self.quants[quant], choice), static=True)
+                repairs[choice] = _fetch_errors(repaired)
+        stored = _measure_stored(replay.cache, clean, self.arms.config.num_layers)
+        saturated = count_saturated(self.quants[quant], self._clean_cache(clean), replay.cache)
+        return Ran(replay, _fetch_errors(replay), stored, saturated, arm, repairs, broken)
+
+    def _clean_cache(self, clean: Trace) -> KVCache:
+        """The cache of the clean run."""
+        layers, dtype = range(self.arms.config.num_layers), self.arms.precision.cache
+        k, v = (tuple(clean.values[f"{side}.{layer}"].astype(dtype) for layer in layers) for side in "kv")
+        return KVCache(k, v, clean.positions)
+
+    def make_record(
+        self, item: Item, row: int, reference: Reference, clean: Trace, ran: Ran, quant: str, regime: str, spec: Any
+    ) -> dict[str, Any]:
+        """The record of one row (jaxkv.experiments.accumulation.record)."""
+        arms, layers = self.arms, self.arms.config.num_layers
+        others: dict[str, MayBreak] = {"clean (watched)": clean.run, f"{quant} ({regime})": ran}
+        fault = find_fault(reference, row, others)
+        cache, slots = ran.replay.cache, reference.layout.slots
+        plain = 2 * layers * cache.positions.size * arms.config.num_kv_heads * arms.config.head_dim
+        record = {
+            "experiment": "accumulation",
+            "problem": item.problem,
+            "key": ["accumulation", item.problem, quant, regime],
+            **describe_row(arms, item, row, reference, spec, fault),
+            "num_layers": layers,
+            "quantizer": quant,
+            "regime": regime,
+            "storage": {
+                "bytes": cache_bytes(cache),
+                "clean_bytes": plain * jnp.dtype(arms.precision.cache).itemsize,
+                "slots": slots,
+                "bits": effective_bits(cache, arms.config),
+            },
+            "saturated": describe_saturated(ran.saturated, row),
+            "bins": None,
+            **dict.fromkeys(FIGURES),
+        }
+        if fault:
+            return record
+        steps, first, prompt = record["steps"], int(reference.rows.first[row]), len(item.prompt)
+        bins = plan_bins(prompt, steps - 1)
+        changed = ran.replay.logits if ran.arm is None else ran.arm.logits
+        return record | {
+            "bins": bins,
+            "attention_error": {"error": _mean_by_bin(ran.errors, row, first, bins)},
+            "logits": _measure_logits(reference.cached.logits[row], changed[row], steps, prompt, bins),
+            "stored": {side: _describe_stored(sums[:, row]) for side, sums in ran.stored.items()},
+            "repair": {choice: _mean_by_bin(errors, row, first, bins) for choice, errors in ran.repairs.items()}
+            or None,
+            "instrumented_bit_equal": {
+                "clean": count_equal(clean.run, reference.cached, row, steps),
+                "changed": None if ran.arm is None else count_equal(ran.replay, ran.arm, row, steps),
+            },
+        }
+
+
+def run_accumulation(
+    arms: Arms,
+    state: nnx.State,
+    items: Sequence[Item],
+    spec: RunSpec,
+    quants: Sequence[CacheQuant],
+    blocks: Sequence[int] = (128,),
+    repair: bool = True,
+    done: frozenset[tuple[int, str, str]] = frozenset(),
+) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
+    """Yields, by batch, quantizer and regime, the records not yet done and their timing.
+
+    Args:
+      arms: the clean arms; plain regime, logits kept.
+      state: prepared weights.
+      items: the problems.
+      spec: what to run; of it count new_tokens, seed, batch_size, padding and bucket.
+      quants: what is done to the cache.
+      blocks: b of every accumulated(b).
+      repair: whether an oracle repairs token scales in the static regime, which runs it four times more.
+      done: (problem, quantizer, regime) that have a record. A batch is run whole if any of its problems lacks one.
+
+    Raises:
+      UserError: a prompt that does not fit the context, arms of the aligned regime, a quantizer that does not suit the
+        model, or a block of no tokens.
+    """
+    require_one_length(arms, spec, "accumulation", plain=True)
+    yield from run_batches(Accumulation(arms, state, quants, blocks, repair), items, spec, done)
+
+
+def run_batches(
+    runs: Accumulation, items: Sequence[Item], spec: RunSpec, done: frozenset[tuple[int, str, str]] = frozenset()
+) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
+    """`run_accumulation` with regimes that are set up, so that several calls share their programs."""
+    for batch in plan_batches(items, spec):
+        wanted = [
+            (quant, regime)
+            for quant in runs.quants
+            for regime in runs.regimes
+            if any((item.problem, quant, regime) not in done for item in batch.items)
+        ]
+        if not wanted:
+            continue
+        reference = run_reference(runs.arms, runs.state, batch, spec)
+        clean = runs.trace(reference)
+        for quant, regime in wanted:
+            begin = time.perf_counter()
+            ran = runs.run(reference, clean, quant, regime)
+            seconds = time.perf_counter() - begin
+            records = [
+                runs.make_record(item, row, reference, clean, ran, quant, regime, spec)
+                for row, item in enumerate(batch.items)
+                if (item.problem, quant, regime) not in done
+            ]
+            timing = {"problems": [item.problem for item in batch.items], "quantizer": quant, "regime": regime}
+            yield (
+                records,
+                timing | {"seconds": {regime: seconds}, "tokens": {regime: int(jnp.sum(reference.cached.lengths))}},
+            )

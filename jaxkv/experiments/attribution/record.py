@@ -1,0 +1,62 @@
+"""The record of experiment 'attribution': one problem, one variant. Imports neither jax nor flax."""
+
+from typing import ClassVar
+
+from jaxkv.experiments import record_parts as parts
+from jaxkv.experiments.record_parts import Count, require
+
+OP_CLASSES = ("norms", "qkv", "rope", "scores", "attention", "output", "mlp", "head")
+PROGRAMS = ("prefill", "decode", "recompute")
+PLAIN, FENCED, ALL = "none", "fenced", "all"
+ALONE = {name: f"{name} alone" for name in (*OP_CLASSES, *PROGRAMS)}
+ALL_BUT = {name: f"all but {name}" for name in OP_CLASSES}
+Aligned = dict[str, list[str]] | None
+
+
+def _list_variants() -> dict[str, Aligned]:
+    def everywhere(classes: list[str]) -> dict[str, list[str]]:
+        return {program: list(classes) for program in PROGRAMS}
+
+    everything = list(OP_CLASSES)
+    variants: dict[str, Aligned] = {PLAIN: None, FENCED: everywhere([])}
+    variants |= {ALONE[name]: everywhere([name]) for name in OP_CLASSES}
+    variants |= {ALL_BUT[name]: everywhere([c for c in OP_CLASSES if c != name]) for name in OP_CLASSES}
+    variants |= {ALONE[name]: everywhere([]) | {name: everything} for name in PROGRAMS}
+    return variants | {ALL: everywhere(everything)}
+
+
+VARIANTS = _list_variants()  # name -> what each program aligns, in the order of the table
+
+
+class AttributionRecord(parts.Sample, frozen=True):
+    """One problem under one variant, along the tokens of the plain cached arm.
+
+    Attributes:
+      variant: one of VARIANTS.
+      aligned: None for the plain programs, else the classes of operations that each program computes in tiles.
+      teacher_forced: the variant's cached against its uncached logits.
+      moved: steps at which an arm's logits have other bits than in the variant 'fenced', whose operations are cut apart
+        alike and none aligned.
+    """
+
+    KEY: ClassVar = ("problem", "variant")
+    FIGURES: ClassVar = ("teacher_forced", "moved")
+
+    variant: str
+    aligned: Aligned
+    tile: Count
+    tokens_sha256: str
+    steps: Count
+    shapes: parts.Rows
+    teacher_forced: parts.Comparison | None
+    moved: parts.Arms[Count] | None
+
+    def __post_init__(self) -> None:
+        require("variant", self.variant in VARIANTS, f"'{self.variant}' is not one of {', '.join(VARIANTS)}")
+        super().__post_init__()
+        fits = self.aligned == VARIANTS[self.variant]
+        require("aligned", fits, f"not what variant '{self.variant}' aligns: {self.aligned!r:.60}")
+        if self.teacher_forced is None or self.moved is None:
+            return
+        parts.require_length("teacher_forced", self.teacher_forced.flip, self.steps)
+        parts.require_steps("moved", self.moved, self.steps if self.variant != FENCED else 0)

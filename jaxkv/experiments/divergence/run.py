@@ -1,0 +1,326 @@
+"""Where do cached and uncached decoding part? Both arms on the same problems, teacher-forced and free-running.
+
+The cached arm runs freely. The uncached arm then follows its tokens (teacher-forced), which gives per-step figures free
+of compounding, and runs freely from its own first disagreement. On some problems three controls run beside them: each
+arm against itself (rules out that a program is not deterministic) and the uncached arm against itself at another padded
+length. A difference in the last shows that a shape alone, without a cache, changes the numbers. None there does not
+show the contrary: two long forwards may share a kernel that one row a step does not use. On some problems the uncached
+arm is also stepped by brute force and compared with its draft-and-check form. On a few problems a float64 run says how
+far each arm is from the truth: by rounding both are about equally far, and an arm with a fault is not.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxkv.analysis.metrics import free_running
+from jaxkv.audit import Finding, audit_rows
+from jaxkv.cli import describe_memory
+from jaxkv.compare import compare_logits, measure_distance
+from jaxkv.decode import Arms, Layout, Rollout, Rows, round_up, start_rollout
+from jaxkv.drafts import Forced, first_disagreement, free_by_drafts, free_stepwise
+from jaxkv.experiments.batches import (
+    Batch,
+    Decoding,
+    Item,
+    RunSpec,
+    Scoring,
+    describe_setting,
+    lay_out,
+    logits_fault,
+    make_arm,
+    plan_batches,
+)
+from jaxkv.experiments.truth import has_room, share_float64
+from jaxkv.generate import force, run_cached, run_forced, run_uncached, uncached_lengths
+
+
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """All rollouts of one batch. The controls are None where they were not asked for.
+
+    Attributes:
+      cached: the cached arm, free.
+      forced: the uncached arm along its tokens.
+      free: the uncached arm on its own.
+      drafts: drafts that `free` took beyond the first.
+      cached_again: `cached` again.
+      forced_again: `forced` again.
+      forced_longer: `forced` at another padded length.
+      stepwise: `free` by brute force.
+      truth: the uncached float64 model along `cached`'s tokens.
+      left_out: whether a float64 run was asked for and does not fit into memory.
+      seconds: wall time by name.
+    """
+
+    cached: Rollout
+    forced: Rollout
+    free: Rollout
+    drafts: int
+    cached_again: Rollout | None
+    forced_again: Rollout | None
+    forced_longer: Rollout | None
+    stepwise: Rollout | None
+    truth: Rollout | None
+    seconds: dict[str, float]
+    left_out: bool = False
+
+
+def control_length(layout: Layout, spec: RunSpec, tile: int | None = None) -> int:
+    """Rows of the uncached arm in `uncached_other_length`: more than it has at any step of the run itself."""
+    longest = max(layout.slots, uncached_lengths(spec.uncached_length, layout)[-1][0])
+    return round_up(longest + spec.bucket, tile or 1)
+
+
+class ArmRuns:
+    """Both arms on one batch, in two parts: what comes before the uncached arm's own run, and after it.
+
+    Between them stands the own run, which batches share the drafts of.
+    """
+
+    def __init__(self, arms: Arms, state: nnx.State, tokens: np.ndarray, rows: Rows, layout: Layout, spec: RunSpec):
+        self.arms, self.state, self.tokens, self.rows = arms, state, tokens, rows
+        self.layout, self.spec = layout, spec
+        self.seconds: dict[str, float] = {}
+        self.cached = self._timed("cached", run_cached, tokens, rows, layout)
+        self.forced = self._forced("uncached_forced")
+
+    def _timed(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
+        begin = time.perf_counter()
+        result = jax.block_until_ready(function(self.arms, self.state, *args))
+        self.seconds[name] = time.perf_counter() - begin
+        return result
+
+    def _forced(self, name: str, length: str | None = None) -> Rollout:
+        length = length or self.spec.uncached_length
+        stepwise = self.spec.uncached == "stepwise"
+        return self._timed(name, run_forced, self.cached, self.rows, self.layout, length, stepwise)
+
+    def step_freely(self) -> Rollout:
+        """The own run by brute force, from the first disagreement on."""
+        return self._timed(
+            "uncached_free", free_stepwise, self.forced, self.rows, self.layout, self.spec.uncached_length
+        )
+
+    def finish(self, batch: Batch, free: Rollout, drafts: int) -> Runs:
+        """Runs the controls that the batch asks for."""
+        again: dict[str, Rollout | None] = dict.fromkeys(("cached_again", "forced_again", "forced_longer", "stepwise"))
+        if batch.controls:
+            tokens, forced = np.asarray(self.cached.tokens), force(self.rows, self.cached)
+            again["cached_again"] = self._timed("control_cached", run_cached, tokens, forced, self.layout)
+            again["forced_again"] = self._forced("control_uncached")
+            longer = f"bucket:{control_length(self.layout, self.spec, self.arms.tile)}"
+            again["forced_longer"] = self._forced("control_length", longer)
+        if batch.stepwise:
+            start = start_rollout(self.arms, self.tokens, self.rows, self.layout)
+            again["stepwise"] = self._timed(
+                "uncached_stepwise", run_uncached, start, self.rows, self.layout, self.spec.uncached_length
+            )
+        truth, wanted = None, batch.truth and "float64" not in self.arms.precision.to_json().values()
+        if wanted and has_room(self.state, self.arms.config, self.layout):
+            truth = self._timed("truth", _follow_in_float64, self.cached, self.rows, self.layout)
+        left_out = wanted and truth is None
+        return Runs(
+            self.cached, self.forced, free, drafts, **again, truth=truth, seconds=self.seconds, left_out=left_out
+        )
+
+
+def _follow_in_float64(arms: Arms, state: nnx.State, reference: Rollout, rows: Rows, layout: Layout) -> Rollout | None:
+    """The float64 run; None where memory ran out all the same: the arms' own run goes on without it."""
+    try:
+        return share_float64(arms.config).follow(state, reference, rows, layout)
+    except (MemoryError, RuntimeError) as error:
+        if describe_memory(error) is None:
+            raise
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchRun:
+    """A batch after both arms have run.
+
+    Attributes:
+      layout: its shapes.
+      rows: its rows, free-running.
+      runs: the rollouts.
+      findings: a row's audit along the cached arm's tokens.
+      free_findings: along the uncached arm's own tokens; the same objects where no row parted.
+    """
+
+    layout: Layout
+    rows: Rows
+    runs: Runs
+    findings: list[Finding]
+    free_findings: list[Finding]
+
+
+def run_batches(arms: Arms, state: nnx.State, batches: Sequence[Batch], spec: RunSpec) -> list[BatchRun]:
+    """Runs and audits both arms on batches, whose rows that part are drafted together.
+
+    The time of their own uncached runs is shared evenly by the batches.
+    """
+    begun = []
+    for batch in batches:
+        layout, tokens, rows = lay_out(batch, spec, arms.config, arms.tile)
+        begun.append(ArmRuns(arms, state, tokens, rows, layout, spec))
+    if spec.uncached == "stepwise":
+        free = [(one.step_freely(), 0) for one in begun]
+    else:
+        begin = time.perf_counter()
+        forced = [Forced(one.forced, one.rows, one.layout) for one in begun]
+        free = jax.block_until_ready(free_by_drafts(arms, state, forced, spec.uncached_length))
+        share = (time.perf_counter() - begin) / len(begun)
+        for one in begun:
+            one.seconds["uncached_free"] = share
+    finished = []
+    for batch, one, (own, drafts) in zip(batches, begun, free, strict=True):
+        runs = one.finish(batch, own, drafts)
+        findings = free_findings = audit_rows(arms, state, runs.cached, one.rows)
+        if np.any(first_disagreement(runs.forced, one.layout.prompt) < np.asarray(runs.forced.lengths)):
+            free_findings = audit_rows(arms, state, runs.free, one.rows)  # tokens that the other arm never took
+        finished.append(BatchRun(one.layout, one.rows, runs, findings, free_findings))
+    return finished
+
+
+def run_batch(arms: Arms, state: nnx.State, batch: Batch, spec: RunSpec) -> BatchRun:
+    """Runs and audits both arms on a batch."""
+    return run_batches(arms, state, [batch], spec)[0]
+
+
+# Batches that draft together, and the bytes of logits that they may hold meanwhile.
+TOGETHER, LOGITS_BYTES = 8, 4 << 30
+
+
+def group_batches(batches: Sequence[Batch], arms: Arms, spec: RunSpec) -> list[Sequence[Batch]]:
+    """The batches in groups that draft together; single ones if of one row, which none can join, or of large logits."""
+    logits = 2 * spec.batch_size * spec.new_tokens * arms.config.vocab_size * np.dtype(arms.precision.logits).itemsize
+    size = 1 if spec.batch_size == 1 else max(1, min(TOGETHER, LOGITS_BYTES // logits))
+    return [batches[i : i + size] for i in range(0, len(batches), size)]
+
+
+def find_fault(ran: BatchRun, row: int) -> dict[str, Any] | None:
+    """Where a row's numbers stopped being finite, as a record has it; None if they never did."""
+    runs, finding, free = ran.runs, ran.findings[row], ran.free_findings[row]
+    along_cached: list[tuple[str, Rollout | None]] = [
+        ("cached", runs.cached),
+        ("uncached", runs.forced),
+        ("uncached (other length)", runs.forced_longer),
+        ("cached (again)", runs.cached_again),
+        ("uncached (again)", runs.forced_again),
+        ("uncached (stepwise)", runs.stepwise),
+    ]
+    newest = ran.layout.prompt - int(ran.rows.first[row]) - 1
+    for arm, run, audit in [(arm, run, finding) for arm, run in along_cached] + [("uncached (free)", runs.free, free)]:
+        step = -1 if run is None else int(run.nonfinite_step[row])
+        if step >= 0:
+            return logits_fault(arm, step, newest + step) | (audit.invalid or {})
+    for arm, audit in (("uncached", finding), ("uncached (free)", free)):
+        if audit.invalid is not None:
+            return {"arm": arm, "step": None} | audit.invalid
+    return None
+
+
+def compare_row(arms: Arms, item: Item, row: int, ran: BatchRun, spec: RunSpec) -> dict[str, Any]:
+    """What a row's run says without asking a task: fields of a sample, `arms` being the tokens alone."""
+    layout, runs = ran.layout, ran.runs
+    prompt = layout.prompt
+
+    def taken(run: Rollout) -> list[int]:
+        return np.asarray(run.tokens[row, prompt : prompt + int(run.lengths[row])]).tolist()
+
+    fault = find_fault(ran, row)
+    steps = int(runs.cached.lengths[row])
+    brute_steps = 0 if runs.stepwise is None else int(min(runs.stepwise.lengths[row], runs.free.lengths[row]))
+
+    def compare(reference: Rollout | None, other: Rollout | None, steps: int = steps) -> dict[str, list] | None:
+        if fault or reference is None or other is None:
+            return None
+        chosen = (np.asarray(run.choices[row, :steps]) for run in (reference, other))
+        flips = np.not_equal(*chosen).tolist()
+        return compare_logits(reference.logits[row], other.logits[row], steps) | {"choice_flip": flips}
+
+    tokens = {"cached": taken(runs.cached), "uncached": taken(runs.free)}
+    return {
+        **describe_setting(arms, item, layout, int(ran.rows.first[row]), ran.findings[row], spec, fault),
+        "arms": tokens,
+        "teacher_forced": compare(runs.forced, runs.cached),
+        "free_running": None if fault else free_running(tokens["uncached"], tokens["cached"]),
+        "controls": {
+            "cached_rerun": compare(runs.cached_again, runs.cached),
+            "uncached_rerun": compare(runs.forced_again, runs.forced),
+            "uncached_other_length": compare(runs.forced_longer, runs.forced),
+            # Equal bits at every step are equal tokens, up to the stop token.
+            "uncached_stepwise": compare(runs.stepwise, runs.free, brute_steps),
+        },
+        "truth": None
+        if fault or runs.truth is None or runs.truth.nonfinite_step[row] >= 0
+        else {
+            arm: measure_distance(runs.truth.logits[row], run.logits[row], steps)
+            for arm, run in (("cached", runs.cached), ("uncached", runs.forced))
+        },
+        **({"truth_left_out": "memory"} if runs.left_out else {}),
+    }
+
+
+def make_record(
+    arms: Arms, item: Item, row: int, ran: BatchRun, spec: RunSpec, tokenizer: Decoding, scoring: Scoring
+) -> dict[str, Any]:
+    """The sample of one row (jaxkv.experiments.divergence.record)."""
+    found = compare_row(arms, item, row, ran, spec)
+    broke = found["status"] == "invalid"
+    scored = {
+        arm: make_arm(item, tokens, broke, arms.stop_ids, tokenizer, scoring) for arm, tokens in found["arms"].items()
+    }
+    return {
+        "experiment": "divergence",
+        "problem": item.problem,
+        "key": ["divergence", item.problem],
+        **found,
+        "arms": scored,
+        "label_change": scoring.label_change(scored["uncached"]["text"], scored["cached"]["text"], item.gold),
+    }
+
+
+def run_divergence(
+    arms: Arms,
+    state: nnx.State,
+    items: Sequence[Item],
+    spec: RunSpec,
+    tokenizer: Decoding,
+    scoring: Scoring,
+    done: frozenset[int] = frozenset(),
+) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
+    """Yields, batch by batch, the records not yet done and the batch's timing.
+
+    Args:
+      arms: compiled programs; they must keep logits.
+      state: weights.
+      items: the problems.
+      spec: what to run.
+      tokenizer: makes text of new tokens.
+      scoring: the task's scorers.
+      done: problems that have a record; a batch is run whole if any of its problems lacks one, so that its shape, and
+        with it every bit, is that of an undisturbed run.
+
+    Raises:
+      UserError: a prompt that does not fit the context.
+    """
+    missing = [batch for batch in plan_batches(items, spec) if not all(item.problem in done for item in batch.items)]
+    for group in group_batches(missing, arms, spec):
+        for batch, ran in zip(group, run_batches(arms, state, group, spec), strict=True):
+            records = [
+                make_record(arms, item, row, ran, spec, tokenizer, scoring)
+                for row, item in enumerate(batch.items)
+                if item.problem not in done
+            ]
+            runs = ran.runs
+            steps = {"cached": int(jnp.sum(runs.cached.lengths)), "uncached_forced": int(jnp.sum(runs.forced.lengths))}
+            problems = [item.problem for item in batch.items]
+            timing = {"problems": problems, "seconds": runs.seconds, "tokens": steps, "drafts": runs.drafts}
+            yield records, timing

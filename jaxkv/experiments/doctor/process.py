@@ -1,0 +1,94 @@
+"""Does another process get the same bits? XLA may pick kernels by timing them, so it need not."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+Nested = dict[str, dict[str, Any]]  # dtype -> operation -> value
+
+
+def child_environment() -> dict[str, str]:
+    """This process's environment and JAX settings, without compiled programs of others and without preallocation."""
+    env = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
+    root = str(pathlib.Path(__file__).parents[3])
+    env |= {
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "JAX_ENABLE_X64": str(bool(jax.config.read("jax_enable_x64"))).lower(),
+        "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+    }
+    for name in ("jax_platforms", "jax_default_matmul_precision"):
+        if value := getattr(jax.config, name):
+            env[name.upper()] = str(value)
+    return env
+
+
+def find_error(log: str) -> str:
+    """The last line of a log that names an exception, since JAX writes advice below it; else the last line."""
+    lines = log.strip().splitlines() or [""]
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return (named or lines)[-1][:200]
+
+
+def start_process(spec: Mapping[str, Any], seconds: float) -> dict[str, Nested]:
+    """Starts doctor again and returns the second process's hashes.
+
+    Args:
+      spec: of `doctor.DoctorSpec`, as JSON.
+      seconds: after this it is given up.
+
+    Raises:
+      RuntimeError: the process could not be started, failed or took too long; in one line.
+    """
+    command = [sys.executable, "-m", "jaxkv.experiments.doctor", "--hashes"]
+    try:
+        done = subprocess.run(
+            command,
+            input=json.dumps(spec),
+            env=child_environment(),
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"no answer within {seconds:.0f} s") from None
+    except OSError as error:
+        raise RuntimeError(f"it did not start: {error.strerror}") from error
+    if done.returncode:
+        raise RuntimeError(find_error(done.stderr) or f"exit code {done.returncode}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def compare_processes(ours: Mapping[str, Nested], start: Callable[[], Mapping[str, Nested]]) -> dict[str, Any]:
+    """Whether another process gets the same bits.
+
+    Args:
+      ours: row count -> dtype -> operation -> hash.
+      start: returns the other process's hashes or raises RuntimeError.
+
+    Returns:
+      status 'ok' or 'cannot tell'; the reason; equal: dtype -> operation -> row count -> bool.
+    """
+    if not ours:
+        return {"status": "cannot tell", "reason": "no program to compare with", "equal": {}}
+    try:
+        theirs = start()
+    except RuntimeError as error:
+        return {"status": "cannot tell", "reason": str(error), "equal": {}}
+    equal: Nested = {}
+    for rows, by_dtype in ours.items():
+        for dtype, by_name in by_dtype.items():
+            for name, value in by_name.items():
+                other = theirs.get(rows, {}).get(dtype, {}).get(name)
+                if other is not None:
+                    equal.setdefault(dtype, {}).setdefault(name, {})[rows] = value == other
+    if not equal:
+        return {"status": "cannot tell", "reason": "it computed nothing that can be compared", "equal": {}}
+    return {"status": "ok", "reason": None, "equal": equal}

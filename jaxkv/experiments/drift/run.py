@@ -1,0 +1,252 @@
+"""How far do cached and uncached values part, layer by layer and position by position?
+
+Both arms run along the cached arm's tokens. Cached values of the prompt are those of the prefill, later ones those of
+the one-row steps. Uncached values are those of one pass over the whole text at the padded length: rows do not see what
+follows them, so they are the values that the recomputation of each step has for its rows.
+
+The control for grouped-query attention is the same model with each K/V head repeated until every query head has its
+own: equal mathematics in multi-head form. What differs between the two is not the weights, nor what they compute.
+"""
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxkv.checkpoints.fill import flat_paths, with_leaves
+from jaxkv.compare import compare_logits
+from jaxkv.config import ModelConfig
+from jaxkv.decode import Arms, Rollout
+from jaxkv.experiments.batches import Item, RunSpec, plan_batches
+from jaxkv.experiments.drift.record import FIGURES, SEGMENTS, TENSORS, WATCHED
+from jaxkv.experiments.first_difference import Gap, compare_traces, fed_slots, find_first, names_that_fit, split_name
+from jaxkv.experiments.traced_runs import (
+    Reference,
+    count_equal,
+    describe_row,
+    find_fault,
+    require_one_length,
+    run_reference,
+    shorten,
+)
+from jaxkv.tracing import Trace, TracedArms, trace_cached, trace_uncached
+
+GRID_CELLS = 1140  # layers times bins: a record's grid then stays near 120 kB
+
+
+def repeat_kv_heads(config: ModelConfig, state: nnx.State) -> tuple[ModelConfig, nnx.State]:
+    """The mathematically equal model with as many K/V heads as query heads: each is repeated for its G queries.
+
+    Args:
+      config: of the model.
+      state: its weights, prepared or not.
+    """
+    groups = config.num_query_heads // config.num_kv_heads
+    wide = dataclasses.replace(config, name=f"{config.name}-repeated", num_kv_heads=config.num_query_heads)
+    leaves = {path: leaf[...] for path, leaf in flat_paths(state).items()}
+    for path, leaf in leaves.items():
+        if path.endswith(("attn/k", "attn/v", "attn/k_bias", "attn/v_bias")):
+            leaves[path] = jnp.repeat(leaf, groups, axis=0)
+    return wide, with_leaves(state, leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """Both arms watched along one text: traces, gaps, and the wall time of each arm."""
+
+    cached: Trace
+    uncached: Trace
+    gaps: dict[str, Gap]
+    seconds: dict[str, float]
+
+
+def trace_pair(arms: TracedArms, state: nnx.State, reference: Reference, names: Sequence[str]) -> Pair:
+    """Traces both arms along the reference's tokens."""
+    given = (arms, state, reference.text, reference.forced, reference.layout, names)
+    seconds, traces = {}, {}
+    for arm, trace in (("cached", trace_cached), ("uncached_forced", trace_uncached)):
+        begin = time.perf_counter()
+        traces[arm] = trace(*given)
+        jax.block_until_ready((traces[arm].run, traces[arm].values))
+        seconds[arm] = time.perf_counter() - begin
+    cached, uncached = traces.values()
+    return Pair(cached, uncached, compare_traces(cached, uncached, reference.rows, reference.layout), seconds)
+
+
+def _of_layers(gaps: Mapping[str, Gap], tensor: str) -> list[Gap]:
+    return [gap for name, gap in gaps.items() if split_name(name)[0] == tensor]
+
+
+def _measure_layers(gaps: Mapping[str, Gap], row: int, segments: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    def measure(tensor: str, counted: np.ndarray) -> dict[str, list] | None:
+        if not counted.any():
+            return None
+        found = _of_layers(gaps, tensor)
+        return {
+            "relative": [shorten(gap.relative[row][counted].mean()) for gap in found],
+            "cosine": [shorten(gap.cosine[row][counted].mean()) for gap in found],
+            "max_abs": [shorten(gap.max_abs[row][counted].max()) for gap in found],
+            "bit_equal": [int(gap.equal[row][counted].sum()) for gap in found],
+        }
+
+    return {tensor: {name: measure(tensor, counted) for name, counted in segments.items()} for tensor in TENSORS}
+
+
+def plan_bins(places: Mapping[str, int], layers: int) -> list[list[int]]:
+    """Bins [begin, end) of positions, none across the end of the prompt; a bin a position if they fit a record."""
+    room = max(2, GRID_CELLS // (layers + 1))
+    total, bins, begin = sum(places.values()), [], 0
+    for count in places.values():
+        parts = count if total <= room else min(count, room // 2)
+        edges = np.linspace(begin, begin + count, parts + 1).astype(int).tolist()
+        bins += [list(pair) for pair in itertools.pairwise(edges)]
+        begin += count
+    return bins
+
+
+def _measure_grid(gaps: Mapping[str, Gap], row: int, first: int, places: Mapping[str, int], layers: int) -> dict:
+    bins = plan_bins(places, layers)
+
+    def means(columns: list[np.ndarray]) -> list[list[float]]:
+        return [[shorten(column[row, first + a : first + b].mean()) for a, b in bins] for column in columns]
+
+    grid: dict[str, Any] = {"bins": bins}
+    for tensor in TENSORS:
+        found = _of_layers(gaps, tensor)
+        grid[tensor] = {
+            "relative": means([gap.relative for gap in found]),
+            "cosine": means([gap.cosine for gap in found]),
+            "bit_equal": means([gap.equal for gap in found]),
+        }
+    return grid
+
+
+def _measure_logits(uncached: Rollout, cached: Rollout, row: int, steps: int) -> dict[str, Any]:
+    found = compare_logits(uncached.logits[row], cached.logits[row], steps)
+    return {
+        "kl": float(np.sum(found["kl"])),
+        "flips": int(np.sum(found["flip"])),
+        "max_abs": shorten(max(found["max_abs"], default=0.0)),
+        "bit_equal": int(np.sum(found["bit_equal"])),
+    }
+
+
+def _list_path(gaps: Mapping[str, Gap], row: int, counted: np.ndarray, begin: str | None) -> dict[str, list]:
+    """Every value from `begin` to the logits; nothing if there is none to begin with."""
+    names = list(gaps)
+    shown = names[names.index(begin) :] if begin else []
+    return {
+        "name": shown,
+        "relative": [shorten(gaps[name].relative[row][counted].mean()) for name in shown],
+        "max_abs": [shorten(gaps[name].max_abs[row][counted].max()) for name in shown],
+        "bit_equal": [int(gaps[name].equal[row][counted].sum()) for name in shown],
+    }
+
+
+def make_record(
+    arms: Arms, item: Item, row: int, reference: Reference, pairs: Mapping[str, Pair], spec: RunSpec
+) -> dict[str, Any]:
+    """The record of one row (jaxkv.experiments.drift.record).
+
+    Args:
+      arms: the programs that were not watched.
+      item: of the row.
+      row: of the batch.
+      reference: the batch.
+      pairs: 'figures', 'walk' and, under grouped-query attention, 'repeated'; none where the batch broke.
+      spec: how it was run.
+    """
+    config, layout = arms.config, reference.layout
+    watched = {f"cached ({name})": pair.cached.run for name, pair in pairs.items()}
+    watched |= {f"uncached ({name})": pair.uncached.run for name, pair in pairs.items()}
+    fault = find_fault(reference, row, watched)
+    record: dict[str, Any] = {
+        "experiment": "drift",
+        "problem": item.problem,
+        "key": ["drift", item.problem],
+        **describe_row(arms, item, row, reference, spec, fault),
+        "heads": {"query": config.num_query_heads, "kv": config.num_kv_heads},
+        "num_layers": config.num_layers,
+        **dict.fromkeys(FIGURES),
+    }
+    if fault or not pairs:
+        return record
+    pair, walk, repeated = pairs["figures"], pairs["walk"], pairs.get("repeated")
+    steps, first = record["steps"], int(reference.rows.first[row])
+    fed = fed_slots(reference.rows, layout, reference.cached.lengths, row)
+    of_prompt = np.arange(layout.slots) < layout.prompt
+    segments = dict(zip(SEGMENTS, (fed & of_prompt, fed & ~of_prompt), strict=True))
+    places = {name: int(counted.sum()) for name, counted in segments.items()}
+    differences = {name: find_first(walk.gaps, row, counted, first) for name, counted in segments.items()}
+    begin = differences["decoded"]
+    name = None if begin is None else begin.op if begin.layer is None else f"{begin.op}.{begin.layer}"
+    record |= {
+        "instrumented_bit_equal": {
+            name: {
+                "cached": count_equal(pairs[name].cached.run, reference.cached, row, steps),
+                "uncached": count_equal(pairs[name].uncached.run, reference.uncached, row, steps),
+            }
+            for name in WATCHED
+        },
+        "places": places,
+        "layers": _measure_layers(pair.gaps, row, segments),
+        "logits": _measure_logits(pair.uncached.run, pair.cached.run, row, steps),
+        "grid": _measure_grid(pair.gaps, row, first, places, config.num_layers),
+        "first": {name: found and found.to_json() for name, found in differences.items()},
+        "path": _list_path(walk.gaps, row, segments["decoded"], name),
+    }
+    if repeated is not None:
+        record["repeated"] = {
+            "layers": _measure_layers(repeated.gaps, row, segments),
+            "logits": _measure_logits(repeated.uncached.run, repeated.cached.run, row, steps),
+        }
+    return record
+
+
+def run_drift(
+    arms: Arms, state: nnx.State, items: Sequence[Item], spec: RunSpec, done: frozenset[int] = frozenset()
+) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
+    """Yields, batch by batch, the records not yet done and their timing.
+
+    Args:
+      arms: the programs, of either regime; they must keep logits.
+      state: prepared weights.
+      items: the problems.
+      spec: what to run; of it count new_tokens, seed, batch_size, padding and bucket.
+      done: problems that have a record. A batch is run whole if any of its problems lacks one.
+
+    Raises:
+      UserError: a prompt that does not fit the context, or an uncached arm of several lengths.
+    """
+    require_one_length(arms, spec, "drift", plain=False)
+    traced = TracedArms(arms)
+    repeated: tuple[TracedArms, nnx.State] | None = None
+    if arms.config.num_kv_heads < arms.config.num_query_heads:
+        config, wide = repeat_kv_heads(arms.config, state)
+        repeated = TracedArms(Arms(config, arms.precision, arms.sampler, arms.stop_ids, tile=arms.tile)), wide
+    for batch in plan_batches(items, spec):
+        if all(item.problem in done for item in batch.items):
+            continue
+        reference = run_reference(arms, state, batch, spec)
+        pairs: dict[str, Pair] = {}
+        if not reference.broken:
+            every = names_that_fit(traced, reference.layout)
+            few = [name for name in every if split_name(name)[0] in TENSORS]
+            pairs = {"figures": trace_pair(traced, state, reference, few)}
+            pairs["walk"] = trace_pair(traced, state, reference, every)
+            if repeated is not None:
+                pairs["repeated"] = trace_pair(*repeated, reference, few)
+        records = [
+            make_record(arms, item, row, reference, pairs, spec)
+            for row, item in enumerate(batch.items)
+            if item.problem not in done
+        ]
+        seconds = pairs["figures"].seconds if pairs else {}
+        tokens = dict.fromkeys(seconds, int(jnp.sum(reference.cached.lengths)))
+        yield records, {"problems": [item.problem for item in batch.items], "seconds": seconds, "tokens": tokens}

@@ -1,0 +1,46 @@
+"""The record of experiment 'injection': a problem under one change of the cache. Imports neither jax nor flax."""
+
+from typing import ClassVar
+
+from jaxkv.experiments import record_parts as parts
+from jaxkv.experiments.record_parts import CLEAN, require
+
+
+class InjectionRecord(parts.Setting, frozen=True):
+    """A problem under one change of the cache. The reference is the clean cached arm, the change "none" of seed 0.
+
+    Attributes:
+      change: spec of the change, as a command has it; `spec` is what it does.
+      seed: keys the error, not the sampler; 0 where a change draws nothing.
+      run: the changed arm on its own.
+      teacher_forced: its logits beside the clean arm's, along that one's tokens; None of the clean arm itself, as
+        `free_running`, its own tokens beside the clean arm's.
+    """
+
+    KEY: ClassVar = ("problem", "change", "seed")
+    FIGURES: ClassVar = ("teacher_forced", "free_running")
+    LACKING: ClassVar = FIGURES
+
+    change: str
+    seed: int
+    spec: parts.ErrorSpec | parts.QuantSpec | None
+    run: parts.Generation
+    teacher_forced: parts.Comparison | None
+    free_running: parts.FreeRunning | None
+    cache: parts.CacheSize
+    saturated: parts.Saturated | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parts.require_spec(self.change, self.spec)
+        if self.status == "invalid":
+            return
+        require("run.stop", self.run.stop != "invalid", "'invalid' in a record with status ok")
+        clean = self.change == CLEAN
+        told = "the clean arm is compared with nothing; expected null" if clean else "missing"
+        for name in self.FIGURES:
+            require(name, (getattr(self, name) is None) == clean, told)
+        tokens = len(self.run.tokens if self.teacher_forced is None else self.teacher_forced.flip)
+        fed = self.prompt_tokens + max(tokens - 1, 0)  # the prompt and all but the last of the clean arm's tokens
+        written = self.cache.written
+        require("cache.written", written == fed, f"{written} tokens beside {fed} that were fed")

@@ -1,0 +1,339 @@
+"""How far is PyTorch from JAX, beside how far the cache moves either? Four cells along the same tokens.
+
+JAX cached, JAX uncached, PyTorch cached and PyTorch uncached follow the tokens of JAX's cached arm, and every pair is
+compared: logits, and the residual stream as it enters each layer. JAX's uncached arm runs the whole buffer (`padded`);
+PyTorch's runs what is asked, by default the prefix alone as transformers' `generate` does. Logits are those of the
+arms' own programs. The residual stream comes from programs that also give it out, which a compiler may fuse otherwise:
+how many of their logits have the same bits is recorded beside it.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxkv.audit import Finding, audit_rows
+from jaxkv.cache import KVCache, empty_cache
+from jaxkv.checkpoints.checkpoint import Checkpoint
+from jaxkv.compare import compare_logits
+from jaxkv.decode import COMPILER_OPTIONS, Arms, Layout, Rollout, Rows, slot_positions, start_rollout
+from jaxkv.experiments.batches import Batch, Item, RunSpec, describe_setting, lay_out, logits_fault, plan_batches
+from jaxkv.experiments.parity.record import CELLS, PAIRS
+from jaxkv.generate import force, run_cached, run_forced
+from jaxkv.torch_model import describe_torch, true_fp32
+from jaxkv.torch_path import GROWING, Give, TorchArms
+
+RESID = "resid_pre."
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """What one cell gives for a batch.
+
+    Attributes:
+      logits: [B, n, V] of its own program.
+      resid: [L + 1, B, n, D] float64, the residual stream in the rows that give the logits.
+      bit_equal: [B, n] whether the program that gave `resid` gave the same logits.
+      broke: [B] the step whose logits were not finite, -1 if none.
+    """
+
+    logits: np.ndarray
+    resid: np.ndarray
+    bit_equal: np.ndarray
+    broke: np.ndarray
+
+
+def _bits(x: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}")
+
+
+class Watched:
+    """JAX's two arms as programs that give out the residual stream beside the logits."""
+
+    def __init__(self, arms: Arms):
+        if arms.tile is not None:
+            raise ValueError("parity compares the plain regime: PyTorch has no aligned one")
+        self.arms = arms
+        jit = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
+        self.row = jit(self._row, donate_argnames="cache")
+        self.whole = jit(self._whole, static_argnames="steps")
+
+    def _run(self, state: Any, tokens: Any, positions: Any, cache: KVCache, slot: Any) -> Any:
+        """Model, hidden rows, the stream entering each layer [L + 1, B, T, D], and the cache."""
+        seen: dict[str, jax.Array] = {}
+
+        def record(name: str, value: jax.Array) -> jax.Array:
+            if name.startswith(RESID):
+                seen[name] = value
+            return value
+
+        model = nnx.merge(self.arms.graphdef, state)
+        hidden, cache = model(tokens, positions, cache, slot, record)
+        resid = jnp.stack([seen[f"{RESID}{layer}"] for layer in range(self.arms.config.num_layers + 1)])
+        return model, hidden, resid, cache
+
+    def _row(self, state: Any, tokens: Any, positions: Any, cache: KVCache, slot: Any, row: Any) -> Any:
+        """Tokens [B, T] written at `slot`: logits [B, V] and stream [L + 1, B, D] of one row, and the cache."""
+        model, hidden, resid, cache = self._run(state, tokens, positions, cache, slot)
+        newest = jax.lax.dynamic_slice_in_dim(hidden, row, 1, axis=1)
+        return model.logits(newest)[:, 0], jax.lax.dynamic_index_in_dim(resid, row, 2, keepdims=False), cache
+
+    def _whole(self, state: Any, tokens: Any, rows: Rows, end: Any, cache: KVCache, *, steps: int) -> Any:
+        """One forward over tokens [B, S], known up to `end`: logits [B, n, V] and stream [L + 1, B, n, D]."""
+        positions = slot_positions(jnp.arange(tokens.shape[1], dtype=jnp.int32), rows.first, end)
+        model, hidden, resid, _ = self._run(state, tokens, positions, cache, 0)
+        begin = rows.prompt - 1
+
+        def give(index):  # a row at a time, as the arm's own loop does
+            return model.logits(jax.lax.dynamic_slice_in_dim(hidden, begin + index, 1, axis=1))[:, 0]
+
+        logits = jax.lax.map(give, jnp.arange(steps))
+        return jnp.swapaxes(logits, 0, 1), jax.lax.dynamic_slice_in_dim(resid, begin, steps, axis=2)
+
+    def cached(self, state: Any, tokens: np.ndarray, rows: Rows, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+        """Logits [B, n, V] and stream [L + 1, B, n, D] of a prefill and one row a step, along tokens [B, S]."""
+        cache = empty_cache(self.arms.config, self.arms.precision, layout.batch, layout.slots)
+        given = jnp.asarray(tokens)
+        positions = slot_positions(jnp.arange(layout.prefill, dtype=jnp.int32), rows.first, rows.prompt)
+        logits, resid, cache = self.row(state, given[:, : layout.prefill], positions, cache, 0, layout.prompt - 1)
+        found = [(np.asarray(logits), np.asarray(resid))]
+        for slot in range(layout.prompt, layout.prompt + layout.new_tokens - 1):
+            at = (slot - rows.first)[:, None]
+            logits, resid, cache = self.row(state, given[:, slot : slot + 1], at, cache, slot, 0)
+            found.append((np.asarray(logits), np.asarray(resid)))
+        return np.stack([logits for logits, _ in found], 1), np.stack([resid for _, resid in found], 2)
+
+    def uncached(self, state: Any, tokens: np.ndarray, rows: Rows, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+        """The same from one padded forward."""
+        cache = empty_cache(self.arms.config, self.arms.precision, layout.batch, layout.slots)
+        end = layout.prompt + layout.new_tokens
+        given = jnp.asarray(tokens[:, : layout.slots])
+        logits, resid = self.whole(state, given, rows, end, cache, steps=layout.new_tokens)
+        return np.asarray(logits), np.asarray(resid)
+
+
+def _make_cell(run: Rollout, logits: np.ndarray, resid: np.ndarray) -> Cell:
+    own = np.asarray(run.logits)
+    equal = np.all(_bits(own) == _bits(logits), axis=-1)
+    return Cell(own, resid.astype(np.float64), equal, np.asarray(run.nonfinite_step))
+
+
+def run_jax(
+    watched: Watched, state: Any, batch: Batch, spec: RunSpec
+) -> tuple[dict[str, Cell], Rollout, list[Finding], Layout, Rows]:
+    """Both JAX cells of a batch, the cached arm's rollout (as NumPy), its audit, and the batch's layout and rows."""
+    arms = watched.arms
+    layout, tokens, rows = lay_out(batch, spec, arms.config)
+    cached = run_cached(arms, state, tokens, rows, layout)
+    forced = run_forced(arms, state, cached, rows, layout)
+    findings = audit_rows(arms, state, cached, rows)
+    reference = jax.tree.map(np.asarray, cached)
+    cells = {
+        "jax cached": _make_cell(reference, *watched.cached(state, reference.tokens, rows, layout)),
+        "jax uncached": _make_cell(forced, *watched.uncached(state, reference.tokens, rows, layout)),
+    }
+    return cells, reference, findings, layout, jax.tree.map(np.asarray, rows)
+
+
+class _TorchStream:
+    """Keeps what enters each layer and the final norm of a transformers model, in the newest row of every forward."""
+
+    def __init__(self, arms: TorchArms, layout: Layout):
+        body = arms.model.net.model
+        self.modules = [*body.layers, body.norm]
+        shape = (len(self.modules), layout.batch, layout.new_tokens, arms.config.model_dim)
+        self.resid, self.prompt, self.slot = np.zeros(shape), layout.prompt, 0
+
+    def _keep(self, layer: int, module: Any, inputs: Any, kwargs: Any) -> None:
+        value = inputs[0] if inputs else kwargs["hidden_states"]
+        newest = min(value.shape[1], self.slot) - 1  # rows after it are padding
+        self.resid[layer, :, self.slot - self.prompt] = value[:, newest].double().cpu().numpy()
+
+    def watch(self, give: Give) -> Give:
+        """`give`, telling which slot its forward is for."""
+
+        def watched(tokens: np.ndarray, slot: int) -> np.ndarray:
+            self.slot = slot
+            return give(tokens, slot)
+
+        return watched
+
+    @contextlib.contextmanager
+    def hooks(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for layer, module in enumerate(self.modules):
+                hook = functools.partial(self._keep, layer)
+                stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            yield
+
+
+def run_torch(
+    arms: TorchArms, reference: Rollout, batch: Batch, spec: RunSpec, uncached_length: str
+) -> tuple[dict[str, Cell], list[Finding]]:
+    """Both PyTorch cells of a batch along a rollout's tokens, and their audit."""
+    like: Any = arms
+    no_state: Any = None
+    with jax.default_device(arms.host), true_fp32():
+        layout, _, rows = lay_out(batch, spec, arms.config)
+        forced, tokens = force(rows, reference), np.asarray(reference.tokens)[:, : layout.slots]
+        cells = {}
+        for cell, give in (
+            ("torch cached", arms.cached(forced)),
+            ("torch uncached", arms.stepped(forced, layout, uncached_length)),
+        ):
+            stream = _TorchStream(arms, layout)
+            with stream.hooks():
+                start = start_rollout(like, tokens, forced, layout)
+                run = arms.take(start, forced, layout, stream.watch(give))
+            equal = np.ones(run.logits.shape[:2], bool)  # a forward hook of torch changes no kernel
+            cells[cell] = Cell(np.asarray(run.logits), stream.resid, equal, np.asarray(run.nonfinite_step))
+        return cells, audit_rows(like, no_state, run, rows)
+
+
+def _distance(a: np.ndarray, b: np.ndarray) -> dict[str, list[float]]:
+    """Distance of two streams [L + 1, n, D], relative to the root mean square of their norms, over n."""
+    apart = np.linalg.norm(a - b, axis=-1)
+    size = np.sqrt((np.square(a).sum(-1) + np.square(b).sum(-1)) / 2)
+    relative = np.where(apart > 0, apart / np.where(size > 0, size, 1), 0)
+    return {"mean": relative.mean(1).tolist(), "max": relative.max(1).tolist()}
+
+
+def _cosines(first: np.ndarray, second: np.ndarray) -> list[float | None]:
+    """Cosine of two changes of logits [n, V] a step, shifts common to all logits left out; None where one is zero."""
+    a, b = (x - x.mean(-1, keepdims=True) for x in (first, second))
+    size = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
+    return [float(dot / s) if s else None for dot, s in zip((a * b).sum(-1), size, strict=True)]
+
+
+def compare_cells(logits: Mapping[str, np.ndarray], resid: Mapping[str, np.ndarray], steps: int) -> dict[str, Any]:
+    """All pairs of cells at the first `steps` steps of one row.
+
+    Args:
+      logits: cell -> [n, V], all of one dtype.
+      resid: cell -> [L + 1, n, D].
+      steps: at least 1.
+
+    Returns:
+      `choices`, `pairs`, `cosine` and `distance` of a record.
+
+    Raises:
+      ValueError: a compared logit is not finite.
+    """
+    given = {cell: jnp.asarray(values) for cell, values in logits.items()}
+    wide = {cell: values[:steps].astype(np.float64) for cell, values in logits.items()}
+    moved = {name: wide[f"{name} cached"] - wide[f"{name} uncached"] for name in ("jax", "torch")}
+    return {
+        "choices": {cell: wide[cell].argmax(-1).tolist() for cell in CELLS},
+        "pairs": {pair: compare_logits(given[a], given[b], steps) for pair, (a, b) in PAIRS.items()},
+        "cosine": _cosines(moved["jax"], moved["torch"]),
+        "distance": {pair: _distance(resid[a][:, :steps], resid[b][:, :steps]) for pair, (a, b) in PAIRS.items()},
+    }
+
+
+def run_parity(
+    arms: Arms,
+    state: nnx.State,
+    checkpoint: Checkpoint,
+    items: Sequence[Item],
+    spec: RunSpec,
+    attention: str = "eager",
+    done: frozenset[int] = frozenset(),
+    torch_uncached: str = GROWING,
+    device: str | None = None,
+) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
+    """Yields, batch by batch, the records not yet done and the batch's timing.
+
+    Args:
+      arms: JAX's programs, of the plain regime; they must keep logits.
+      state: their prepared weights.
+      checkpoint: the same model for PyTorch.
+      items: the problems.
+      spec: `new_tokens`, `seed`, `batch_size`, `padding` and `bucket` count; both frameworks pad a batch alike.
+      attention: 'eager' or 'sdpa'.
+      done: problems that have a record; a batch is run whole if any of its problems lacks one.
+      torch_uncached: rows of PyTorch's uncached arm: 'growing', 'padded' or 'bucket:M'.
+      device: where PyTorch runs; None takes a GPU where there is one.
+
+    Raises:
+      UserError: what transformers cannot compute, or a prompt that does not fit the context.
+      ValueError: arms of the aligned regime.
+    """
+    batches = [b for b in plan_batches(items, spec) if any(item.problem not in done for item in b.items)]
+    if not batches:
+        return
+    watched, theirs = Watched(arms), TorchArms(checkpoint, arms.precision, arms.sampler, attention, device)
+    origin = {
+        "attention": attention,
+        "versions": describe_torch()["versions"],
+        "torch_uncached": torch_uncached,
+    }
+    for batch in batches:
+        begin = time.perf_counter()
+        cells, reference, findings, layout, rows = run_jax(watched, state, batch, spec)
+        middle = time.perf_counter()
+        more, torch_findings = run_torch(theirs, reference, batch, spec, torch_uncached)
+        seconds = {"jax": middle - begin, "torch": time.perf_counter() - middle}
+        records = [
+            _make_record(
+                arms, item, row, cells | more, reference, (findings[row], torch_findings[row]), layout, rows, spec
+            )
+            | origin
+            for row, item in enumerate(batch.items)
+            if item.problem not in done
+        ]
+        tokens = int(reference.lengths.sum())
+        yield records, {"problems": [i.problem for i in batch.items], "seconds": seconds, "tokens": {"jax": tokens}}
+
+
+def _find_fault(
+    cells: Mapping[str, Cell], findings: tuple[Finding, Finding], row: int, newest: int
+) -> dict[str, Any] | None:
+    for cell in CELLS:
+        if (step := int(cells[cell].broke[row])) >= 0:
+            audit = findings[0 if cell.startswith("jax") else 1].invalid
+            return logits_fault(cell, step, newest + step) | (audit or {})
+    for cell, finding in zip(("jax uncached", "torch uncached"), findings, strict=True):
+        if finding.invalid is not None:
+            return {"arm": cell, "step": None} | finding.invalid
+    return None
+
+
+def _make_record(
+    arms: Arms,
+    item: Item,
+    row: int,
+    cells: Mapping[str, Cell],
+    reference: Rollout,
+    findings: tuple[Finding, Finding],
+    layout: Layout,
+    rows: Rows,
+    spec: RunSpec,
+) -> dict[str, Any]:
+    """The record of one problem (jaxkv.experiments.parity.record), but for what PyTorch is."""
+    first, steps = int(rows.first[row]), int(reference.lengths[row])
+    fault = _find_fault(cells, findings, row, layout.prompt - first - 1)
+    found: dict[str, Any] = dict.fromkeys(("choices", "pairs", "cosine", "layers"))
+    if fault is None:
+        found = compare_cells(
+            {cell: values.logits[row] for cell, values in cells.items()},
+            {cell: values.resid[:, row] for cell, values in cells.items()},
+            steps,
+        )
+        equal = {cell: int(values.bit_equal[row, :steps].sum()) for cell, values in cells.items()}
+        found["layers"] = {"bit_equal": equal, "distance": found.pop("distance")}
+    padded = dataclasses.replace(spec, uncached_length="padded")  # whatever length PyTorch's uncached arm has
+    return {
+        "experiment": "parity",
+        "problem": item.problem,
+        "key": ["parity", item.problem],
+        **describe_setting(arms, item, layout, first, findings[0], padded, fault),
+        "tokens": reference.tokens[row, layout.prompt : layout.prompt + steps].tolist(),
+        **found,
+    }

@@ -1,0 +1,375 @@
+"""Is it the cached state that makes the arms part? Values of one arm, put into the other.
+
+A patch of the residual stream at the current position alone cannot undo the keys and values that stand in the cache
+already, so it is run beside the stream at all positions, K, V and both. Two controls bound what a patch can do: with
+every value of the donor the recipient must have the donor's logits bit for bit, with its own it must not change.
+
+Prefill, the one-row loop and the recomputation are compiled once each for a batch's shapes. Which layers, positions and
+kinds of values are patched are arguments: a grid of layers and positions compiles nothing.
+"""
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxkv.compare import compare_logits
+from jaxkv.decode import PAD_ID, Arms, Layout, Rollout, Rows
+from jaxkv.drafts import first_disagreement, free_stepwise
+from jaxkv.experiments.batches import Item, RunSpec, plan_batches
+from jaxkv.experiments.patching.record import (
+    CONTROLS,
+    COUNTS,
+    DIRECTIONS,
+    FIGURES,
+    INTO_CACHED,
+    KEYS_VALUES,
+    PATCHES,
+    RESIDUAL,
+    Kind,
+)
+from jaxkv.experiments.traced_runs import (
+    Reference,
+    count_equal,
+    describe_row,
+    find_fault,
+    require_one_length,
+    run_reference,
+)
+from jaxkv.generate import force
+from jaxkv.interventions.patches import make_patch
+from jaxkv.tracing import Trace, TracedArms, trace_cached, trace_uncached
+
+GRID_PATCHES = (RESIDUAL, KEYS_VALUES)
+Values = dict[str, jax.Array]
+Where = dict[str, np.ndarray]
+
+
+def select(kind: Kind, layers: Sequence[int], num_layers: int, slots: np.ndarray) -> Where:
+    """Masks of a patch: name -> [S].
+
+    Args:
+      kind: what is replaced.
+      layers: in which layers; for the residual stream num_layers is what leaves the last.
+      num_layers: L.
+      slots: [S] booleans.
+    """
+    names = [f"resid_pre.{layer}" for layer in layers] if kind.residual else []
+    names += [f"{part}.{layer}" for part in kind.state for layer in layers if layer < num_layers]
+    names += [f"resid_pre.{num_layers}", "final_norm"] if kind.through else []
+    return dict.fromkeys(names, slots)
+
+
+def spread(count: int, most: int) -> list[int]:
+    """At most `most` of `count` layers, first and last among them."""
+    return sorted({round(x) for x in np.linspace(0, count - 1, min(count, most)).tolist()})
+
+
+class Patcher:
+    """Patched runs of both arms of a batch, all through the same three programs."""
+
+    def __init__(self, arms: TracedArms, state: nnx.State, layout: Layout):
+        self.arms, self.state, self.layout = arms, state, layout
+        L = arms.config.num_layers
+        self.names = [f"resid_pre.{layer}" for layer in range(L + 1)] + ["final_norm"]
+        self.names += [f"{part}.{layer}" for part in "kv" for layer in range(L)]
+        shapes = arms.list_values(layout.batch, layout.slots)
+        self.nothing = {name: jnp.zeros(shapes[name].shape, shapes[name].dtype) for name in self.names}
+
+    def run(
+        self, arm: str, tokens: np.ndarray, rows: Rows, values: Values, where: Where, newest: bool = False
+    ) -> Trace:
+        """A run of 'cached' or 'uncached' with `values` in place of its own at the slots `where` names them."""
+        patch = make_patch(values, {name: jnp.asarray(mask) for name, mask in where.items()}, newest)
+        given = (self.arms, self.state, tokens, rows, self.layout, self.names, patch)
+        return trace_cached(*given) if arm == "cached" else trace_uncached(*given, stepwise=newest)
+
+    def run_bare(self, arm: str, tokens: np.ndarray, rows: Rows) -> Trace:
+        """A run that nothing is put into, through the same programs."""
+        return self.run(arm, tokens, rows, self.nothing, {})
+
+
+@dataclasses.dataclass(frozen=True)
+class Sides:
+    """A direction of patching in a batch.
+
+    Attributes:
+      direction: one of DIRECTIONS.
+      recipient: arm that is patched.
+      base: it, unpatched, along the cached arm's tokens.
+      donor: the other arm along the same.
+      free: the donor's own free run with its values, None if no row parts.
+      gaps: of each row, base beside donor (compare_logits); None where it broke.
+    """
+
+    direction: str
+    recipient: str
+    base: Trace
+    donor: Trace
+    free: Trace | None
+    gaps: list[dict[str, list] | None]
+
+
+def open_sides(patcher: Patcher, arms: Arms, reference: Reference) -> dict[str, Sides]:
+    """Both directions."""
+    layout, lengths = reference.layout, np.asarray(reference.cached.lengths)
+    traces = {arm: patcher.run_bare(arm, reference.text, reference.forced) for arm in ("cached", "uncached")}
+    broke = {f"{arm} (watched)": trace.run for arm, trace in traces.items()}
+    parts = first_disagreement(reference.uncached, layout.prompt) < lengths
+    own: dict[str, Trace | None] = {"cached": traces["cached"] if parts.any() else None, "uncached": None}
+    if parts.any():
+        free = free_stepwise(arms, patcher.state, reference.uncached, reference.rows, layout)
+        text = np.asarray(free.tokens)[:, : layout.slots]
+        own["uncached"] = patcher.run_bare("uncached", text, force(reference.rows, free))
+
+    def open_side(direction: str) -> Sides:
+        to, of = ("cached", "uncached") if direction == INTO_CACHED else ("uncached", "cached")
+        base, donor = traces[to].run.logits, traces[of].run.logits
+        gaps = [
+            None if find_fault(reference, row, broke) else compare_logits(donor[row], base[row], int(lengths[row]))
+            for row in range(layout.batch)
+        ]
+        return Sides(direction, to, traces[to], traces[of], own[of], gaps)
+
+    return {direction: open_side(direction) for direction in DIRECTIONS}
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What is kept of a patched run.
+
+    Attributes:
+      nonfinite_step: [B].
+      figures: of each row (record); None where it broke.
+      unchanged: of each row, steps with the bits of the unpatched run.
+    """
+
+    nonfinite_step: np.ndarray
+    figures: list[dict[str, Any] | None]
+    unchanged: list[int]
+
+
+def measure(sides: Sides, run: Rollout) -> Outcome:
+    """Sets a patched run beside donor and base."""
+    broke, lengths = np.asarray(run.nonfinite_step), np.asarray(sides.base.run.lengths)
+
+    def of_row(row: int) -> dict[str, Any] | None:
+        gap, steps = sides.gaps[row], int(lengths[row])
+        if gap is None or broke[row] >= 0:
+            return None
+        found = compare_logits(sides.donor.run.logits[row], run.logits[row], steps)
+        before, after = (np.asarray(x["flip"], bool) for x in (gap, found))
+        return {
+            "kl": float(np.sum(found["kl"])),
+            "recovered": int(np.sum(before & ~after)),
+            "broken": int(np.sum(~before & after)),
+            "bit_equal": int(np.sum(found["bit_equal"])),
+        }
+
+    rows = range(len(broke))
+    unchanged = [count_equal(run, sides.base.run, row, int(lengths[row])) for row in rows]
+    return Outcome(broke, [of_row(row) for row in rows], unchanged)
+
+
+def _follow(sides: Sides, patched: Rollout, reference: Reference, row: int) -> dict[str, Any] | None:
+    """How far a patched run goes along the donor's own tokens."""
+    prompt = reference.layout.prompt
+    parted = int(first_disagreement(reference.uncached, prompt)[row])
+    if sides.free is None or parted >= int(reference.cached.lengths[row]):
+        return None
+
+    def taken(run: Rollout) -> np.ndarray:
+        return np.asarray(run.tokens)[row, prompt : prompt + int(run.lengths[row])]
+
+    own = taken(sides.free.run)
+    if sides.direction != INTO_CACHED:
+        until = int(first_disagreement(patched, prompt)[row])
+        return {"steps": len(own), "parted": parted, "until": until if until < len(own) else None, "agreeing": None}
+    tokens = taken(patched)
+    shared = min(len(own), len(tokens))
+    same = own[:shared] == tokens[:shared]
+    until = shared if same.all() else int(np.argmin(same))
+    return {
+        "steps": len(own),
+        "parted": parted,
+        "until": None if until == len(own) == len(tokens) else until,
+        "agreeing": int(same[parted:].sum()),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Patched:
+    """All runs of one patch in one direction; `free` is the free one, None if there is nothing to follow."""
+
+    everywhere: Outcome
+    free: Rollout | None
+    layers: list[int]
+    by_layer: list[Outcome]
+    grid_layers: list[int]
+    bins: list[tuple[int, int]]
+    grid: list[list[Outcome]]
+
+
+def run_patch(
+    patcher: Patcher, sides: Sides, patch: str, reference: Reference, max_layers: int, position_bins: int
+) -> Patched:
+    """Runs a patch in all layers, freely where the arms part, layer by layer, and over layers and positions."""
+    kind, layout, L = PATCHES[patch], reference.layout, patcher.arms.config.num_layers
+    newest, forward = kind.residual == "now", sides.direction == INTO_CACHED
+    values = sides.base.values if kind.itself else sides.donor.values
+    every, slots = np.ones(layout.slots, bool), np.arange(layout.slots)
+
+    def run(layers: Sequence[int], where: np.ndarray = every) -> Rollout:
+        masks = select(kind, layers, L, where)
+        return patcher.run(sides.recipient, reference.text, reference.forced, values, masks, newest).run
+
+    def run_free(values: Values) -> Rollout:
+        tokens = np.array(reference.text)
+        tokens[:, layout.prompt :] = PAD_ID
+        return patcher.run("cached", tokens, reference.rows, values, select(kind, range(L), L, every), newest).run
+
+    everywhere, free = run(range(L)), None
+    if sides.free is not None and not kind.itself:
+        free = run_free(sides.free.values) if forward else everywhere
+    alone = patch not in CONTROLS and (forward or not newest)  # else each layer takes a recomputation a step
+    layers = spread(L + (bool(kind.residual) and not kind.state), max_layers) if alone else []
+    grid_layers: list[int] = []
+    bins: list[tuple[int, int]] = []
+    if patch in GRID_PATCHES and forward and position_bins:
+        grid_layers = spread(L, max(1, max_layers // 2))
+        begin, end = int(np.min(reference.rows.first)), layout.prompt + int(np.max(reference.cached.lengths))
+        bins = list(itertools.pairwise(np.unique(np.linspace(begin, end, position_bins + 1).astype(int)).tolist()))
+    return Patched(
+        everywhere=measure(sides, everywhere),
+        free=free,
+        layers=layers,
+        by_layer=[measure(sides, run([layer])) for layer in layers],
+        grid_layers=grid_layers,
+        bins=bins,
+        grid=[[measure(sides, run([layer], (slots >= a) & (slots < b))) for a, b in bins] for layer in grid_layers],
+    )
+
+
+def _find_patched_fault(reference: Reference, row: int, sides: Sides, patched: Patched) -> dict[str, Any] | None:
+    outcomes = {"patched": patched.everywhere}
+    outcomes |= {f"patched in layer {n}": found for n, found in zip(patched.layers, patched.by_layer, strict=True)}
+    outcomes |= {f"patched in part {n}": found for n, found in enumerate(itertools.chain(*patched.grid))}
+    runs: dict[str, Any] = {"donor": sides.donor.run, "recipient": sides.base.run, **outcomes}
+    return find_fault(reference, row, runs if patched.free is None else runs | {"patched (free)": patched.free})
+
+
+def make_record(
+    arms: Arms, item: Item, row: int, reference: Reference, spec: RunSpec, direction: str, patch: str,
+    sides: Sides | None, patched: Patched | None,
+) -> dict[str, Any]:  # fmt: skip
+    """The record of one row, direction and patch (jaxkv.experiments.patching.record)."""
+    config = arms.config
+    if sides is None or patched is None:
+        fault = find_fault(reference, row, {})
+    else:
+        fault = _find_patched_fault(reference, row, sides, patched)
+    record: dict[str, Any] = {
+        "experiment": "patching",
+        "problem": item.problem,
+        "key": ["patching", item.problem, direction, patch],
+        "direction": direction,
+        "patch": patch,
+        **describe_row(arms, item, row, reference, spec, fault),
+        "heads": {"query": config.num_query_heads, "kv": config.num_kv_heads},
+        "num_layers": config.num_layers,
+        **dict.fromkeys(FIGURES),
+    }
+    if fault or sides is None or patched is None or (gap := sides.gaps[row]) is None:
+        return record
+    steps, first = record["steps"], int(reference.rows.first[row])
+    watched = {"cached": sides.base.run, "uncached": sides.donor.run}
+    if direction != INTO_CACHED:
+        watched = {"cached": sides.donor.run, "uncached": sides.base.run}
+    record |= {
+        "instrumented_bit_equal": {
+            "cached": count_equal(watched["cached"], reference.cached, row, steps),
+            "uncached": count_equal(watched["uncached"], reference.uncached, row, steps),
+        },
+        "gap": {
+            "kl": float(np.sum(gap["kl"])),
+            "flips": int(np.sum(gap["flip"])),
+            "bit_equal": int(np.sum(gap["bit_equal"])),
+        },
+        "all": patched.everywhere.figures[row],
+        "unchanged": patched.everywhere.unchanged[row],
+        "trajectory": None if patched.free is None else _follow(sides, patched.free, reference, row),
+    }
+
+    def column(outcomes: Sequence[Outcome], name: str) -> list[Any]:
+        return [figures[name] for outcome in outcomes if (figures := outcome.figures[row]) is not None]
+
+    if patched.layers:
+        names = ("kl", *COUNTS)
+        record["by_layer"] = {"layer": patched.layers} | {name: column(patched.by_layer, name) for name in names}
+    if patched.grid:
+        record["grid"] = {
+            "layer": patched.grid_layers,
+            "bins": [[max(a - first, 0), max(b - first, 0)] for a, b in patched.bins],
+            "kl": [column(line, "kl") for line in patched.grid],
+        }
+    return record
+
+
+def run_patching(
+    arms: Arms,
+    state: nnx.State,
+    items: Sequence[Item],
+    spec: RunSpec,
+    done: frozenset[tuple[int, str, str]] = frozenset(),
+    max_layers: int = 16,
+    position_bins: int = 4,
+) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
+    """Yields, batch by batch and patch by patch, the records not yet done and their timing.
+
+    Args:
+      arms: the plain programs; they must keep logits.
+      state: prepared weights.
+      items: the problems.
+      spec: what to run; of it count new_tokens, seed, batch_size, padding and bucket.
+      done: (problem, direction, patch) that have a record. A batch is run whole if any of its problems lacks one.
+      max_layers: most layers that are patched one at a time; spread evenly if there are more.
+      position_bins: columns of the grid, 0 for no grid. It has half as many layers.
+
+    Raises:
+      UserError: a prompt that does not fit the context, or arms of the aligned regime.
+    """
+    require_one_length(arms, spec, "patching", plain=True)
+    traced = TracedArms(arms)
+    for batch in plan_batches(items, spec):
+        todo = [
+            (direction, patch)
+            for direction in DIRECTIONS
+            for patch in PATCHES
+            if any((item.problem, direction, patch) not in done for item in batch.items)
+        ]
+        if not todo:
+            continue
+        reference = run_reference(arms, state, batch, spec)
+        sides: dict[str, Sides] = {}
+        patcher = Patcher(traced, state, reference.layout)
+        if not reference.broken:
+            sides = open_sides(patcher, arms, reference)
+        for direction, patch in todo:
+            begin = time.perf_counter()
+            side, patched = sides.get(direction), None
+            if side is not None:
+                patched = run_patch(patcher, side, patch, reference, max_layers, position_bins)
+            records = [
+                make_record(arms, item, row, reference, spec, direction, patch, side, patched)
+                for row, item in enumerate(batch.items)
+                if (item.problem, direction, patch) not in done
+            ]
+            seconds = {"patched": time.perf_counter() - begin}
+            timing = {"problems": [item.problem for item in batch.items], "direction": direction, "patch": patch}
+            yield records, timing | {"seconds": seconds}

@@ -1,0 +1,49 @@
+"""The record of experiment 'perplexity': one window of a text. Imports neither jax nor flax."""
+
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
+
+from jaxkv.experiments import record_parts as parts
+from jaxkv.experiments.record_parts import Count, require
+
+FIGURES = ("nats", "logits")
+
+
+class PerplexityRecord(parts.Traced, frozen=True):
+    """One window of a text under one change of the cached arm's cache. `sampling` decides nothing here.
+
+    Attributes:
+      problem: the window's place; `prompt_tokens` are the tokens given to it.
+      change: as in 'injection', with `seed`, `spec` and `saturated`.
+      tokens: those scored after the given ones; `bytes` and `words` are what they stand for in the text
+        (jaxkv.tasks.perplexity).
+      nats: sum of -ln p over the scored tokens. An arm is fed the text's own tokens: cached one by one through the
+        cache, uncached by recomputing each prefix.
+      logits: the cached arm beside the uncached one.
+      cache: what it takes; `written` are the window's tokens but the last, fed to nobody.
+    """
+
+    KEY: ClassVar = ("problem", "change", "seed")
+    FIGURES: ClassVar = FIGURES
+
+    change: str
+    seed: int
+    spec: parts.ErrorSpec | parts.QuantSpec | None
+    tokens: Annotated[int, Meta(gt=0)]
+    bytes: Count
+    words: Count
+    nats: parts.Arms[parts.Amount] | None
+    logits: parts.LogitSums | None
+    cache: parts.CacheSize
+    saturated: parts.Saturated | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parts.require_spec(self.change, self.spec)
+        if self.nats is None or self.logits is None:
+            return
+        require("steps", self.steps == self.tokens, f"{self.steps} beside {self.tokens} tokens to score")
+        self.logits.check("logits", self.tokens)
+        fits = self.logits.bit_equal < self.tokens or self.nats.cached == self.nats.uncached
+        require("nats", fits, "the arms differ although all their logits are equal")

@@ -1,0 +1,71 @@
+"""Code that takes typed records, for tests that build records as dicts: they are made of their type on the way in."""
+
+import dataclasses
+import functools
+import pathlib
+
+from jaxkv import records
+from jaxkv.analysis import (
+    accumulation,
+    attribution,
+    contrasts,
+    curves,
+    drift,
+    gather,
+    injection,
+    joining,
+    mitigations,
+    parity,
+    patching,
+    perplexity,
+    study,
+    summary,
+)
+from jaxkv.records import to_plain, to_record
+
+
+def to_typed(value):
+    """A value with the dicts in it that are records made of their type, as when they are read."""
+    if isinstance(value, dict) and "key" in value:
+        return to_record(to_plain(value))
+    if isinstance(value, dict) and all(isinstance(key, tuple) for key in value):  # samples by prompt
+        return {key: to_typed(inside) for key, inside in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_typed(inside) for inside in value]
+    if isinstance(value, gather.Run):
+        return dataclasses.replace(value, records=to_typed(value.records), parts=to_typed(value.parts))
+    return value
+
+
+def _of_plain(function):
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        return function(*map(to_typed, args), **kwargs)
+
+    return call
+
+
+summarize = _of_plain(summary.summarize)
+summarize_accumulation = _of_plain(accumulation.summarize_accumulation)
+summarize_attribution = _of_plain(attribution.summarize_attribution)
+summarize_drift = _of_plain(drift.summarize_drift)
+summarize_injection = _of_plain(injection.summarize_injection)
+summarize_mitigations = _of_plain(mitigations.summarize_mitigations)
+summarize_parity = _of_plain(parity.summarize_parity)
+summarize_patching = _of_plain(patching.summarize_patching)
+summarize_perplexity = _of_plain(perplexity.summarize_perplexity)
+summarize_study = _of_plain(study.summarize_study)
+join_parts = _of_plain(joining.join_parts)
+join_runs = _of_plain(joining.join_runs)
+find_cells = _of_plain(parity.find_cells)
+find_valid = _of_plain(contrasts.find_valid)
+compare_precisions = _of_plain(contrasts.compare_precisions)
+average_grids = _of_plain(curves.average_grids)
+divergence_over_tokens = _of_plain(curves.divergence_over_tokens)
+margin_points = _of_plain(curves.margin_points)
+
+
+def read_run(path):
+    """`records.read_run` with the records as their lines have them."""
+    run, _ = records.read_run(path)
+    return run, records.read_lines(pathlib.Path(path) / "samples.jsonl")

@@ -1,0 +1,111 @@
+"""Records of every experiment as runs of 2026-11-29 wrote them: read without a loss, reported, refused if damaged."""
+
+import copy
+import json
+import pathlib
+
+import msgspec
+import pytest
+from sealing import reseal
+
+from jaxkv.analysis.reports import report_run
+from jaxkv.experiments.record_types import RECORDS
+from jaxkv.records import RunDirectory, read_record, to_line, to_record
+
+LINES = (pathlib.Path(__file__).parent / "data" / "records.jsonl").read_bytes().splitlines()
+KEPT = {f"{number} {json.loads(line)['experiment']}": json.loads(line) for number, line in enumerate(LINES)}
+# Mappings that hold what they like, and fields that older records lack.
+FREE = ("precision", "device", "environment", "compiler_options", "spec")
+OPEN = ("scores", "versions", "missing", "compile_seconds", "dtypes", "held", "aligned", "process")
+NEWER = (
+    "margin_other",
+    "shift",
+    "unit",
+    "choice_flip",
+    "truth",
+    "framework",
+    "operand_bits",
+    "sum_bits",
+    "casts_dropped",
+)
+
+
+def list_fields(value, path=()):
+    """Paths of all fields, of lists the first and the last entry."""
+    if path:
+        yield path
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, part in inside:
+        if not isinstance(value, list) or name in (0, len(value) - 1):
+            yield from list_fields(part, (*path, name))
+
+
+def damage(record, path, change):
+    """The record with its field replaced, or dropped by `...`."""
+    record = copy.deepcopy(record)
+    place = record
+    for part in path[:-1]:
+        place = place[part]
+    if change is ...:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = change
+    return record
+
+
+def is_accepted(record):
+    try:
+        to_record(record)
+    except ValueError:
+        return False
+    return True
+
+
+def test_every_experiment_is_here():
+    assert {record["experiment"] for record in KEPT.values()} == set(RECORDS)
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_nothing_of_a_line_is_lost(name):
+    read = read_record(to_line(KEPT[name]), name)
+    assert type(read) is RECORDS[KEPT[name]["experiment"]]
+    assert json.loads(msgspec.json.encode(read)) == KEPT[name]
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_is_damaged_is_refused(name):
+    """Each field dropped, of another type, or beside one that nobody knows."""
+    record = KEPT[name]
+    doctor, accepted = record["experiment"] == "doctor", []
+    for path in list_fields(record):
+        if path[0] == "experiment" or (path[0] in FREE and (doctor or path[0] == "precision") and len(path) > 1):
+            continue
+        inside_open = len(path) > 1 and (path[-2] in OPEN or (doctor and path[0] in ("dtypes", "missing")))
+        changes = [("a list", [[{"?": 1}]])] + [("a mapping", {"?": [1]})] * (path[0] not in FREE)
+        if not isinstance(path[-1], int) and not inside_open and path[-1] not in NEWER:
+            changes.append(("dropped", ...))
+        accepted += [(path, said) for said, change in changes if is_accepted(damage(record, path, change))]
+    assert not accepted
+    assert not is_accepted(record | {"nobody knows": 1})
+
+
+@pytest.mark.parametrize("name", [name for name in KEPT if not name.endswith("foreign")])
+def test_a_run_of_before_is_reported(name, tmp_path):
+    record = KEPT[name]
+    with RunDirectory.open(tmp_path, {"experiments": [record["experiment"]], "num_problems": 1}) as run:
+        run.append(record)
+    assert (tmp_path / "samples.jsonl").read_bytes() == to_line(record)
+    for _, file in report_run(tmp_path):
+        assert len((tmp_path / file).read_text()) > 200
+
+
+def test_a_fault_is_named_down_to_the_key(tmp_path):
+    """Keys of mappings too, which msgspec writes as [...]."""
+    record = next(r for r in KEPT.values() if r["experiment"] == "parity")
+    with RunDirectory.open(tmp_path, {}) as run:
+        run.append(record)
+    broken = damage(record, ("pairs", "jax uncached | jax cached", "kl", 0), -1.0)
+    (tmp_path / "samples.jsonl").write_bytes(to_line(broken))
+    reseal(tmp_path)
+    with pytest.raises(ValueError, match=r"^pairs\.jax uncached \| jax cached\.kl\[0\]: expected `float` >= 0\.0$"):
+        to_record(broken)

@@ -201,7 +201,8 @@ def test_exit_codes_without_traceback():
 
 
 def test_doctor_needs_no_model(tmp_path, capsys, monkeypatch):
-    record = json.loads((DATA.parents[1] / "analysis" / "doctor" / "cpu.json").read_text())
+    lines = map(json.loads, (DATA / "records.jsonl").read_text().splitlines())
+    record = next(record for record in lines if record["experiment"] == "doctor")
     monkeypatch.setattr("jaxkv.experiments.doctor.run.run_doctor", lambda spec: record)
     arguments = ["--experiments=doctor", "--compilation_cache=none", f"--out={tmp_path}"]
     run_in_process(*arguments)

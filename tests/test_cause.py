@@ -1,14 +1,21 @@
 """Faults in the plain programs, which the aligned gate cannot see: none passes for rounding, and honest runs do."""
 
-import contextlib
 import copy
 import dataclasses
 import functools
-from unittest import mock
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from planted_bugs import (
+    first_key_lost,
+    narrow_norm,
+    narrowed,
+    positions_off,
+    rotation_off,
+    scaled,
+    softcap_lost,
+    window_off,
+)
 from small_models import PRESETS, SAMPLERS, VOCAB, small_config, small_state
 
 from jaxkv.analysis.cause import (
@@ -26,7 +33,6 @@ from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.experiments.batches import Item, RunSpec, plan_batches
 from jaxkv.experiments.divergence import compare_row, run_batch
-from jaxkv.models import decoder, layers
 
 # Longer than the window, which is 9 here.
 ITEM = Item(0, tuple(np.random.default_rng(0).integers(12, VOCAB, 21).tolist()), "")
@@ -57,78 +63,6 @@ def planted(family, precision, program, bug):
     arms = copy.copy(clean)
     setattr(arms, program, call)
     return arms
-
-
-def positions_off():
-    """RoPE and mask one position further."""
-    original = decoder.Decoder.__call__
-
-    def call(self, tokens, positions, cache, slot, *rest, **named):
-        return original(self, tokens, jnp.where(positions >= 0, positions + 1, positions), cache, slot, *rest, **named)
-
-    return mock.patch.object(decoder.Decoder, "__call__", call)
-
-
-def rotation_off():
-    original = decoder.rope_table
-    return mock.patch.object(decoder, "rope_table", lambda p, *rest: original(p + 1, *rest))
-
-
-def window_off():
-    original = layers.visible
-    return mock.patch.object(layers, "visible", lambda q, k, window: original(q, k, window and window + 1))
-
-
-def first_key_lost():
-    original = layers.visible
-
-    def visible(q, k, window):
-        return original(q, k, window) & ((k[:, None, :] != 0) | (q[:, :, None] == 0))
-
-    return mock.patch.object(layers, "visible", visible)
-
-
-def softcap_lost():
-    return mock.patch.object(layers, "softcap", lambda x, cap, wide: x)
-
-
-def scaled(name, factor):
-    """An operation's output times a factor, through the hook that every value passes."""
-    original = decoder.Decoder.__call__
-
-    def call(self, tokens, positions, cache, slot, hook=layers.no_hook, **named):
-        def change(value_name, value):
-            return hook(value_name, value * factor if value_name.startswith(name) else value)
-
-        return original(self, tokens, positions, cache, slot, change, **named)
-
-    return mock.patch.object(decoder.Decoder, "__call__", call)
-
-
-def narrowed(name):
-    """An operation's output cut to bf16 and widened again."""
-    original = decoder.Decoder.__call__
-
-    def call(self, tokens, positions, cache, slot, hook=layers.no_hook, **named):
-        def change(value_name, value):
-            cut = value.astype(jnp.bfloat16).astype(value.dtype) if value_name.startswith(name) else value
-            return hook(value_name, cut)
-
-        return original(self, tokens, positions, cache, slot, change, **named)
-
-    return mock.patch.object(decoder.Decoder, "__call__", call)
-
-
-@contextlib.contextmanager
-def narrow_norm():
-    """Every norm computed in bf16."""
-    original = layers.RMSNorm.__call__
-
-    def call(self, x, out):
-        return original(self, x.astype(jnp.bfloat16), out)
-
-    with mock.patch.object(layers.RMSNorm, "__call__", call):
-        yield
 
 
 FAULTS = {

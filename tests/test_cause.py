@@ -6,6 +6,7 @@ import functools
 
 import numpy as np
 import pytest
+from judged_runs import of_model
 from planted_bugs import (
     first_key_lost,
     narrow_norm,
@@ -87,25 +88,6 @@ def suits(fault, family):
     return (family in WINDOWED or "window" not in fault) and (family in CAPPED or "softcap" not in fault)
 
 
-def of_model(samples_by_precision, precision):
-    """The verdict on a precision of a model that was run in these."""
-    distances = {p: measure_distance(samples) for p, samples in samples_by_precision.items()}
-    sizes = {
-        p: float(np.median(np.concatenate([s["teacher_forced"]["mean_abs"] for s in samples])))
-        for p, samples in samples_by_precision.items()
-    }
-    return decide(
-        Evidence(
-            differs=any(not all(s["teacher_forced"]["bit_equal"]) for s in samples_by_precision[precision]),
-            aligned=True,  # the gate passes: it runs none of these programs
-            distances=list(distances.values()),
-            wide="fp32" in distances,
-            falls=[falls(p, sizes[p], sizes["fp32"]) for p in sizes if p != "fp32" and "fp32" in sizes],
-            full_gate=False,
-        )
-    )
-
-
 @functools.cache
 def honest(family, precision):
     return run(clean_arms(family, precision), family)
@@ -122,20 +104,9 @@ def test_a_fault_is_never_rounding(fault, family):
     assert {of_model(samples, p) for p in samples} == {FAULT}
 
 
-@pytest.mark.parametrize("family", PRESETS)
-def test_honest_runs_are_rounding(family):
-    samples = {p: honest(family, p) for p in ("fp16", "bf16", "fp32")}
-    for precision, found in samples.items():
-        distance = measure_distance(found)
-        assert distance.beyond == 0
-        assert 1 / 4 < distance.ratio < 4
-        equal = all(all(s["teacher_forced"]["bit_equal"]) for s in found)  # kernels of a CPU may round alike
-        assert of_model(samples, precision) == (EQUAL if equal else ROUNDING)
-
-
 FINE = Distance(2, 24, 1e-6, 1e-6, 1.0, 12, 0, 2.0)
 BAD = dataclasses.replace(FINE, beyond=5)
-PLAIN = Evidence(True, True, [FINE], True, [True], False)
+PLAIN = Evidence(True, True, [FINE], True, [True], False, False)
 
 
 @pytest.mark.parametrize(
@@ -150,6 +121,8 @@ PLAIN = Evidence(True, True, [FINE], True, [True], False)
         ({"distances": [], "wide": False, "falls": [], "full_gate": True}, ROUNDING),
         ({"falls": [False]}, CANNOT_TELL),
         ({"distances": [FINE, dataclasses.replace(FINE, beyond=1)]}, CANNOT_TELL),
+        ({"strays": True}, CANNOT_TELL),
+        ({"strays": True, "full_gate": True}, CANNOT_TELL),
         ({"differs": False}, EQUAL),
         ({"differs": False, "distances": [BAD]}, FAULT),
     ],

@@ -1,6 +1,7 @@
 """Forty-two honest conditions, none of them called a fault: families, precisions and what else a run may change.
 
-The largest ratio of the arms' distances at any step here is 7.8 in 16 bits and 1.9 in fp32; `cause.FACTOR` is 16.
+The largest ratio of the arms' distances at any step was 1.5 in 16 bits and 3.9 in fp32 here, on a CPU, and 8.0 and 2.2
+in 12272 steps of real models on an H200; `cause.FACTOR` is 16.
 """
 
 import dataclasses
@@ -37,7 +38,7 @@ OTHER = {
     "mistral": {"growing": Setting(changes=(("uncached_length", "bucket:8"),))},
     "gemma2": {"left": Setting((21, 5, 14), "top_k", changes=(("batch_size", 3), ("padding", "left")))},
     "gemma3": {"long": Setting((48,), "top_p")},
-    "qwen2": {"stepwise": Setting(changes=(("uncached", "stepwise"),))},
+    "qwen2": {"stepwise": Setting((30,), changes=(("uncached", "stepwise"),))},
     "qwen3": {"wide residual": Setting((33,), parts=(("residual", "fp32"), ("scores", "fp32")))},
 }
 CONDITIONS = [
@@ -65,12 +66,17 @@ def test_there_are_forty():
     assert len(CONDITIONS) * len(PRECISIONS) >= 40
 
 
-@pytest.mark.parametrize(("family", "setting"), [pytest.param(f, s, id=f"{f}-{name}") for f, name, s in CONDITIONS])
+def _param(family, name, setting):
+    """Each family once and each setting once are enough for every day."""
+    again = name == "usual" and family != "gemma3"
+    return pytest.param(family, setting, id=f"{family}-{name}", marks=[pytest.mark.nightly] if again else [])
+
+
+@pytest.mark.parametrize(("family", "setting"), [_param(*condition) for condition in CONDITIONS])
 def test_an_honest_run_is_no_fault(family, setting):
     samples = {precision: run(family, precision, setting) for precision in PRECISIONS}
     for precision, found in samples.items():
         distance = measure_distance(found)
-        print(f"RATIO {family} {precision} {distance.steps} {distance.ratio:.2f} {distance.worst:.2f}")
         assert distance.worst < FACTOR
         assert 1 / 4 < distance.ratio < 4
         equal = all(all(s["teacher_forced"]["bit_equal"]) for s in found)  # kernels of a CPU may round alike

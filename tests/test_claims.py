@@ -433,7 +433,7 @@ def test_an_arm_far_from_float64_in_fp32_is_a_fault_of_all_precisions(distances)
 
 
 def test_a_fault_beyond_the_float64_problems_is_not_called_rounding():
-    """A window that only the texts of later problems reach: the median size, and so its fall, say nothing of it."""
+    """A window that only the texts of later problems reach: the float64 problems say nothing of it, nor the fall."""
     samples = measured("fp32", distances=(1e-6, 1e-6))
     for sample in samples[2:]:
         sample["truth"] = None

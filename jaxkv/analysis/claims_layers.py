@@ -212,8 +212,10 @@ def _find_falls(conditions: Sequence[Mapping[str, Any]]) -> list[bool | None]:
     """Whether the difference of the arms falls from each 16-bit condition to the fp32 one of its sampler."""
 
     def size(condition: Mapping[str, Any]) -> float:
-        # Not the median: where a CPU's kernels round alike at most steps, it is none of the steps that differ.
-        return condition["divergence"]["teacher_forced"]["mean_abs"]["mean"]
+        """Of the steps that differ alone: a CPU's kernels may round alike at most of the steps in 16 bits."""
+        forced = condition["divergence"]["teacher_forced"]
+        differing = forced["tokens"] - forced["bit_equal"]["count"]
+        return forced["mean_abs"]["mean"] * forced["tokens"] / differing if differing else 0.0
 
     wide = {c["sampler"]: size(c) for c in conditions if c["precision"] == "fp32"}  # without overrides
     falls = []

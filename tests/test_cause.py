@@ -1,14 +1,22 @@
 """Faults in the plain programs, which the aligned gate cannot see: none passes for rounding, and honest runs do."""
 
-import contextlib
 import copy
 import dataclasses
 import functools
-from unittest import mock
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from judged_runs import of_model
+from planted_bugs import (
+    first_key_lost,
+    narrow_norm,
+    narrowed,
+    positions_off,
+    rotation_off,
+    scaled,
+    softcap_lost,
+    window_off,
+)
 from small_models import PRESETS, SAMPLERS, VOCAB, small_config, small_state
 
 from jaxkv.analysis.cause import (
@@ -26,7 +34,6 @@ from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.experiments.batches import Item, RunSpec, plan_batches
 from jaxkv.experiments.divergence.run import compare_row, run_batch
-from jaxkv.models import decoder, layers
 
 # Longer than the window, which is 9 here.
 ITEM = Item(0, tuple(np.random.default_rng(0).integers(12, VOCAB, 21).tolist()), "")
@@ -59,78 +66,6 @@ def planted(family, precision, program, bug):
     return arms
 
 
-def positions_off():
-    """RoPE and mask one position further."""
-    original = decoder.Decoder.__call__
-
-    def call(self, tokens, positions, cache, slot, *rest, **named):
-        return original(self, tokens, jnp.where(positions >= 0, positions + 1, positions), cache, slot, *rest, **named)
-
-    return mock.patch.object(decoder.Decoder, "__call__", call)
-
-
-def rotation_off():
-    original = decoder.rope_table
-    return mock.patch.object(decoder, "rope_table", lambda p, *rest: original(p + 1, *rest))
-
-
-def window_off():
-    original = layers.visible
-    return mock.patch.object(layers, "visible", lambda q, k, window: original(q, k, window and window + 1))
-
-
-def first_key_lost():
-    original = layers.visible
-
-    def visible(q, k, window):
-        return original(q, k, window) & ((k[:, None, :] != 0) | (q[:, :, None] == 0))
-
-    return mock.patch.object(layers, "visible", visible)
-
-
-def softcap_lost():
-    return mock.patch.object(layers, "softcap", lambda x, cap, wide: x)
-
-
-def scaled(name, factor):
-    """An operation's output times a factor, through the hook that every value passes."""
-    original = decoder.Decoder.__call__
-
-    def call(self, tokens, positions, cache, slot, hook=layers.no_hook, **named):
-        def change(value_name, value):
-            return hook(value_name, value * factor if value_name.startswith(name) else value)
-
-        return original(self, tokens, positions, cache, slot, change, **named)
-
-    return mock.patch.object(decoder.Decoder, "__call__", call)
-
-
-def narrowed(name):
-    """An operation's output cut to bf16 and widened again."""
-    original = decoder.Decoder.__call__
-
-    def call(self, tokens, positions, cache, slot, hook=layers.no_hook, **named):
-        def change(value_name, value):
-            cut = value.astype(jnp.bfloat16).astype(value.dtype) if value_name.startswith(name) else value
-            return hook(value_name, cut)
-
-        return original(self, tokens, positions, cache, slot, change, **named)
-
-    return mock.patch.object(decoder.Decoder, "__call__", call)
-
-
-@contextlib.contextmanager
-def narrow_norm():
-    """Every norm computed in bf16."""
-    original = layers.RMSNorm.__call__
-
-    def call(self, x, out):
-        return original(self, x.astype(jnp.bfloat16), out)
-
-    with mock.patch.object(layers.RMSNorm, "__call__", call):
-        yield
-
-
 FAULTS = {
     "position in the step": ("cached_loop", positions_off),
     "rotation in the step": ("cached_loop", rotation_off),
@@ -153,25 +88,6 @@ def suits(fault, family):
     return (family in WINDOWED or "window" not in fault) and (family in CAPPED or "softcap" not in fault)
 
 
-def of_model(samples_by_precision, precision):
-    """The verdict on a precision of a model that was run in these."""
-    distances = {p: measure_distance(samples) for p, samples in samples_by_precision.items()}
-    sizes = {
-        p: float(np.median(np.concatenate([s["teacher_forced"]["mean_abs"] for s in samples])))
-        for p, samples in samples_by_precision.items()
-    }
-    return decide(
-        Evidence(
-            differs=any(not all(s["teacher_forced"]["bit_equal"]) for s in samples_by_precision[precision]),
-            aligned=True,  # the gate passes: it runs none of these programs
-            distances=list(distances.values()),
-            wide="fp32" in distances,
-            falls=[falls(p, sizes[p], sizes["fp32"]) for p in sizes if p != "fp32" and "fp32" in sizes],
-            full_gate=False,
-        )
-    )
-
-
 @functools.cache
 def honest(family, precision):
     return run(clean_arms(family, precision), family)
@@ -188,20 +104,9 @@ def test_a_fault_is_never_rounding(fault, family):
     assert {of_model(samples, p) for p in samples} == {FAULT}
 
 
-@pytest.mark.parametrize("family", PRESETS)
-def test_honest_runs_are_rounding(family):
-    samples = {p: honest(family, p) for p in ("fp16", "bf16", "fp32")}
-    for precision, found in samples.items():
-        distance = measure_distance(found)
-        assert distance.beyond == 0
-        assert 1 / 4 < distance.ratio < 4
-        equal = all(all(s["teacher_forced"]["bit_equal"]) for s in found)  # kernels of a CPU may round alike
-        assert of_model(samples, precision) == (EQUAL if equal else ROUNDING)
-
-
 FINE = Distance(2, 24, 1e-6, 1e-6, 1.0, 12, 0, 2.0)
 BAD = dataclasses.replace(FINE, beyond=5)
-PLAIN = Evidence(True, True, [FINE], True, [True], False)
+PLAIN = Evidence(True, True, [FINE], True, [True], False, False)
 
 
 @pytest.mark.parametrize(
@@ -216,6 +121,8 @@ PLAIN = Evidence(True, True, [FINE], True, [True], False)
         ({"distances": [], "wide": False, "falls": [], "full_gate": True}, ROUNDING),
         ({"falls": [False]}, CANNOT_TELL),
         ({"distances": [FINE, dataclasses.replace(FINE, beyond=1)]}, CANNOT_TELL),
+        ({"strays": True}, CANNOT_TELL),
+        ({"strays": True, "full_gate": True}, CANNOT_TELL),
         ({"differs": False}, EQUAL),
         ({"differs": False, "distances": [BAD]}, FAULT),
     ],

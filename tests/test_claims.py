@@ -433,6 +433,35 @@ def test_an_arm_far_from_float64_in_fp32_is_a_fault_of_all_precisions(distances)
     assert found == {"fp16": "fault", "fp32": "fault"}
 
 
+def test_a_fault_beyond_the_float64_problems_is_not_called_rounding():
+    """A window that only the texts of later problems reach: the float64 problems say nothing of it, nor the fall."""
+    samples = measured("fp32", distances=(1e-6, 1e-6))
+    for sample in samples[2:]:
+        sample["truth"] = None
+    assert causes_of(fp16=measured("fp16", (1e-2, 1e-2)), fp32=samples)["fp32"] == "rounding"
+    samples[-1]["teacher_forced"]["mean_abs"][-1] = 1e-3
+    found = causes_of(fp16=measured("fp16", (1e-2, 1e-2)), fp32=samples)
+    assert found == {"fp16": "cannot tell", "fp32": "cannot tell"}
+
+
+def test_one_sampler_says_nothing_of_another():
+    """Another sampler is another program: rounding there takes an fp32 run of its own beside float64."""
+
+    def of(sampler, precision):
+        samples = measured(precision)
+        for sample in samples:
+            sample["sampling"] = sample["sampling"] | {"sampler": sampler}
+        run = make_run(samples, name=f"{precision}-{sampler}", precision=precision)
+        run.run["sessions"][0]["gate"] = GATE
+        return run
+
+    greedy = [of("greedy", "fp16"), of("greedy", "fp32")]
+    drawn = [of("temperature", "fp16"), of("temperature", "fp32")]
+    for runs, verdict in ((greedy, "rounding"), ([*greedy, drawn[0]], "cannot tell"), (greedy + drawn, "rounding")):
+        (found,) = (cause for cause in summarize_study(runs)["causes"] if cause["precision"] == "fp16")
+        assert found["verdict"] == verdict
+
+
 def test_a_difference_that_does_not_fall_is_not_called_rounding():
     found = causes_of(fp16=measured("fp16", scale=0.01), fp32=measured("fp32", scale=0.01))
     assert found == {"fp16": "cannot tell", "fp32": "cannot tell"}

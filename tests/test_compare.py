@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import types
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +15,12 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from small_models import NEW_TOKENS, changed_state, make_prompts, set_up, small_arms, small_state, taken
 
+from jaxkv import decode
 from jaxkv.analysis import metrics
 from jaxkv.audit import audit_rows
 from jaxkv.cache import empty_cache
 from jaxkv.compare import FIELDS, compare_logits
-from jaxkv.decode import slot_positions
+from jaxkv.decode import Arms, slot_positions
 from jaxkv.generate import run_cached
 from jaxkv.models.layers import ATTENTION_SHAPED, visible
 
@@ -255,6 +258,21 @@ def test_a_nan_is_found_where_it_begins_whatever_the_rows(family, length):
     _, _, _, run, _, findings = audited(family, "fp32", state, lengths=(length,))
     assert run.nonfinite_step.tolist() == [0]
     assert findings[0].invalid == {"layer": 0, "op": "q", "position": 0, "value": "nan"}
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_nan_is_found_whatever_the_backend_makes_of_its_maximum(keeps):
+    """A maximum gives a NaN on one backend and passes it over on another; neither hides it or moves it."""
+
+    def largest(x, axis):
+        return jnp.max(x if keeps else jnp.where(jnp.isnan(x), -jnp.inf, x), axis=axis)
+
+    state = changed_state(small_state("mistral", "fp32"), "layers/0/attn/q", (1, 2, 0), np.nan)
+    arms, state, _, run, rows, _ = audited("mistral", "fp32", state, lengths=(15,))
+    fresh = Arms(arms.config, arms.precision)
+    with mock.patch.object(decode, "jnp", types.SimpleNamespace(**vars(jnp) | {"max": largest})):
+        (finding,) = audit_rows(fresh, state, run, rows)
+    assert finding.invalid == {"layer": 0, "op": "q", "position": 0, "value": "nan"}
 
 
 def test_a_fault_is_placed_at_its_token():

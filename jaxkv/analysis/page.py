@@ -12,7 +12,7 @@ from jaxkv.analysis import drift, figures, patching
 from jaxkv.analysis.attribution import HEADER as ATTRIBUTION_HEADER
 from jaxkv.analysis.attribution import conclude as conclude_attribution
 from jaxkv.analysis.attribution import make_rows as make_attribution_rows
-from jaxkv.analysis.cause import FACTOR
+from jaxkv.analysis.cause import FACTOR, HUGE, STRAY
 from jaxkv.analysis.document import (
     Block,
     Bullets,
@@ -149,13 +149,17 @@ def _write_causes(study: Study) -> list[Block]:
     if not rows:
         return []
     text = (
-        "Problems with other bits at some step, in the plain arms and with both arms through one program, the cache on "
-        "(aligned: runs and gates; of several, which share problems, the one that says most), and how many times as "
-        "far from float64 one plain arm is as the other (median over steps). "
+        "Of the problems run here and of no others: a verdict does not cover a window or a position that they do not "
+        "reach, nor what both arms and float64 get wrong alike. Problems with other bits at some step, in the plain "
+        "arms and with both arms through one program, the cache on (aligned: runs and gates; of several, which share "
+        "problems, the one that says most), and how many times as far from float64 one plain arm is as the other "
+        "(median over steps of a few problems). "
         "rounding: the plain arms differ, aligned they do not, both plain arms are about equally far from float64, in "
-        "fp32 too, and the difference falls from 16 bits to fp32 as the dtypes' units do; or the full gate passed. "
-        f"fault: they differ aligned too, or in some precision one plain arm is over {FACTOR:g} times as far as the "
-        "other at a tenth of its steps. cannot tell: one of these was not run."
+        "fp32 and with each sampler too, and the difference falls from 16 bits to fp32 as the dtypes' units do; or the "
+        f"full gate passed. fault: they differ aligned too, or in some precision one plain arm is over {FACTOR:g} "
+        f"times as far as the other at a tenth of its steps, or over {HUGE:g} times at one; which arm has it, this "
+        "does not say. cannot tell: one of these was not run, or a step is not as rounding has it, such as one at "
+        f"which the arms are over {STRAY:g} times as far apart as both are from float64 at the usual step."
     )
     head = ["model and precision", "plain", "aligned", "farther arm", "verdict"]
     return [Heading("Rounding or a fault", 3), Paragraph(text), Table(head, rows)]

@@ -184,7 +184,10 @@ def _truth(summary: Summary) -> list[str]:
         ["steps at which the cached arm is the nearer", f"{found.nearer} of {found.steps}"],
         [f"steps at which one arm is over {cause.FACTOR:g} times as far", f"{found.beyond} of {found.steps}"],
     ]
-    said = "By rounding both arms are about equally far from a float64 run; an arm with a fault is not."
+    said = (
+        "By rounding both arms are about equally far from a float64 run; with a fault in one of them they are not. "
+        "Which one it is in, this does not say, and of other problems nothing."
+    )
     if found.faulty:
         said = f"**{cause.describe_distance(found)}.** {said}"
     title = f"## Distance to float64, {found.sequences} sequences"

@@ -1,0 +1,83 @@
+"""Twelve faults in the command's plain programs: a default run of two precisions calls none of them rounding.
+
+Each is planted where the aligned gate does not see it. The runs are those of the command and the verdicts those of the
+report; no flag is about checking.
+"""
+
+import dataclasses
+import json
+
+import pytest
+from commands import DATA, run_in_process
+from planted_bugs import (
+    first_key_lost,
+    narrow_cache,
+    narrow_k_norm,
+    narrow_norm,
+    narrowed,
+    planted,
+    positions_off,
+    rotation_off,
+    scaled,
+    softcap_lost,
+    window_off,
+)
+
+from jaxkv import report
+from jaxkv.analysis.cause import CANNOT_TELL, FAULT, ROUNDING
+from jaxkv.models.families import PRESETS
+
+PREFILL, STEP, UNCACHED = "prefill", "cached_loop", "tile_loop"
+# The window of the test models is 24, their texts are some 150 tokens long.
+FAULTS = {
+    "position in the step": ("llama2", STEP, positions_off),
+    "rotation in the step": ("gemma3", STEP, rotation_off),
+    "rotation in the prefill": ("llama3", PREFILL, rotation_off),
+    "window in the step": ("gemma3", STEP, window_off),
+    "window uncached": ("mistral", UNCACHED, window_off),
+    "mask in the prefill": ("qwen2", PREFILL, first_key_lost),
+    "softcap in the step": ("gemma2", STEP, softcap_lost),
+    "scale uncached": ("qwen3", UNCACHED, lambda: scaled("qk.", 1.01)),
+    "K normed in bf16 in the step": ("gemma3", STEP, narrow_k_norm),
+    "V in bf16 in the prefill": ("gemma2", PREFILL, lambda: narrowed("v.")),
+    "norm in bf16 uncached": ("llama2", UNCACHED, narrow_norm),
+    "cache in bf16 in the step": ("mistral", STEP, narrow_cache),
+}
+
+
+def run(family, out, cache, problems=2):
+    """What the report on a default run in two precisions says: precision -> verdict."""
+    run_in_process(
+        f"--model=test-{family}", "--checkpoint=random:0", f"--data={DATA / 'problems.jsonl'}",
+        "--prompt=zero_shot", f"--num_problems={problems}", "--max_new_tokens=8", "--bucket=256", f"--out={out}", cache,
+    )  # fmt: skip
+    assert report.main([str(out)]) == 0
+    causes = json.loads((out / "summary.json").read_text())["causes"]
+    page = (out / "report.md").read_text()
+    for found in causes:
+        assert any(found["name"] in line and found["verdict"] in line for line in page.splitlines())
+    return {found["precision"]: found["verdict"] for found in causes}
+
+
+@pytest.fixture(autouse=True)
+def two_layers(monkeypatch):
+    """Compiling takes nearly all the time here. One layer with a window, if there are any, and one without."""
+    for name, config in PRESETS.items():
+        if name.startswith("test-"):
+            pattern = (True, False) if config.window else (False,)
+            monkeypatch.setitem(PRESETS, name, dataclasses.replace(config, num_layers=2, window_pattern=pattern))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_default_run_calls_a_fault_by_its_name(fault, tmp_path, cache):
+    """Not alone not rounding: in fp16 too, where the fault may hide, since fp32 shows it."""
+    family, program, bug = FAULTS[fault]
+    with planted(program, bug):
+        assert run(family, tmp_path, cache) == {"fp16": FAULT, "fp32": FAULT}
+
+
+def test_the_same_run_without_a_fault_is_rounding(tmp_path, cache):
+    """Of as many problems as it takes beside the gate's two; in fp16 a CPU's arms agree in too many of them to tell."""
+    found = run("gemma3", tmp_path, cache, problems=6)
+    assert found["fp32"] == ROUNDING
+    assert found["fp16"] in (ROUNDING, CANNOT_TELL)

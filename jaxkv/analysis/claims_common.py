@@ -29,16 +29,16 @@ def make_claim(
 
 
 def select(study: Study, precision: str | None = None, regime: str = "plain", framework: str = "jax") -> list[Any]:
-    """Conditions with valid 'divergence' samples."""
-    return [
-        c
-        for c in study["conditions"]
-        if c.get("divergence")
-        and c["divergence"]["status"] == "ok"
-        and c["regime"] == regime
-        and c["framework"] == framework
-        and precision in (None, base_precision(c))
-    ]
+    """Conditions with valid 'divergence' samples, each once: of runs of one configuration that with most problems."""
+    once: dict[str, Any] = {}
+    for c in study["conditions"]:
+        if not (c.get("divergence") and c["divergence"]["status"] == "ok"):
+            continue
+        if c["regime"] == regime and c["framework"] == framework and precision in (None, base_precision(c)):
+            name = c["fingerprint"] or c["name"]
+            if name not in once or c["divergence"]["problems"]["ok"] > once[name]["divergence"]["problems"]["ok"]:
+                once[name] = c
+    return list(once.values())
 
 
 def say_count(count: int, noun: str) -> str:

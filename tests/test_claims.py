@@ -8,7 +8,7 @@ from plain_records import compare_precisions, find_valid, summarize_study
 from study_records import align, as_torch, make_run, make_samples
 
 from jaxkv.analysis import figures, statistics
-from jaxkv.analysis.claims_common import NOT_REPRODUCED, REPRODUCED
+from jaxkv.analysis.claims_common import NOT_REPRODUCED, REPRODUCED, select
 from jaxkv.analysis.gather import describe_condition
 from jaxkv.analysis.rules import CANNOT_TELL, ILLUSION
 

@@ -9,7 +9,7 @@ from jaxkv.options import DOCTOR, OWN_PRECISIONS, TEXT_EXPERIMENT
 
 ACCUMULATED = ("kvarn:k2v2", "kivi:k2v2", "quarot:2")  # the 2-bit methods of the seed study, if none is asked for
 
-Done = frozenset[tuple]  # keys of the records on disk, without the experiment's name
+Done = frozenset[tuple[Any, ...]]  # keys of the records on disk, without the experiment's name
 Batches = Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]  # records, timing
 
 
@@ -134,7 +134,9 @@ def _run_perplexity(study: Study, done: Done) -> Batches:
     return run_perplexity(study.arms, study.state, study.task.windows, study.spec, *_list_changes(study), done)
 
 
-def _of_changes(run: Callable[[Study, Done], Batches], list_changes: Callable[[Study], tuple]) -> Experiment:
+def _of_changes(
+    run: Callable[[Study, Done], Batches], list_changes: Callable[[Study], tuple[list[Any], list[int]]]
+) -> Experiment:
     """An experiment with a record for each change and seed that `list_changes` gives."""
 
     def ask(study: Study) -> list[tuple[str, int]]:

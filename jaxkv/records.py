@@ -95,7 +95,7 @@ class OtherRecord(msgspec.Struct, frozen=True):
 
 
 AnyRecord = Record | OtherRecord
-_KNOWN = msgspec.json.Decoder(Union[tuple(RECORDS.values())])  # noqa: UP007
+_KNOWN: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Union[tuple(RECORDS.values())])  # noqa: UP007
 
 
 def to_record(values: Mapping[str, Any]) -> AnyRecord:

@@ -345,7 +345,7 @@ def _check_choices(options: Options) -> None:
 
 def _find_conflicts(options: Options) -> Iterator[str]:
     """What options say against each other."""
-    experiments, precision = options.run.experiments, options.precision
+    experiments = options.run.experiments
     aligned, length = options.controls.regime == "aligned", options.decoding.uncached_length or "padded"
     if not re.fullmatch(r"padded|growing|bucket:[1-9][0-9]{0,5}", length):
         yield f"--uncached_length={length} is not understood; use padded or bucket:M, e.g. bucket:64"
@@ -354,16 +354,7 @@ def _find_conflicts(options: Options) -> Iterator[str]:
     if aligned and length != "padded":
         yield f"--uncached_length={length} cannot be aligned: both arms need the same slots; use padded"
     if OWN_PRECISIONS in experiments:
-        if precision.name == "fp64":
-            yield (
-                "--precision=fp64 has no place in mitigations, which turn float64 on by themselves, for the truth "
-                "alone; drop it"
-            )
-        for name, part in dataclasses.asdict(dataclasses.replace(precision, name=None)).items():
-            if part is not None:
-                yield f"--{name}={part}: mitigations compare policies of their own; drop it"
-        if aligned:
-            yield "--regime=aligned: mitigations have the aligned regime as one of their variants; drop it"
+        yield from _find_other_policies(options.precision, aligned)
     if "attribution" in experiments and (aligned or length != "padded"):
         flag = "--regime=aligned" if aligned else f"--uncached_length={length}"
         yield f"{flag}: attribution explains the plain regime at one padded length; drop it"
@@ -374,11 +365,29 @@ def _find_conflicts(options: Options) -> Iterator[str]:
         if name in experiments and name != "drift" and aligned:
             yield f"--regime=aligned leaves {name} nothing to explain; drop it"
     if options.run.framework == "torch":
-        for name in experiments:
-            if name != "divergence":
-                yield f"--experiments={name} runs in JAX alone; with --framework=torch use divergence"
-        if aligned:
-            yield "--regime=aligned is not there in PyTorch; with --framework=torch use plain"
+        yield from _find_what_torch_lacks(experiments, aligned)
+
+
+def _find_other_policies(precision: PrecisionOptions, aligned: bool) -> Iterator[str]:
+    """What cannot be asked of mitigations, which have policies of their own."""
+    if precision.name == "fp64":
+        yield (
+            "--precision=fp64 has no place in mitigations, which turn float64 on by themselves, for the truth "
+            "alone; drop it"
+        )
+    for name, part in dataclasses.asdict(dataclasses.replace(precision, name=None)).items():
+        if part is not None:
+            yield f"--{name}={part}: mitigations compare policies of their own; drop it"
+    if aligned:
+        yield "--regime=aligned: mitigations have the aligned regime as one of their variants; drop it"
+
+
+def _find_what_torch_lacks(experiments: Sequence[str], aligned: bool) -> Iterator[str]:
+    for name in experiments:
+        if name != "divergence":
+            yield f"--experiments={name} runs in JAX alone; with --framework=torch use divergence"
+    if aligned:
+        yield "--regime=aligned is not there in PyTorch; with --framework=torch use plain"
 
 
 def _find_idle_changes(options: Options) -> Iterator[str]:

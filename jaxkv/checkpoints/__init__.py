@@ -1,6 +1,7 @@
 """Reading checkpoints: safetensors, GGUF, Orbax, the hub, shipped or random weights, all into one form."""
 
 import dataclasses
+import functools
 import os
 import pathlib
 import re
@@ -57,50 +58,38 @@ def load(
     if source.startswith("random:"):
         return _random(source, precision, config, sharding)
 
-    def check(found: ModelConfig) -> ModelConfig:
-        if config is None:
-            return found
-        # The same model, stored with a head of its own (GGUF often holds it in another block type than the embedding).
-        own_head = config.tie_embeddings and not found.tie_embeddings
-        wanted = dataclasses.replace(config, tie_embeddings=False) if own_head else config
-        if odd := differing_fields(found, wanted):
-            odd = {"family": odd["family"]} if "family" in odd else odd  # then all the rest differs too
-            fields = ", ".join(f"{key} {a} (model {config.name}: {b})" for key, (a, b) in odd.items())
-            raise UserError(
-                f"{source} is not a {config.name}: {fields}; choose the --model that fits or another source"
-            )
-        return wanted
-
+    options: dict[str, Any] = {
+        "precision": precision,
+        "check": functools.partial(_agree, source, config),
+        "sharding": sharding,
+        "progress": progress,
+    }
     path, exists = _find(source)
-    if not exists and source in SHIPPED:
+    if exists:
         if revision is not None:
-            raise UserError(f"a revision belongs to a hub id, and {source} ships with jaxkv; drop --revision")
-        from jaxkv.checkpoints.hf import read_hf
-
-        path = find_shipped(source)
-        return read_hf(path, precision, name=source, check=check, sharding=sharding, progress=progress)
-    if not exists:
-        options: dict[str, Any] = {"check": check, "sharding": sharding, "progress": progress}
-        return _from_hub(source, revision, path, tell, precision=precision, **options)
+            raise UserError(f"a revision belongs to a hub id, and {source} is a local path; drop --revision")
+        return _from_disk(source, path, config, **options)
+    if source not in SHIPPED:
+        return _from_hub(source, revision, path, tell, **options)
     if revision is not None:
-        raise UserError(f"a revision belongs to a hub id, and {source} is a local path; drop --revision")
-    if path.is_file():
-        if path.suffix != ".gguf":
-            raise UserError(f"{source} is a file but no .gguf; give the directory of a safetensors or Orbax checkpoint")
-        from jaxkv.checkpoints.gguf import read_gguf
-
-        return read_gguf(path, precision, name=source, preset=config, check=check, sharding=sharding, progress=progress)
-    if not path.is_dir():
-        raise UserError(f"{source} is neither a file nor a directory; give a checkpoint")
-    from jaxkv.checkpoints import orbax
-
-    if (path / "_CHECKPOINT_METADATA").exists():
-        raise UserError(f"{source} is the inside of an Orbax checkpoint; give the directory above it")
-    if orbax.is_checkpoint(path):
-        return orbax.restore(path, precision, check=check, sharding=sharding, progress=progress)
+        raise UserError(f"a revision belongs to a hub id, and {source} ships with jaxkv; drop --revision")
     from jaxkv.checkpoints.hf import read_hf
 
-    return read_hf(path, precision, name=source, check=check, sharding=sharding, progress=progress)
+    return read_hf(find_shipped(source), name=source, **options)
+
+
+def _agree(source: str, config: ModelConfig | None, found: ModelConfig) -> ModelConfig:
+    """The config of what was found, once it is what was asked for. Raises UserError."""
+    if config is None:
+        return found
+    # The same model, stored with a head of its own (GGUF often holds it in another block type than the embedding).
+    own_head = config.tie_embeddings and not found.tie_embeddings
+    wanted = dataclasses.replace(config, tie_embeddings=False) if own_head else config
+    if odd := differing_fields(found, wanted):
+        odd = {"family": odd["family"]} if "family" in odd else odd  # then all the rest differs too
+        fields = ", ".join(f"{key} {a} (model {config.name}: {b})" for key, (a, b) in odd.items())
+        raise UserError(f"{source} is not a {config.name}: {fields}; choose the --model that fits or another source")
+    return wanted
 
 
 def _find(source: str) -> tuple[pathlib.Path, bool]:
@@ -112,6 +101,27 @@ def _find(source: str) -> tuple[pathlib.Path, bool]:
         return path, os.path.lexists(path) and bool(path.stat())
     except (OSError, ValueError, RuntimeError) as error:  # no permission, a dangling link, a zero byte, no such ~user
         raise UserError(f"{source!r} cannot be read ({explain(error)}); check the path") from error
+
+
+def _from_disk(source: str, path: pathlib.Path, config: ModelConfig | None, **options: Any) -> Checkpoint:
+    """What lies at a path that exists."""
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise UserError(f"{source} is a file but no .gguf; give the directory of a safetensors or Orbax checkpoint")
+        from jaxkv.checkpoints.gguf import read_gguf
+
+        return read_gguf(path, name=source, preset=config, **options)
+    if not path.is_dir():
+        raise UserError(f"{source} is neither a file nor a directory; give a checkpoint")
+    from jaxkv.checkpoints import orbax
+
+    if (path / "_CHECKPOINT_METADATA").exists():
+        raise UserError(f"{source} is the inside of an Orbax checkpoint; give the directory above it")
+    if orbax.is_checkpoint(path):
+        return orbax.restore(path, **options)
+    from jaxkv.checkpoints.hf import read_hf
+
+    return read_hf(path, name=source, **options)
 
 
 def _from_hub(

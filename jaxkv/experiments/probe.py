@@ -66,6 +66,28 @@ def probe_tolerance(config: ModelConfig, precision: Precision, slots: int) -> fl
     return (4 if narrow else 64) * float(jnp.finfo(precision.activation).eps)
 
 
+def _pick(shape: tuple[int, int], rows: np.ndarray, columns: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Zeros [shape] with values at (row, column)."""
+    weight = np.zeros(shape, np.float32)
+    weight[rows, columns] = values
+    return weight
+
+
+def _embed_and_head(config: ModelConfig, precision: Precision, kept: Any) -> dict[str, jax.Array]:
+    """Embedding and, where they are not tied, head [V, D], in the dtype `kept` of the prepared weights."""
+    V, D, signs = config.vocab_size, config.model_dim, config.model_dim // 4
+    embed = jnp.zeros((V, D), kept).at[:, :signs].set(jax.random.rademacher(jax.random.key(0), (V, signs), kept))
+    embed = embed.at[:, 0].set(1) * jnp.asarray(_embedding(config, precision)[0], kept)
+    own = jax.random.uniform(jax.random.key(1), (V,), jnp.float32, 1, 2) * 2.0 ** round(
+        -2 - math.log2(config.embed_scale)
+    )
+    place = signs + jnp.arange(V) % (D - signs)  # the last norm leaves the places alone, so that a logit has one term
+    embed = embed.at[jnp.arange(V), place].set(own.astype(precision.param).astype(kept))
+    if config.tie_embeddings:
+        return {"embed": embed}
+    return {"embed": embed, "head": jnp.zeros((V, D), kept).at[jnp.arange(V), place].set(1)}
+
+
 def probe_state(arms: Arms) -> nnx.State:
     """The probe's weights for the programs of `arms` (already prepared)."""
     config = arms.config
@@ -79,11 +101,6 @@ def probe_state(arms: Arms) -> nnx.State:
     of_heads, of_mlp = [p[: -(-3 * len(p) // 4)] for p in places], [p[-(-3 * len(p) // 4) :] for p in places]
     half = H // 2
 
-    def pick(shape, rows, columns, values) -> np.ndarray:
-        weight = np.zeros(shape, np.float32)
-        weight[rows, columns] = values
-        return weight
-
     def coin(n) -> np.ndarray:
         return rng.choice(np.asarray([-1.0, 1.0], np.float32), n)
 
@@ -93,7 +110,7 @@ def probe_state(arms: Arms) -> nnx.State:
         found = np.arange(len(rows)) % 2 == 1
         columns = np.where(found, rng.choice(before, len(rows)), rng.integers(0, signs, len(rows)))
         values = coin(len(rows)) * rng.uniform(0.5, 1, len(rows)) * np.where(found, gain, 1)
-        return pick((width, D), rows, columns, values)
+        return _pick((width, D), rows, columns, values)
 
     def norm(scale: float, first: float = 1.0) -> np.ndarray:
         weight = scale * rng.uniform(1, 2, D).astype(np.float32)  # so that the norm rounds what stands in the places
@@ -107,7 +124,7 @@ def probe_state(arms: Arms) -> nnx.State:
         # RoPE turns pairs (i, i + H/2); with one of the two at zero it adds nothing. A norm of k leaves room for two.
         kept = np.arange(min(2, half) if config.qk_norm else half)
         k = read((np.arange(K)[:, None] * H + kept).reshape(-1), K * H, layer, 16.0)
-        v = pick((K * H, D), np.arange(K * H), rng.integers(0, signs, K * H), coin(K * H) * 0.5)
+        v = _pick((K * H, D), np.arange(K * H), rng.integers(0, signs, K * H), coin(K * H) * 0.5)
         v[::H] = 0
         v[::H, 0] = 1.0  # the same for all tokens
         o, down = np.zeros((D, N, H), np.float32), np.zeros((D, F), np.float32)
@@ -135,16 +152,7 @@ def probe_state(arms: Arms) -> nnx.State:
         return {f"layers/{layer}/{name}": value for name, value in found.items()}
 
     wanted = flat_paths(arms.abstract_state)
-    V, kept = config.vocab_size, wanted["embed"].dtype
-    embed = jnp.zeros((V, D), kept).at[:, :signs].set(jax.random.rademacher(jax.random.key(0), (V, signs), kept))
-    embed = embed.at[:, 0].set(1) * jnp.asarray(_embedding(config, arms.precision)[0], kept)
-    own = jax.random.uniform(jax.random.key(1), (V,), jnp.float32, 1, 2) * 2.0 ** round(
-        -2 - math.log2(config.embed_scale)
-    )
-    place = signs + jnp.arange(V) % (D - signs)  # the last norm leaves the places alone, so that a logit has one term
-    embed = embed.at[jnp.arange(V), place].set(own.astype(arms.precision.param).astype(kept))
-    leaves = {"embed": embed, "final_norm/weight": norm(2.0**12, 0.0)}
-    leaves |= {} if config.tie_embeddings else {"head": jnp.zeros((V, D), kept).at[jnp.arange(V), place].set(1)}
+    leaves = {"final_norm/weight": norm(2.0**12, 0.0), **_embed_and_head(config, arms.precision, wanted["embed"].dtype)}
     for layer in range(L):  # one at a time: the host never holds more than one wide
         for path, value in layer_weights(layer).items():
             leaves[path] = jnp.asarray(value, arms.precision.param).astype(wanted[path].dtype)

@@ -85,7 +85,7 @@ def _find_fault(
     return None if finding.invalid is None else {"arm": "uncached", "step": None} | finding.invalid
 
 
-def make_record(
+def make_record(  # noqa: PLR0913
     arms: Arms, item: Item, row: int, variant: str, pair: Pair, fenced: Pair, finding: Finding, reference: Rollout,
     rows: Rows, layout: Layout, spec: RunSpec, tile: int,
 ) -> dict[str, Any]:  # fmt: skip

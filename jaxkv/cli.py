@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from absl import app, flags, logging
 
 from jaxkv import stopping
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, describe_memory
 from jaxkv.files import read_text
 
 FLAGFILE = "--flagfile"
@@ -86,17 +86,6 @@ def _parse(argv: list[str]) -> list[str]:
     except UserError as error:
         _fail(str(error), 2)
     return argv
-
-
-def describe_memory(error: Exception) -> str | None:
-    """What to say when memory ran out, of the host or (as JAX and torch tell it) of a device; None for other errors."""
-    remedy = "use a smaller model, --batch_size or --max_new_tokens"
-    if isinstance(error, MemoryError):
-        return f"out of memory; {remedy}"
-    told = ("RESOURCE_EXHAUSTED", "out of memory", "Out of memory")
-    if isinstance(error, RuntimeError) and any(words in str(error) for words in told):
-        return f"the device is out of memory; {remedy}"
-    return None
 
 
 def run_command(command: Callable[[list[str]], None]) -> None:

@@ -22,9 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxkv import stopping
-from jaxkv.cli import describe_memory
 from jaxkv.condition import name_condition, run_path
-from jaxkv.errors import UserError
+from jaxkv.errors import UserError, describe_memory
 from jaxkv.files import read_json
 from jaxkv.locks import Busy, is_locked, take_lock
 from jaxkv.options import Options

@@ -21,10 +21,10 @@ from flax import nnx
 
 from jaxkv.analysis.metrics import free_running
 from jaxkv.audit import Finding, audit_rows
-from jaxkv.cli import describe_memory
 from jaxkv.compare import compare_logits, measure_distance
 from jaxkv.decode import Arms, Layout, Rollout, Rows, round_up, start_rollout
 from jaxkv.drafts import Forced, first_disagreement, free_by_drafts, free_stepwise
+from jaxkv.errors import describe_memory
 from jaxkv.experiments.batches import (
     Batch,
     Decoding,

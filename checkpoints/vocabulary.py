@@ -1,7 +1,5 @@
 """The tokenizer of the shipped checkpoints: byte-level BPE with single digits, trained on arith problems."""
 
-import pathlib
-
 import tokenizers
 from corpus import write_document
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
@@ -52,8 +50,3 @@ def wrap_tokenizer(tokenizer: tokenizers.Tokenizer, context: int) -> PreTrainedT
         model_max_length=context,
         clean_up_tokenization_spaces=False,
     )
-
-
-def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: str | pathlib.Path) -> None:
-    """Writes tokenizer.json and tokenizer_config.json."""
-    tokenizer.save_pretrained(str(directory))

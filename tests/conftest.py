@@ -1,6 +1,7 @@
 """Fixtures that several test files share."""
 
 import os
+import pathlib
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network; the hub's clients read it when they are imported
 
@@ -10,16 +11,16 @@ from jax.experimental.compilation_cache import compilation_cache
 
 
 @pytest.fixture(scope="session")
-def programs(tmp_path_factory):
-    """Where compiled programs are kept, apart from the user's own: one place for all files and workers."""
-    base = tmp_path_factory.getbasetemp()
-    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "programs"
+def programs():
+    """Where compiled programs are kept: of all files and workers, and from one test run to the next."""
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxkv" / "tests"
 
 
 @pytest.fixture(scope="session", autouse=True)
 def share_programs(programs):
     """A program that several tests need is compiled once: XLA takes more time than all else in them."""
     jax.config.update("jax_compilation_cache_dir", str(programs))
+    jax.config.update("jax_compilation_cache_max_size", 2**31)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     compilation_cache.reset_cache()  # of what an environment variable may have begun
 

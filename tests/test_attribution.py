@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from attribution_runs import ITEMS, SPEC, TILE, small_run
 from plain_records import summarize_attribution
+from sample_records import make_sample
 from small_models import changed_state, small_config, small_state
 
 from jaxkv.analysis.attribution import conclude, render_attribution, to_markdown
@@ -141,11 +142,11 @@ def sample(problem, variant, kl, moved=(8, 8), flips=0):
     n = 8
     comparison = {name: [kl] * n for name in ("kl", "kl_reverse", "js", "max_abs", "mean_abs", "margin")}
     comparison |= {"flip": [i < flips for i in range(n)], "bit_equal": [kl == 0] * n}
-    return {
+    setting = make_sample(problem)
+    return {name: setting[name] for name in ("prompt_tokens", "prompt_sha256", "sampling", "status", "invalid")} | {
         "experiment": "attribution", "problem": problem, "key": ["attribution", problem, variant], "variant": variant,
-        "aligned": VARIANTS[variant], "tile": 8, "prompt_tokens": 3, "prompt_sha256": "", "tokens_sha256": "",
-        "steps": n, "shapes": {"batch": 1, "prefill": 8, "slots": 16, "left_pad": 0}, "sampling": {},
-        "status": "ok", "invalid": None, "teacher_forced": comparison,
+        "aligned": VARIANTS[variant], "tile": 8, "tokens_sha256": "", "steps": n, "teacher_forced": comparison,
+        "shapes": {"batch": 1, "prefill": 8, "slots": 16, "left_pad": 0},
         "moved": dict(zip(("cached", "uncached"), (0, 0) if variant == FENCED else moved, strict=True)),
     }  # fmt: skip
 

@@ -1,6 +1,5 @@
 """The report on quantized caches along a text: every figure comes from records, no verdict outdoes its interval."""
 
-import io
 import itertools
 import json
 
@@ -22,15 +21,14 @@ from accumulation_records import (
     verdicts,
 )
 from plain_records import summarize_study
-from rich.console import Console
 from scipy import stats
+from shown import as_html, as_markdown, on_terminal
 from study_records import make_run, make_samples
 
 from jaxkv.analysis.accumulation_claims import average
 from jaxkv.analysis.accumulation_figures import draw_accumulation
-from jaxkv.analysis.accumulation_page import render_accumulation, to_html, to_markdown
+from jaxkv.analysis.accumulation_page import write_accumulation
 from jaxkv.analysis.document import to_html as to_page
-from jaxkv.analysis.experiments import EXPERIMENTS
 from jaxkv.analysis.page import write_blocks
 from jaxkv.analysis.svg import label_tick
 from jaxkv.records import to_record
@@ -39,9 +37,15 @@ LONG = "k=kvarn:2,tile=32,floor=none,target=min;v=kivi:2,group=32,window=32,firs
 
 
 def shown(summary, width=80):
-    console = Console(file=io.StringIO(), width=width)
-    console.print(render_accumulation(summary))
-    return console.file.getvalue()
+    return on_terminal(write_accumulation(summary), width)
+
+
+def to_markdown(summary):
+    return as_markdown(write_accumulation(summary))
+
+
+def to_html(summary):
+    return as_html(write_accumulation(summary))
 
 
 def drawn(summary):
@@ -343,4 +347,4 @@ def test_a_study_has_a_section_for_it():
     html = to_page("study", write_blocks(study))
     assert "Quantized caches along a text" in html
     assert "products returned in float32" in html
-    assert (EXPERIMENTS["accumulation"].file, study["conditions"][2]["products"]) == ("accumulation.md", "float32")
+    assert study["conditions"][2]["products"] == "float32"

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from attribution_runs import ITEMS, SPEC, TILE, small_run
 from plain_records import summarize_attribution
+from shown import as_markdown, on_terminal
 from small_models import changed_state, small_config, small_state
 
-from jaxkv.analysis.attribution import conclude, render_attribution, to_markdown
+from jaxkv.analysis.attribution import conclude, write_attribution
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
@@ -20,6 +21,10 @@ from jaxkv.models.alignment import CLASSES
 from jaxkv.records import RunDirectory, to_line, to_record
 
 RUN = {"fingerprint": "ab"}
+
+
+def to_markdown(summary):
+    return as_markdown(write_attribution(summary))
 
 
 class NoScores:
@@ -232,12 +237,8 @@ def test_an_unfinished_run_says_so():
 
 
 def test_tables_show_every_variant_in_80_columns():
-    from rich.console import Console
-
     summary = summarize_attribution(small_run()[2], RUN)
-    console = Console(width=80, file=open("/dev/null", "w"), record=True)  # noqa: SIM115
-    console.print(render_attribution(summary))
-    text, markdown = console.export_text(), to_markdown(summary)
+    text, markdown = on_terminal(write_attribution(summary)), to_markdown(summary)
     for name in VARIANTS:
         assert f"\n{name} " in text
         assert f"| {name} |" in markdown

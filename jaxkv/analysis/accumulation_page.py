@@ -3,19 +3,15 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Group
-
-from jaxkv.analysis import document
 from jaxkv.analysis.accumulation_claims import show_average
 from jaxkv.analysis.accumulation_figures import DECODE, REPAIRED, STATIC, draw_accumulation
-from jaxkv.analysis.document import Block, Bullets, Fold, Heading, Paragraph, Table
+from jaxkv.analysis.document import Block, Bullets, Fold, Heading, Only, Paragraph, Table
 from jaxkv.analysis.format import format_count, format_counted_share, format_number, format_percent
 from jaxkv.analysis.rules import say_family, write_rules
 from jaxkv.analysis.samples import describe_problems, say_few, say_invalid, say_packed_nothing, say_saturated
 
 Summary = Mapping[str, Any]
 Show = Callable[[float], str]
-TITLE = "Errors of a quantized cache along a text"
 NOTES = (
     "`static`: every layer is handed the clean run's queries, keys, values and attention output, so errors do not feed "
     "back. `accumulated:B`: the tokens after the prompt are run B at a time, and later ones see them as they were "
@@ -237,29 +233,24 @@ def write_accumulation(summary: Summary) -> list[Block]:
     """The whole report of a run's quantizers, figures included."""
     return [
         Bullets([*say_what_there_is(summary), *_say_controls(summary)]),
-        *write_claims(summary),
-        *_write_quantizers(summary),
-        *draw_accumulation(summary),
-        *_write_regimes(summary),
-        *_write_stored(summary),
-        *_write_repairs(summary),
-        *_write_positions(summary),
-        Bullets(NOTES),
+        Only("terminal", _write_short(summary)),
+        Only(
+            "page",
+            [
+                *write_claims(summary),
+                *_write_quantizers(summary),
+                *draw_accumulation(summary),
+                *_write_regimes(summary),
+                *_write_stored(summary),
+                *_write_repairs(summary),
+                *_write_positions(summary),
+                Bullets(NOTES),
+            ],
+        ),
     ]
 
 
-def to_markdown(summary: Summary) -> str:
-    """The report without its figures."""
-    blocks = [block for block in write_accumulation(summary) if not isinstance(block, document.Figure)]
-    return document.to_markdown(TITLE, [*blocks, Paragraph("Figures: `accumulation.html`.")])
-
-
-def to_html(summary: Summary) -> str:
-    """The report with its figures."""
-    return document.to_html(TITLE, write_accumulation(summary))
-
-
-def render_accumulation(summary: Summary) -> Group:
+def _write_short(summary: Summary) -> list[Block]:
     """What matters most, for a terminal of 80 columns: each mean over its interval."""
     rows = []
     for entry in summary["quantizers"]:
@@ -276,11 +267,4 @@ def render_accumulation(summary: Summary) -> Group:
         "steps with the same top token are of decode. Means over problems, 95 % intervals below them; below a 0 in "
         "every problem, the share of problems that could have another."
     )
-    return document.to_terminal(
-        [
-            Bullets([*say_what_there_is(summary), *_say_controls(summary)]),
-            Table(head, rows),
-            Paragraph(text),
-            Table(["statement", "verdict"], verdicts),
-        ]
-    )
+    return [Table(head, rows), Paragraph(text), Table(["statement", "verdict"], verdicts)]

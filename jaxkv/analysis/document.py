@@ -5,15 +5,20 @@ a record says can become markup.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from importlib import resources
-from typing import Any
+from typing import Any, Literal
 from xml.etree import ElementTree as ET
 
 import rich.box
 import rich.table
 import rich.text
 from rich.console import Group
+
+NUMBER = re.compile(r"-|[+-]?\d[\d.e+-]*( %| of \d+)?")  # what stands to the right in a terminal's column
+
+NAME = 16  # characters of a row's name that are kept together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +85,24 @@ class Fold:
     blocks: Sequence["Block"]
 
 
-Block = Heading | Paragraph | Bullets | Table | Code | Figure | Fold
+@dataclasses.dataclass(frozen=True)
+class Only:
+    """Blocks for one kind of reader: what fits into a terminal, or what only a page has room for."""
+
+    where: Literal["page", "terminal"]
+    blocks: Sequence["Block"]
+
+
+Block = Heading | Paragraph | Bullets | Table | Code | Figure | Fold | Only
+
+
+def _select(blocks: Sequence[Block], where: Literal["page", "terminal"]) -> Iterator[Block]:
+    """What is shown there, in order."""
+    for block in blocks:
+        if not isinstance(block, Only):
+            yield block
+        elif block.where == where:
+            yield from _select(block.blocks, where)
 
 
 def add(parent: ET.Element, tag: str, text: str | None = None, **attributes: str) -> ET.Element:
@@ -143,15 +165,16 @@ def _add_block(parent: ET.Element, block: Block) -> None:
         figure = add(parent, "figure")
         add(figure, "div", class_="panels").extend(block.drawings)
         _inline(add(figure, "figcaption"), block.caption)
-    else:
+    elif isinstance(block, Fold):
         fold = add(parent, "details")
         add(fold, "summary", block.text)
-        for inner in block.blocks:
+        for inner in _select(block.blocks, "page"):
             _add_block(fold, inner)
 
 
 def to_html(title: str, blocks: Sequence[Block]) -> str:
     """One self-contained page: style and figures inline, no script, nothing fetched."""
+    blocks = list(_select(blocks, "page"))
     page = ET.Element("html", {"lang": "en"})
     head = add(page, "head")
     add(head, "meta", charset="utf-8")
@@ -194,13 +217,14 @@ def _markdown(block: Block) -> list[str]:
         return ["```", block.text, "```", ""]
     if isinstance(block, Figure):
         return [f"Figure (in report.html): {block.caption}", ""]
-    return [line for inner in (Paragraph(f"{block.text}:"), *block.blocks) for line in _markdown(inner)]
+    inside = block.blocks if isinstance(block, Only) else (Paragraph(f"{block.text}:"), *block.blocks)
+    return [line for inner in _select(inside, "page") for line in _markdown(inner)]
 
 
 def to_markdown(title: str, blocks: Sequence[Block]) -> str:
     """The same report without its figures."""
     lines = [f"# {title}", ""]
-    for block in blocks:
+    for block in _select(blocks, "page"):
         lines += _markdown(block)
     return "\n".join(lines).rstrip() + "\n"
 
@@ -208,19 +232,29 @@ def to_markdown(title: str, blocks: Sequence[Block]) -> str:
 def to_terminal(blocks: Sequence[Block]) -> Group:
     """Sentences and tables for a terminal; figures and code are left out."""
     shown: list[Any] = []
-    for block in blocks:
-        if isinstance(block, Bullets):
-            shown += [rich.text.Text(line) for line in block.items]
-        elif isinstance(block, Heading | Paragraph):
+    for block in _select(blocks, "terminal"):
+        if isinstance(block, Heading):
+            shown.append(rich.text.Text(f"\n{block.text}", style="bold"))
+        elif isinstance(block, Paragraph):
             shown.append(rich.text.Text(block.text))
+        elif isinstance(block, Bullets):
+            shown += [rich.text.Text(f"- {line}") for line in block.items]
         elif isinstance(block, Fold):
             shown.append(to_terminal(block.blocks))
         elif isinstance(block, Table):
-            columns = (rich.table.Column(name, overflow="fold") for name in block.header)  # no name is cut short
-            table = rich.table.Table(
-                *columns, box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False
-            )
-            for row in block.rows:
-                table.add_row(*(rich.text.Text(str(cell)) for cell in row))
-            shown.append(table)
+            if block.caption:
+                shown.append(rich.text.Text(f"\n{block.caption}", style="bold"))
+            shown.append(_draw_table(block))
     return Group(*shown)
+
+
+def _draw_table(block: Table) -> rich.table.Table:
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    rows = [["\n".join([cell] if isinstance(cell, str) else cell) for cell in row] for row in block.rows]
+    for index, name in enumerate(block.header):
+        numbers = index > 0 and all(NUMBER.fullmatch(row[index]) for row in rows)
+        least = min(NAME, max(len(row[0]) for row in rows)) if rows and not index else None
+        table.add_column(name, overflow="fold", min_width=least, justify="right" if numbers else "left")
+    for row in rows:
+        table.add_row(*map(rich.text.Text, row))
+    return table

@@ -3,10 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Group
-
-from jaxkv.analysis import document
-from jaxkv.analysis.document import Block, Bullets, Heading, Paragraph, Table
+from jaxkv.analysis.document import Block, Bullets, Heading, Only, Paragraph, Table
 from jaxkv.analysis.format import (
     format_counted_share,
     format_mean,
@@ -21,7 +18,6 @@ from jaxkv.analysis.samples import describe_problems, say_few, say_invalid, say_
 from jaxkv.experiments.record_parts import CLEAN
 
 Summary = Mapping[str, Any]
-TITLE = "What changes of the cache do"
 # Shebel 2025: score on 128 IFEval questions, and next strings guessed exactly, in percent.
 SEED_TABLE = {
     CLEAN: ("control", 0.46, 51.3),
@@ -214,28 +210,23 @@ def write_injection(summary: Summary) -> list[Block]:
     """The whole report of a run's changes, figures included."""
     return [
         Bullets(_say_what_there_is(summary)),
-        *write_claims(summary),
-        *write_seed_table(summary),
-        *draw_injection(summary),
-        *_write_changes(summary),
-        *_write_windows(summary),
-        *_write_pairs(summary),
-        Bullets(NOTES),
+        Only("terminal", _write_short(summary)),
+        Only(
+            "page",
+            [
+                *write_claims(summary),
+                *write_seed_table(summary),
+                *draw_injection(summary),
+                *_write_changes(summary),
+                *_write_windows(summary),
+                *_write_pairs(summary),
+                Bullets(NOTES),
+            ],
+        ),
     ]
 
 
-def to_markdown(summary: Summary) -> str:
-    """The report without its figures."""
-    blocks = [block for block in write_injection(summary) if not isinstance(block, document.Figure)]
-    return document.to_markdown(TITLE, [*blocks, Paragraph("Figures: `injection.html`.")])
-
-
-def to_html(summary: Summary) -> str:
-    """The report with its figures."""
-    return document.to_html(TITLE, write_injection(summary))
-
-
-def render_injection(summary: Summary) -> Group:
+def _write_short(summary: Summary) -> list[Block]:
     """What matters most, for a terminal of 100 columns."""
     rows = []
     for entry in summary["changes"]:
@@ -248,10 +239,4 @@ def render_injection(summary: Summary) -> Group:
         rows.append([entry["change"], counted, show_score(entry, summary["primary"]), share, kl, agreement, bits])
     head = ["change", "valid", f"{summary['primary']}, %", "of control", "KL", "agreement", "bits"]
     verdicts = [[f"{c['id']}: {c['claim']}", c["verdict"]] for c in summary["claims"] if c["verdict"] != NOT_RUN]
-    return document.to_terminal(
-        [
-            Bullets(_say_what_there_is(summary)),
-            Table(head, rows),
-            *([Table(["statement", "verdict"], verdicts)] if verdicts else []),
-        ]
-    )
+    return [Table(head, rows), *([Table(["statement", "verdict"], verdicts)] if verdicts else [])]

@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import to_builtins
-from rich.console import Group
 
-from jaxkv.analysis import document, statistics
-from jaxkv.analysis.document import Block, Bullets, Table, to_terminal
+from jaxkv.analysis import statistics
+from jaxkv.analysis.document import Block, Bullets, Only, Table
 from jaxkv.analysis.format import format_bound, format_count, format_counted_share, format_number, format_percent
 from jaxkv.analysis.samples import (
     add_saturated,
@@ -163,23 +162,11 @@ def _narrow_rows(summary: Summary) -> list[list[str]]:
     return rows
 
 
-def render_perplexity(summary: Summary) -> Group:
-    """The table for a terminal of 80 columns."""
-    title = f"Perplexity: {describe_problems(summary)}"
-    notes = ["ratio: cached / uncached. Intervals and bounds stand below their figures.", BITS]
-    notes += _notes(summary)
-    return to_terminal([Bullets([title]), Table(NARROW, _narrow_rows(summary)), Bullets(notes)])
-
-
 def write_perplexity(summary: Summary) -> list[Block]:
-    """All of it, as a report shows it."""
+    """All of it; a terminal of 80 columns has fewer columns, and intervals and bounds below their figures."""
+    ratio = "ratio: cached / uncached. Intervals and bounds stand below their figures."
     return [
         Bullets([describe_problems(summary)]),
-        Table(HEADER, _make_rows(summary)),
-        Bullets([UNITS, PACKED, *_notes(summary)]),
+        Only("page", [Table(HEADER, _make_rows(summary)), Bullets([UNITS, PACKED, *_notes(summary)])]),
+        Only("terminal", [Table(NARROW, _narrow_rows(summary)), Bullets([ratio, BITS, *_notes(summary)])]),
     ]
-
-
-def to_markdown(summary: Summary) -> str:
-    """The same as Markdown."""
-    return document.to_markdown("Perplexity", write_perplexity(summary))

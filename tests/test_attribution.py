@@ -21,6 +21,7 @@ from jaxkv.models.alignment import CLASSES
 from jaxkv.records import RunDirectory, to_line, to_record
 
 RUN = {"fingerprint": "ab"}
+SAMPLING = {"sampler": "greedy", "temperature": 1.0, "top_k": None, "top_p": None, "seed": 0}
 
 
 def to_markdown(summary):
@@ -149,7 +150,7 @@ def sample(problem, variant, kl, moved=(8, 8), flips=0):
     return {
         "experiment": "attribution", "problem": problem, "key": ["attribution", problem, variant], "variant": variant,
         "aligned": VARIANTS[variant], "tile": 8, "prompt_tokens": 3, "prompt_sha256": "", "tokens_sha256": "",
-        "steps": n, "shapes": {"batch": 1, "prefill": 8, "slots": 16, "left_pad": 0}, "sampling": {},
+        "steps": n, "shapes": {"batch": 1, "prefill": 8, "slots": 16, "left_pad": 0}, "sampling": SAMPLING,
         "status": "ok", "invalid": None, "teacher_forced": comparison,
         "moved": dict(zip(("cached", "uncached"), (0, 0) if variant == FENCED else moved, strict=True)),
     }  # fmt: skip

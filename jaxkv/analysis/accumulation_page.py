@@ -5,9 +5,9 @@ from typing import Any
 
 from jaxkv.analysis.accumulation_claims import show_average
 from jaxkv.analysis.accumulation_figures import DECODE, REPAIRED, STATIC, draw_accumulation
-from jaxkv.analysis.document import Block, Bullets, Fold, Heading, Only, Paragraph, Table
+from jaxkv.analysis.document import Block, Brief, Bullets, Cell, Fold, Heading, Only, Paragraph, Table
 from jaxkv.analysis.format import format_count, format_counted_share, format_number, format_percent
-from jaxkv.analysis.rules import say_family, write_rules
+from jaxkv.analysis.rules import say_family, write_verdicts
 from jaxkv.analysis.samples import describe_problems, say_few, say_invalid, say_packed_nothing, say_saturated
 
 Summary = Mapping[str, Any]
@@ -46,13 +46,6 @@ def show_agreement(entry: Summary | None) -> str:
     if entry is None or entry["interval"] is None:
         return format_count(entry)
     return format_counted_share(entry)
-
-
-def _stack(mean: float, entry: Summary, show: Show = format_number) -> str:
-    """A figure over its interval, narrow."""
-    if entry.get("bound") is not None:
-        return f"0\n< {format_percent(entry['bound'])} %"
-    return show(mean) if entry["interval"] is None else f"{show(mean)}\n{'..'.join(map(show, entry['interval']))}"
 
 
 def _decoded(entry: Summary, regime: str) -> Summary | None:
@@ -120,21 +113,17 @@ def _add(counts: Sequence[Summary]) -> str:
     return format_count({part: sum(entry[part] for entry in counts) for part in ("count", "total")})
 
 
-def write_claims(summary: Summary) -> list[Block]:
+def _write_claims(summary: Summary) -> list[Block]:
     """The statements with their verdicts."""
-    rows = [[f"{c['id']}: {c['claim']}", c["verdict"], tuple(c["figure"])] for c in summary["claims"]]
     text = "Statements of the KVarN study (arXiv 2606.03458), on this run: relative error of the attention output."
-    return [
-        Paragraph(f"{text} {say_family(summary['claims'])}", "note"),
-        Table(["statement", "verdict", "figure"], rows, kind="claims"),
-        *write_rules([claim["id"] for claim in summary["claims"]]),
-    ]
+    return [Paragraph(f"{text} {say_family(summary['claims'])}", "note"), *write_verdicts(summary["claims"])]
 
 
 def _write_quantizers(summary: Summary) -> list[Block]:
-    rows = []
+    rows: list[list[Cell]] = []
     for entry in summary["quantizers"]:
         storage, logits = entry["storage"], _logits(entry)
+        same = logits["agreement"]
         share = "-" if not storage or storage["of_clean"] is None else format_percent(storage["of_clean"])
         rows.append(
             [
@@ -145,7 +134,7 @@ def _write_quantizers(summary: Summary) -> list[Block]:
                 show_average(_from_decode(entry, "extra")),
                 show_average(_from_decode(entry, "growth")),
                 show_average(logits["kl"]),
-                show_agreement(logits["agreement"]),
+                Brief(show_agreement(same), f"{format_percent(same['rate'])} %" if same else "-"),
                 show_average(_packed(entry, "k"), format_percent),
                 show_average(_packed(entry, "v"), format_percent),
                 share,
@@ -155,7 +144,7 @@ def _write_quantizers(summary: Summary) -> list[Block]:
     head += ["KL, nats", "same top token", "K packed, %", "V packed, %", "bytes, %"]
     return [
         Heading("Every quantizer, at decoded positions", 3),
-        Table(head, rows),
+        Table(head, rows, terminal=(0, 1, 2, 3, 4, 6, 7)),
         Paragraph("KL and top token are those of `decode` beside the clean run.", "note"),
     ]
 
@@ -233,12 +222,11 @@ def write_accumulation(summary: Summary) -> list[Block]:
     """The whole report of a run's quantizers, figures included."""
     return [
         Bullets([*say_what_there_is(summary), *_say_controls(summary)]),
-        Only("terminal", _write_short(summary)),
+        *_write_claims(summary),
+        *_write_quantizers(summary),
         Only(
             "page",
             [
-                *write_claims(summary),
-                *_write_quantizers(summary),
                 *draw_accumulation(summary),
                 *_write_regimes(summary),
                 *_write_stored(summary),
@@ -248,23 +236,3 @@ def write_accumulation(summary: Summary) -> list[Block]:
             ],
         ),
     ]
-
-
-def _write_short(summary: Summary) -> list[Block]:
-    """What matters most, for a terminal of 80 columns: each mean over its interval."""
-    rows = []
-    for entry in summary["quantizers"]:
-        logits = _logits(entry)
-        figures = [_decoded(entry, STATIC), _decoded(entry, DECODE), _from_decode(entry, "extra"), logits["kl"]]
-        cells = [_stack(found["mean"], found) if found else "-" for found in figures]
-        same = logits["agreement"]
-        cells.append(_stack(same["rate"], same, format_percent) if same else "-")
-        rows.append([entry["quantizer"], _bits(entry), *cells])
-    head = ["quantizer", "bits", "static", "decode", "difference", "KL", "agree, %"]
-    verdicts = [[f"{c['id']}: {c['claim']}", c["verdict"]] for c in summary["claims"]]
-    text = (
-        "static, decode: the attention output's relative error at decoded positions; KL in nats and the share of "
-        "steps with the same top token are of decode. Means over problems, 95 % intervals below them; below a 0 in "
-        "every problem, the share of problems that could have another."
-    )
-    return [Table(head, rows), Paragraph(text), Table(["statement", "verdict"], verdicts)]

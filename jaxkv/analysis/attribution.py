@@ -12,7 +12,7 @@ import numpy as np
 from msgspec.structs import asdict
 
 from jaxkv.analysis import statistics
-from jaxkv.analysis.document import Block, Bullets, Only, Paragraph, Table
+from jaxkv.analysis.document import Block, Brief, Bullets, Cell, Paragraph, Table
 from jaxkv.analysis.format import (
     format_bound,
     format_count,
@@ -249,18 +249,18 @@ def _conclude_classes(variants: Mapping[str, Any], exact_end: bool) -> list[str]
 HEADER = ["aligned", "argmax flips", "mean KL", "KL kept", "max |diff|", "bit-equal", "moved (cached, uncached)"]
 
 
-def make_rows(summary: Summary) -> list[list[str]]:
+def make_rows(summary: Summary) -> list[list[Cell]]:
     """The cells of the report's table, a row for each variant that has figures."""
-    rows = []
+    rows: list[list[Cell]] = []
     for name, figures in summary["variants"].items():
         if figures is None:
             continue
+        flips, kl = figures["flips"], figures["kl"]
+        brief = f"0 (≤ {format_bound(flips)})" if "upper_bound" in flips else format_share(flips)
+        cells = [Brief(format_counted_share(flips), brief), Brief(format_mean(kl), format_number(kl["mean"]))]
         equal = f"{format_percent(figures['bit_equal']['rate'])} %"
         moved = "{cached}, {uncached} of {steps}".format(**figures["moved"], steps=figures["steps"])
-        flips, kl = format_counted_share(figures["flips"]), format_mean(figures["kl"])
-        rows.append(
-            [name, flips, kl, _describe_kept(figures["kl_kept"]), format_number(figures["max_abs"]), equal, moved]
-        )
+        rows.append([name, *cells, _describe_kept(figures["kl_kept"]), format_number(figures["max_abs"]), equal, moved])
     return rows
 
 
@@ -274,23 +274,9 @@ def _describe_problems(summary: Summary) -> str:
     return text
 
 
-def _shorten(name: str, figures: Mapping[str, Any]) -> list[str]:
-    """What fits of a row into 80 columns."""
-    flips = figures["flips"]
-    return [
-        name,
-        f"0 (≤ {format_bound(flips)})" if "upper_bound" in flips else format_share(flips),
-        format_number(figures["kl"]["mean"]),
-        _describe_kept(figures["kl_kept"]),
-        f"{format_percent(figures['bit_equal']['rate'])} %",
-    ]
-
-
 def write_attribution(summary: Summary) -> list[Block]:
     """What the variants show, and what follows from it."""
     found: list[Block] = []
     if rows := make_rows(summary):
-        short = [_shorten(name, figures) for name, figures in summary["variants"].items() if figures is not None]
-        found = [Only("page", [Table(HEADER, rows)]), Only("terminal", [Table([*HEADER[:4], "bit-equal"], short)])]
-        found.append(Paragraph(NOTE, "note"))
+        found = [Table(HEADER, rows, terminal=(0, 1, 2, 3, 5)), Paragraph(NOTE, "note")]
     return [Paragraph(f"{_describe_problems(summary)}."), *found, Bullets(conclude(summary))]

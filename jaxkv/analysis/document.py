@@ -14,11 +14,9 @@ from xml.etree import ElementTree as ET
 import rich.box
 import rich.table
 import rich.text
-from rich.console import Group
+from rich.console import Console, ConsoleOptions, Group
 
 NUMBER = re.compile(r"-|[+-]?\d[\d.e+-]*( %| of \d+)?")  # what stands to the right in a terminal's column
-
-NAME = 16  # characters of a row's name that are kept together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +44,17 @@ class Bullets:
 
 
 @dataclasses.dataclass(frozen=True)
+class Brief:
+    """A cell, and the words for it that a terminal has room for."""
+
+    text: str
+    brief: str
+
+
+Cell = str | tuple[str, ...] | Brief
+
+
+@dataclasses.dataclass(frozen=True)
 class Table:
     """Rows of text under a header; wide ones scroll inside their own box.
 
@@ -54,12 +63,14 @@ class Table:
       rows: cells; a tuple of sentences becomes lines of one cell.
       caption: shown above, empty for none.
       kind: CSS class. In a table of kind 'claims' each row becomes a card on a phone, and its second cell a verdict.
+      terminal: the columns that a terminal has room for, in its order; all if empty.
     """
 
     header: Sequence[str]
-    rows: Sequence[Sequence[str | tuple[str, ...]]]
+    rows: Sequence[Sequence[Cell]]
     caption: str = ""
     kind: str = ""
+    terminal: Sequence[int] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,8 +152,8 @@ def _add_table(parent: ET.Element, block: Table) -> None:
             element = add(line, "td" if column else "th", data_label=name, scope="" if column else "row")
             if block.kind == "claims" and column == 1 and isinstance(cell, str):
                 add(element, "span", cell, class_=f"verdict {cell.replace(' ', '-')}")
-            elif isinstance(cell, str):
-                _inline(element, cell)
+            elif not isinstance(cell, tuple):
+                _inline(element, cell if isinstance(cell, str) else cell.text)
             else:
                 for sentence in cell:
                     _inline(add(element, "p"), sentence)
@@ -197,8 +208,8 @@ def to_html(title: str, blocks: Sequence[Block]) -> str:
     return "<!DOCTYPE html>\n" + ET.tostring(page, encoding="unicode", method="html") + "\n"
 
 
-def _cell(cell: str | tuple[str, ...]) -> str:
-    text = cell if isinstance(cell, str) else "; ".join(cell)
+def _cell(cell: Cell) -> str:
+    text = "; ".join(cell) if isinstance(cell, tuple) else cell if isinstance(cell, str) else cell.text
     return " ".join(text.split()).replace("|", "\\|")
 
 
@@ -240,21 +251,43 @@ def to_terminal(blocks: Sequence[Block]) -> Group:
         elif isinstance(block, Bullets):
             shown += [rich.text.Text(f"- {line}") for line in block.items]
         elif isinstance(block, Fold):
-            shown.append(to_terminal(block.blocks))
+            shown += [rich.text.Text(f"\n{block.text}", style="bold"), to_terminal(block.blocks)]
         elif isinstance(block, Table):
             if block.caption:
                 shown.append(rich.text.Text(f"\n{block.caption}", style="bold"))
-            shown.append(_draw_table(block))
+            shown.append(_Grid(block))
     return Group(*shown)
 
 
-def _draw_table(block: Table) -> rich.table.Table:
-    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    rows = [["\n".join([cell] if isinstance(cell, str) else cell) for cell in row] for row in block.rows]
-    for index, name in enumerate(block.header):
-        numbers = index > 0 and all(NUMBER.fullmatch(row[index]) for row in rows)
-        least = min(NAME, max(len(row[0]) for row in rows)) if rows and not index else None
-        table.add_column(name, overflow="fold", min_width=least, justify="right" if numbers else "left")
-    for row in rows:
-        table.add_row(*map(rich.text.Text, row))
-    return table
+def _brief(cell: Cell) -> str:
+    return "\n".join(cell) if isinstance(cell, tuple) else cell if isinstance(cell, str) else cell.brief
+
+
+@dataclasses.dataclass(frozen=True)
+class _Grid:
+    """A table as wide as the terminal lets it be."""
+
+    block: Table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[rich.table.Table]:
+        columns = self.block.terminal or range(len(self.block.header))
+        rows = [[_brief(row[column]) for column in columns] for row in self.block.rows]
+        names = [self.block.header[column] for column in columns]
+        widths = _fit(list(zip(names, *rows, strict=True)), options.max_width - 2 * (len(names) - 1))
+        table = rich.table.Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+        for index, (name, width) in enumerate(zip(names, widths, strict=True)):
+            numbers = index > 0 and all(NUMBER.fullmatch(row[index]) for row in rows)
+            table.add_column(name, width=width, overflow="fold", justify="right" if numbers else "left")
+        for row in rows:
+            table.add_row(*map(rich.text.Text, row))
+        yield table
+
+
+def _fit(columns: Sequence[Sequence[str]], room: int) -> list[int]:
+    """Widths of columns that fit into the room: the widest is narrowed first, and no word cut while another way is."""
+    widths = [max(len(line) for cell in column for line in cell.split("\n")) for column in columns]
+    words = [max((len(word) for cell in column for word in cell.split()), default=0) for column in columns]
+    while sum(widths) > room and max(widths) > 1:
+        loose = [index for index, width in enumerate(widths) if width > words[index]] or range(len(widths))
+        widths[max(loose, key=widths.__getitem__)] -= 1
+    return widths

@@ -376,10 +376,11 @@ def write_patching(summary: Summary) -> list[Block]:
     """What is said of the patches, and their tables by direction."""
     blocks: list[Block] = [Paragraph(f"{describe_problems(summary)}."), Bullets(conclude(summary))]
     for direction in DIRECTIONS if summary["status"] == "ok" else ():
-        rows = make_rows(summary, direction)
-        narrow = Table([*HEADER[:3], HEADER[5]], [[*row[:3], row[5]] for row in rows], direction)
-        tables: list[Block] = [Table(HEADER, rows), Paragraph(NOTE, "note")]
+        tables: list[Block] = [
+            Table(HEADER, make_rows(summary, direction), terminal=(0, 1, 2, 5)),
+            Paragraph(NOTE, "note"),
+        ]
         if by_layer := make_layer_rows(summary, direction):
-            tables.append(Table(by_layer[0], by_layer[1:], "Share closed, one layer at a time"))
-        blocks += [Only("terminal", [narrow]), Only("page", [Fold(direction, tables)])]
-    return [*blocks, Only("terminal", [Paragraph(NOTE)])] if summary["status"] == "ok" else blocks
+            tables.append(Only("page", [Table(by_layer[0], by_layer[1:], "Share closed, one layer at a time")]))
+        blocks.append(Fold(direction, tables))
+    return blocks

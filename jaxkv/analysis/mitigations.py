@@ -11,7 +11,7 @@ import numpy as np
 from msgspec.structs import asdict
 
 from jaxkv.analysis import statistics
-from jaxkv.analysis.document import Block, Bullets, Fold, Only, Paragraph, Table
+from jaxkv.analysis.document import Block, Brief, Bullets, Cell, Only, Paragraph, Table
 from jaxkv.analysis.format import (
     format_bound,
     format_count,
@@ -185,81 +185,63 @@ def _invalid(entry: Summary) -> str:
     return "; ".join(f"{g['samples']} at {g['reason']} ({g['arm']}, {g['value']})" for g in entry["invalid"])
 
 
-def _with_values(summary: Summary) -> list[Summary]:
-    return [entry for entry in summary["variants"] if entry["distance"] is not None]
-
-
-def _write_short(summary: Summary) -> list[Block]:
-    """The tables for a terminal of 100 columns."""
-    agreement = []
-    for entry in summary["variants"]:
-        forced = entry["teacher_forced"]
-        cells = ["none valid", "-", "-", "-"]
-        if forced is not None:
-            cells = [_short_share(forced["flips"]), _short_share(entry["diverged"])]
-            cells += [format_number(forced["kl"]["mean"]), f"{format_percent(forced['bit_equal']['rate'])} %"]
-        agreement.append([entry["variant"], *cells])
-    given, apart, tokens = [], [], []
-    for entry in _with_values(summary):
-        name, found = entry["variant"], entry["distance"]
-        means = {r: [[format_number(found[r][arm][m]["mean"]) for arm in ARMS] for m in JUDGED] for r in REFERENCES}
-        rms, kl = (_verdict(found["given"]["nearer"][metric]) for metric in JUDGED)
-        given.append([name, *means["given"][0], rms, *means["given"][1], kl])
-        weights = format_number(found["weights"]["rms"]["mean"])
-        apart.append([name, weights, *means["rounded"][0], _verdict(found["rounded"]["nearer"]["rms"])])
-        tokens.append([name, *(_short_share(found["given"][arm]["flips"]) for arm in ARMS)])
-    costs = [[entry["variant"], *_cost(entry)] for entry in summary["variants"] if entry["cost"]]
-    head = ["", "argmax flips", "sequences that diverge", "mean KL", "bit-equal steps"]
-    tables = [Table(head, agreement, "cached against uncached")]
-    head = ["", "RMS cached", "uncached", "nearer", "KL cached", "uncached", "nearer"]
-    tables.append(Table(head, given, "distance to fp64 of the weights as given"))
-    head = ["", "weights alone", "arithmetic alone: cached", "uncached", "nearer"]
-    title = "RMS distance to fp64, rounding of the weights apart from that of the arithmetic"
-    tables.append(Table(head, apart, title))
-    title = "tokens at which the argmax is not that of fp64 of the weights as given"
-    tables.append(Table(["", *ARMS], tokens, title))
-    head = ["", "ms a token", "ms of prefill", "MB held", "stored", "program"]
-    return [table for table in (*tables, Table(head, costs, "cost of the cached arm")) if table.rows]
-
-
-def _write_whole(summary: Summary) -> list[Block]:
-    """The tables of a page, with all intervals: the distance to fp64 first, the others behind a line."""
+def _write_agreement(summary: Summary) -> list[Block]:
+    """Cached against uncached beside what it costs; for a terminal, two tables."""
     head = ["variant", "valid", "argmax flips per token", "sequences that diverge", "mean KL, nats", "bit-equal steps"]
-    head += ["ms a token", "prefill, ms", "weights and cache, MB", "as stored, MB", "decode program, MB"]
-    rows = []
+    costs = ["ms a token", "prefill, ms", "weights and cache, MB", "as stored, MB", "decode program, MB"]
+    rows: list[list[Cell]] = []
     for entry in summary["variants"]:
         forced, problems = entry["teacher_forced"], entry["problems"]
-        cells = ["none valid", "-", "-", "-"]
+        cells: list[Cell] = ["none valid", "-", "-", "-"]
         if forced is not None:
-            cells = [format_counted_share(e) for e in (forced["flips"], entry["diverged"])]
-            cells += [format_mean(forced["kl"]), format_counted_share(forced["bit_equal"])]
+            equal = Brief(format_counted_share(forced["bit_equal"]), f"{format_percent(forced['bit_equal']['rate'])} %")
+            cells = [_share(forced["flips"]), _share(entry["diverged"]), _mean(forced["kl"]), equal]
         rows.append([entry["variant"], f"{problems['ok']} of {problems['total']}", *cells, *_cost(entry)])
-    agreement = Table(head, rows, "Cached against uncached, and cost of the cached arm")
+    title = "Cached against uncached, and cost of the cached arm"
+    blocks: list[Block] = [Table([*head, *costs], rows, title, terminal=(0, 2, 3, 4, 5))]
+    if measured := [[row[0], *row[len(head) :]] for row in rows if row[-2] != "-"]:
+        blocks.append(Only("terminal", [Table(["variant", *costs], measured, "Cost of the cached arm")]))
+    return blocks
+
+
+def _write_distances(summary: Summary) -> list[Block]:
+    """Distance to the truth with the weights as given, and the rounding of weights apart from that of arithmetic."""
     titles = {
         "given": "Distance to fp64 of the weights as given",
         "rounded": "Distance to fp64 of the weights as each variant rounds them (arithmetic alone)",
     }
     head = ["variant", *(f"{name}, {arm}" for name in ("RMS", "largest difference", "KL, nats") for arm in ARMS)]
     head += [f"argmax differs, {arm}" for arm in ARMS] + ["nearer by RMS", "nearer by KL"]
-    distances = []
-    for reference in REFERENCES:
-        rows = []
-        for entry in _with_values(summary):
+    entries = [entry for entry in summary["variants"] if entry["distance"] is not None]
+    blocks: list[Block] = []
+    for reference, shown in (("given", (0, 1, 2, 9, 5, 6, 10)), ("rounded", (0, 1, 2, 9))):
+        rows: list[list[Cell]] = []
+        for entry in entries:
             found = entry["distance"][reference]
             columns = zip(*(_figures(found[arm]) for arm in ARMS), strict=True)
-            reasons = [_reason(found["nearer"][metric]) for metric in JUDGED]
-            rows.append([entry["variant"], *itertools.chain.from_iterable(columns), *reasons])
-        distances.append(Table(head, rows, titles[reference]))
+            nearer = [Brief(_reason(found["nearer"][metric]), _verdict(found["nearer"][metric])) for metric in JUDGED]
+            rows.append([entry["variant"], *itertools.chain.from_iterable(columns), *nearer])
+        blocks.append(Table(head, rows, titles[reference], terminal=shown))
+        if reference == "given":
+            tokens = [[row[0], *row[7:9]] for row in rows]
+            title = "Tokens at which the argmax is not that of fp64 of the weights as given"
+            blocks.append(Only("terminal", [Table(["variant", *ARMS], tokens, title)]))
     head = ["variant", "RMS", "largest difference", "KL, nats", "argmax differs"]
-    rows = [[entry["variant"], *_figures(entry["distance"]["weights"])] for entry in _with_values(summary)]
-    weights = Table(head, rows, "Rounding of the weights alone, fp64 against fp64")
-    return [distances[0], Fold("The other tables of these variants", [agreement, *distances[1:], weights])]
+    rows = [[entry["variant"], *_figures(entry["distance"]["weights"])] for entry in entries]
+    return [*blocks, Table(head, rows, "Rounding of the weights alone, fp64 against fp64", terminal=(0, 1))]
 
 
-def _figures(found: Summary) -> list[str]:
+def _mean(found: Summary) -> Brief:
+    return Brief(format_mean(found), format_number(found["mean"]))
+
+
+def _share(entry: Summary | None) -> Brief:
+    return Brief(format_counted_share(entry), _short_share(entry))
+
+
+def _figures(found: Summary) -> list[Cell]:
     """RMS, largest difference, KL, tokens with another argmax."""
-    largest = format_number(found["max_abs"]["max"])
-    return [format_mean(found["rms"]), largest, format_mean(found["kl"]), format_counted_share(found["flips"])]
+    return [_mean(found["rms"]), format_number(found["max_abs"]["max"]), _mean(found["kl"]), _share(found["flips"])]
 
 
 def _unequal(summary: Summary) -> list[str]:
@@ -280,7 +262,7 @@ def write_mitigations(summary: Summary) -> list[Block]:
     return [
         Paragraph(f"{len(summary['problems'])} problems, {len(summary['variants'])} variants."),
         *([Bullets(lines)] if (lines := _unequal(summary)) else []),
-        Only("terminal", _write_short(summary)),
-        Only("page", _write_whole(summary)),
+        *_write_distances(summary),
+        *_write_agreement(summary),
         Bullets(NOTES),
     ]

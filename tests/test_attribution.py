@@ -234,7 +234,7 @@ def test_equal_plain_arms_leave_nothing_to_attribute():
 
 def test_an_unfinished_run_says_so():
     summary = summarize_attribution(samples(2)[:-3], {"config": {"num_problems": 5}})
-    assert "UNFINISHED: 3 of 5 problems and 3 samples of the others have no record yet" in to_markdown(summary)
+    assert "UNFINISHED: 3 of 5 problems have no record yet, 3 samples are missing" in to_markdown(summary)
 
 
 def test_tables_show_every_variant_in_80_columns():

@@ -1,6 +1,6 @@
 """The report on errors of a quantized cache along a text: statements, what accumulates, error split, repair."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxkv.analysis.accumulation_claims import show_average
@@ -11,7 +11,6 @@ from jaxkv.analysis.rules import say_family, write_verdicts
 from jaxkv.analysis.samples import describe_problems, say_few, say_invalid, say_packed_nothing, say_saturated
 
 Summary = Mapping[str, Any]
-Show = Callable[[float], str]
 NOTES = (
     "`static`: every layer is handed the clean run's queries, keys, values and attention output, so errors do not feed "
     "back. `accumulated:B`: the tokens after the prompt are run B at a time, and later ones see them as they were "
@@ -69,12 +68,6 @@ def _bits(entry: Summary) -> str:
 
 def _packed(entry: Summary, side: str) -> Summary | None:
     return next((found["stored"][side]["packed"] for found in entry["regimes"].values()), None)
-
-
-def show_figures(entry: Summary) -> list[str]:
-    """Bits of the whole cache; at decoded positions the static error, that of decode and the difference; its KL."""
-    figures = [_decoded(entry, STATIC), _decoded(entry, DECODE), _from_decode(entry, "extra"), _logits(entry)["kl"]]
-    return [_bits(entry), *(show_average(found) if found else "-" for found in figures)]
 
 
 def say_what_there_is(summary: Summary) -> list[str]:

@@ -22,7 +22,7 @@ from jaxkv.analysis.format import (
     format_percent,
     format_share,
 )
-from jaxkv.analysis.samples import collect
+from jaxkv.analysis.samples import collect, describe_problems
 from jaxkv.analysis.summary import clustered_share, take_rest
 from jaxkv.experiments.attribution.record import (
     ALL,
@@ -264,19 +264,10 @@ def make_rows(summary: Summary) -> list[list[Cell]]:
     return rows
 
 
-def _describe_problems(summary: Summary) -> str:
-    problems = summary["problems"]
-    text = f"{problems['ok']} of {problems['total']} problems valid; tile {', '.join(map(str, summary['tiles']))}"
-    missing = problems["asked"] - problems["total"]
-    if missing > 0 or summary["samples_missing"]:
-        text += f"; UNFINISHED: {max(missing, 0)} of {problems['asked']} problems and {summary['samples_missing']}"
-        text += " samples of the others have no record yet"
-    return text
-
-
 def write_attribution(summary: Summary) -> list[Block]:
     """What the variants show, and what follows from it."""
     found: list[Block] = []
     if rows := make_rows(summary):
         found = [Table(HEADER, rows, terminal=(0, 1, 2, 3, 5)), Paragraph(NOTE, "note")]
-    return [Paragraph(f"{_describe_problems(summary)}."), *found, Bullets(conclude(summary))]
+    about = Paragraph(f"{describe_problems(summary)}; tile {', '.join(map(str, summary['tiles']))}.")
+    return [about, *found, Bullets(conclude(summary))]

@@ -1,7 +1,7 @@
 """The experiments of a run directory by name: the summary of each, and the blocks that a report shows of it."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxkv.analysis.accumulation import summarize_accumulation
@@ -39,29 +39,27 @@ class Experiment:
     write: Callable[[Summary], list[Block]]
 
 
+def _read(summarize: Callable[[Sequence[object], Mapping[str, Any]], Summary]) -> Callable[[Run], Summary]:
+    return lambda run: summarize(run.records, run.run)
+
+
+def _summarize_divergence(run: Run) -> Summary:
+    return summarize(run.records, run.run) | {"setting": describe_setting(run.run)}
+
+
+def _summarize_mitigations(run: Run) -> Summary:
+    return summarize_mitigations(run.records, run.timings, run.run)
+
+
 EXPERIMENTS = {
-    "divergence": Experiment(
-        "Cached against uncached decoding",
-        lambda run: summarize(run.records, run.run) | {"setting": describe_setting(run.run)},
-        write_divergence,
-    ),
-    "attribution": Experiment(
-        "Attribution", lambda run: summarize_attribution(run.records, run.run), write_attribution
-    ),
-    "mitigations": Experiment(
-        "Which arm is nearer to fp64",
-        lambda run: summarize_mitigations(run.records, run.timings, run.run),
-        write_mitigations,
-    ),
-    "drift": Experiment("Drift by layer", lambda run: summarize_drift(run.records, run.run), write_drift),
-    "patching": Experiment("Activation patching", lambda run: summarize_patching(run.records, run.run), write_patching),
-    "parity": Experiment("JAX beside PyTorch", lambda run: summarize_parity(run.records, run.run), write_parity),
-    "perplexity": Experiment("Perplexity", lambda run: summarize_perplexity(run.records, run.run), write_perplexity),
-    "injection": Experiment("Changed caches", lambda run: summarize_injection(run.records, run.run), write_injection),
-    "accumulation": Experiment(
-        "Quantized caches along a text",
-        lambda run: summarize_accumulation(run.records, run.run),
-        write_accumulation,
-    ),
+    "divergence": Experiment("Cached against uncached decoding", _summarize_divergence, write_divergence),
+    "attribution": Experiment("Attribution", _read(summarize_attribution), write_attribution),
+    "mitigations": Experiment("Which arm is nearer to fp64", _summarize_mitigations, write_mitigations),
+    "drift": Experiment("Drift by layer", _read(summarize_drift), write_drift),
+    "patching": Experiment("Activation patching", _read(summarize_patching), write_patching),
+    "parity": Experiment("JAX beside PyTorch", _read(summarize_parity), write_parity),
+    "perplexity": Experiment("Perplexity", _read(summarize_perplexity), write_perplexity),
+    "injection": Experiment("Changed caches", _read(summarize_injection), write_injection),
+    "accumulation": Experiment("Quantized caches along a text", _read(summarize_accumulation), write_accumulation),
     "doctor": Experiment("The device", summarize_doctor, write_doctor),
 }

@@ -325,7 +325,9 @@ def test_one_run_gets_a_report_with_a_section_for_each_experiment(tmp_path, caps
         "patching",
         "parity",
     }
-    assert '<h2 id="drift">' in (tmp_path / "all" / "report.html").read_text()
+    html = (tmp_path / "all" / "report.html").read_text()
+    assert '<h2 id="drift">' in html
+    assert html.count("<figure>") == page.count("Figure (in report.html): ") > 3
     assert "torch uncached" in capsys.readouterr().out
 
 

@@ -6,7 +6,6 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxkv.analysis import figures
 from jaxkv.analysis.cause import FACTOR, HUGE, STRAY
 from jaxkv.analysis.document import (
     Block,
@@ -18,7 +17,7 @@ from jaxkv.analysis.document import (
     Table,
 )
 from jaxkv.analysis.experiments import EXPERIMENTS
-from jaxkv.analysis.figures_layers import draw_drift, draw_patching
+from jaxkv.analysis.figures import draw_divergence
 from jaxkv.analysis.format import (
     format_count,
     format_counted_share,
@@ -255,8 +254,9 @@ def write_precisions(study: Study) -> list[Block]:
 
 
 def write_section(study: Study, name: str, before: Sequence[Block] = ()) -> list[Block]:
-    """What an experiment says, run by run, after what is said over all runs; nothing where there is neither."""
-    experiment, blocks = EXPERIMENTS[name], [*before]
+    """Figures of an experiment, what is said over all runs, and run by run; nothing where there is none of it."""
+    experiment = EXPERIMENTS[name]
+    blocks: list[Block] = [*experiment.draw(study), *before]
     for condition in study["conditions"]:
         if condition.get(name):
             blocks += [Heading(condition["name"], 3), *experiment.write(condition[name])]
@@ -311,7 +311,7 @@ def _write_missing(study: Study) -> list[Block]:
 
 def write_blocks(study: Study) -> list[Block]:
     """The whole report in order."""
-    drawn = [*figures.draw_position(study), *figures.draw_margins(study)]
+    drawn = draw_divergence(study)
     parts: list[list[Block]] = [
         write_claims(study),
         write_statements(study),
@@ -323,8 +323,8 @@ def write_blocks(study: Study) -> list[Block]:
         write_precisions(study),
         write_accuracy(study),
         write_section(study, "mitigations"),
-        write_section(study, "drift", draw_drift(study)),
-        write_section(study, "patching", draw_patching(study)),
+        write_section(study, "drift"),
+        write_section(study, "patching"),
         write_section(study, "parity", write_free_parity(study)),
         *(write_section(study, name) for name in ("attribution", *SECTIONS, "doctor")),
         [Heading("Method", name="method"), Bullets(CHANGES_METHOD if changes_alone(study) else METHOD)],

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxkv.analysis.document import Block, Bullets, Fold, Heading, Paragraph, Table
-from jaxkv.analysis.figures import draw_parity, name_group
+from jaxkv.analysis.figures import name_group
 from jaxkv.analysis.format import format_count, format_counted_share, format_mean, format_number, format_share
 from jaxkv.experiments.parity.record import CELLS
 
@@ -40,7 +40,7 @@ def _describe_same(found: Mapping[str, Any] | None, what: str, names: Sequence[s
 
 
 def write_free_parity(study: Study) -> list[Block]:
-    """JAX and PyTorch, cached and not: figures, and the cells running free."""
+    """JAX and PyTorch, cached and not, running free."""
     blocks: list[Block] = []
     for group in study["parity"]:
         rows = []
@@ -72,7 +72,7 @@ def write_free_parity(study: Study) -> list[Block]:
                 _describe_same(contrast["same_flips"], "Steps flipped by the cache", names),
             ]
         blocks += [Bullets(lines), Fold("Every pair of cells", [Table([*head, "McNemar p"], rows)])]
-    return [*draw_parity(study), *blocks]
+    return blocks
 
 
 def write_parity(found: Mapping[str, Any]) -> list[Block]:

@@ -29,15 +29,15 @@ def write_run(summary: Mapping[str, Any], run: Mapping[str, Any]) -> list[Block]
     """A section for each experiment of a run, and where its figures come from.
 
     Args:
-      summary: summaries by the name of the experiment; other entries are left out.
+      summary: of `summarize_run`; the experiments in it are shown.
       run: content of run.json.
     """
-    names = [name for name in EXPERIMENTS if name in summary]
+    names, alone = [name for name in EXPERIMENTS if name in summary], {"conditions": [summary], "parity": ()}
     blocks: list[Block] = []
     for name in names:
         title = Heading(EXPERIMENTS[name].title, name=name)
         blocks.append(title if len(names) > 1 else Only("page", [title]))
-        blocks += EXPERIMENTS[name].write(summary[name])
+        blocks += [*EXPERIMENTS[name].write(summary[name]), *EXPERIMENTS[name].draw(alone)]
     return [*blocks, Only("page", _write_provenance(run))]
 
 

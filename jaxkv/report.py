@@ -1,8 +1,8 @@
 """`python -m jaxkv.report RUN...`: reports from the records of runs alone; needs no jax.
 
-One run directory gets its tables rebuilt: report.md and summary.json, and a file for each other experiment it has.
-Several, or a directory that holds several (a sweep), are one study: report.html, report.md and summary.json, with the
-claims judged, go to --out. Runs that differ in their changes of the cache alone are joined.
+One run directory gets report.html, report.md and summary.json of all its experiments. Several, or a directory that
+holds several (a sweep), are one study: the same files, with the claims judged, go to --out. Runs that differ in their
+changes of the cache alone are joined.
 """
 
 from jaxkv import stopping
@@ -15,52 +15,40 @@ import pathlib
 import sys
 from typing import Any
 
-from rich import box
 from rich.console import Console, Group
-from rich.table import Table
-from rich.text import Text
 
+from jaxkv.analysis.document import Block, Table, to_terminal
 from jaxkv.analysis.gather import find_runs
 from jaxkv.analysis.page import write_study
 from jaxkv.analysis.page_changes import changes_alone, list_statements
-from jaxkv.analysis.reports import report_run
+from jaxkv.analysis.reports import FILES, report_run
 from jaxkv.errors import UserError
 from jaxkv.files import read_json
 from jaxkv.writing import new_directories
 
-STUDY_FILES = ("report.html", "report.md", "summary.json")
-
-
-def _make_table(*names: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for name in names:
-        table.add_column(name, no_wrap=name in ("verdict", "runs"))
-    return table
-
 
 def render_claims(study: dict[str, Any]) -> Group:
     """The verdicts for a terminal: of the claims, and of the statements on changed caches by number of runs."""
-    tables = []
+    tables: list[Block] = []
     if not changes_alone(study):
-        claims = _make_table("", "claim", "verdict", "figure")
+        rows = []
         for claim in study["claims"]:
-            figure = "\n".join(claim["figure"][:3]) + ("\n..." if len(claim["figure"]) > 3 else "")
-            claims.add_row(*(Text(cell) for cell in (claim["id"], claim["claim"], claim["verdict"], figure)))
-        tables.append(claims)
+            figure = (*claim["figure"][:3], *(["..."] if len(claim["figure"]) > 3 else []))
+            rows.append([claim["id"], claim["claim"], claim["verdict"], figure])
+        tables.append(Table(["", "claim", "verdict", "figure"], rows))
     if found := list_statements(study):
-        statements = _make_table("", "statement", "runs")
+        rows = []
         for text, _, runs in found:
             number, _, statement = text.partition(": ")
             total = sum(map(len, runs.values()))
-            said = "\n".join(f"{verdict}: {len(names)} of {total}" for verdict, names in runs.items())
-            statements.add_row(*(Text(cell) for cell in (number, statement, said)))
-        tables.append(statements)
-    return Group(*tables)
+            rows.append([number, statement, tuple(f"{said}: {len(names)} of {total}" for said, names in runs.items())])
+        tables.append(Table(["", "statement", "runs"], rows))
+    return to_terminal(tables)
 
 
 def _check_out(out: pathlib.Path) -> None:
     """Raises UserError if a study's report would overwrite files that are none."""
-    there = [name for name in STUDY_FILES if (out / name).exists()]
+    there = [name for name in FILES if (out / name).exists()]
     if there and not _is_study(out / "summary.json") and not (out / "run.json").exists():
         raise UserError(f"{out / there[0]} is not of a report of ours; choose another --out, or move it")
 
@@ -86,15 +74,14 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         found = find_runs(options.run)
         if len(found) == 1 and options.out is None and (pathlib.Path(options.run[0]) / "run.json").exists():
-            for shown, name in report_run(found[0]):
-                console.print(shown)
-                console.print(f"{found[0] / name}", highlight=False, soft_wrap=True)
-            return 0
-        out = pathlib.Path(options.out or (options.run[0] if len(options.run) == 1 else "study-report"))
-        _check_out(out)
-        with new_directories(out):
-            console.print(render_claims(write_study(options.run, out)))
-        for name in STUDY_FILES:
+            out = found[0]
+            console.print(report_run(out))
+        else:
+            out = pathlib.Path(options.out or (options.run[0] if len(options.run) == 1 else "study-report"))
+            _check_out(out)
+            with new_directories(out):
+                console.print(render_claims(write_study(options.run, out)))
+        for name in FILES:
             console.print(f"{out / name}", highlight=False, soft_wrap=True)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

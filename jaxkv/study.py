@@ -119,16 +119,15 @@ def _check_prompts(study: Study, run: RunDirectory) -> None:
 
 
 def _show(path: pathlib.Path) -> None:
-    """Prints the reports of a run directory, and writes them."""
+    """Prints the report of a run directory, and writes it."""
     from rich.console import Console
 
     from jaxkv.analysis.reports import report_run
 
     shown = Console(file=sys.stdout)
     shown.print(path.name, style="bold", highlight=False)
-    for table, report in report_run(path):
-        shown.print(table)
-        shown.print(f"report: {path / report}", highlight=False, soft_wrap=True)
+    shown.print(report_run(path))
+    shown.print(f"report: {path / 'report.md'} and report.html", highlight=False, soft_wrap=True)
 
 
 def _run_gate(study: Study, run: RunDirectory) -> None:

@@ -16,12 +16,10 @@ import traceback
 from collections.abc import Iterator, Sequence
 
 import msgspec
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console, Group
 
 from jaxkv import stopping
+from jaxkv.analysis.document import Paragraph, Table, to_markdown, to_terminal
 from jaxkv.condition import name_condition, run_path
 from jaxkv.errors import UserError, describe_memory
 from jaxkv.files import read_json
@@ -209,10 +207,9 @@ def write_overview(directory: pathlib.Path, entries: Sequence[Entry]) -> None:
     counts = {status: sum(entry.status == status for entry in entries) for status in STATUSES}
     values = {"counts": counts, "conditions": [dataclasses.asdict(entry) for entry in entries]}
     write_atomically(directory / OVERVIEW, json.dumps(values, indent=2) + "\n")
-    lines = ["# Overview", "", ", ".join(f"{n} {status}" for status, n in counts.items() if n) + ".", ""]
-    rows = [_HEADER, ["---"] * len(_HEADER), *map(_cells, entries)]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-    write_atomically(directory / "overview.md", "\n".join(lines) + "\n")
+    said = ", ".join(f"{n} {status}" for status, n in counts.items() if n)
+    table = Table(_HEADER, list(map(_cells, entries)))
+    write_atomically(directory / "overview.md", to_markdown("Overview", [Paragraph(f"{said}."), table]))
 
 
 _HEADER = ["condition", "experiments", "status", "records", "seconds", "run"]
@@ -224,16 +221,8 @@ def _cells(entry: Entry) -> list[str]:
     return [entry.name, ", ".join(entry.experiments), status, str(entry.records), seconds, entry.run]
 
 
-def render_overview(entries: Sequence[Entry]) -> Table:
+def render_overview(entries: Sequence[Entry]) -> Group:
     """The overview as a table for a terminal; what failed is told apart from it, in full."""
-    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
-    for name in ("condition", "experiments", "status"):
-        table.add_column(name, overflow="fold")
-    for name in ("records", "seconds"):
-        table.add_column(name, justify="right")
-    styles = {DONE: "green", FAILED: "bold red"}
-    for entry in entries:
-        name, experiments, _, records, seconds, _ = _cells(entry)
-        status = Text(entry.status, style=styles.get(entry.status, ""))
-        table.add_row(Text(name), Text(experiments), status, records, seconds)
-    return table
+    cells = [_cells(entry) for entry in entries]
+    rows = [[*row[:2], entry.status, *row[3:5]] for entry, row in zip(entries, cells, strict=True)]
+    return to_terminal([Table(_HEADER[:5], rows)])

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from attribution_runs import ITEMS, SPEC, TILE, small_run
 from plain_records import summarize_attribution
-from sample_records import make_sample
+from shown import as_markdown, on_terminal
 from small_models import changed_state, small_config, small_state
 
-from jaxkv.analysis.attribution import conclude, render_attribution, to_markdown
+from jaxkv.analysis.attribution import conclude, write_attribution
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
@@ -21,6 +21,11 @@ from jaxkv.models.alignment import CLASSES
 from jaxkv.records import RunDirectory, to_line, to_record
 
 RUN = {"fingerprint": "ab"}
+SAMPLING = {"sampler": "greedy", "temperature": 1.0, "top_k": None, "top_p": None, "seed": 0}
+
+
+def to_markdown(summary):
+    return as_markdown(write_attribution(summary))
 
 
 class NoScores:
@@ -142,11 +147,11 @@ def sample(problem, variant, kl, moved=(8, 8), flips=0):
     n = 8
     comparison = {name: [kl] * n for name in ("kl", "kl_reverse", "js", "max_abs", "mean_abs", "margin")}
     comparison |= {"flip": [i < flips for i in range(n)], "bit_equal": [kl == 0] * n}
-    setting = make_sample(problem)
-    return {name: setting[name] for name in ("prompt_tokens", "prompt_sha256", "sampling", "status", "invalid")} | {
+    return {
         "experiment": "attribution", "problem": problem, "key": ["attribution", problem, variant], "variant": variant,
-        "aligned": VARIANTS[variant], "tile": 8, "tokens_sha256": "", "steps": n, "teacher_forced": comparison,
-        "shapes": {"batch": 1, "prefill": 8, "slots": 16, "left_pad": 0},
+        "aligned": VARIANTS[variant], "tile": 8, "prompt_tokens": 3, "prompt_sha256": "", "tokens_sha256": "",
+        "steps": n, "shapes": {"batch": 1, "prefill": 8, "slots": 16, "left_pad": 0}, "sampling": SAMPLING,
+        "status": "ok", "invalid": None, "teacher_forced": comparison,
         "moved": dict(zip(("cached", "uncached"), (0, 0) if variant == FENCED else moved, strict=True)),
     }  # fmt: skip
 
@@ -229,16 +234,12 @@ def test_equal_plain_arms_leave_nothing_to_attribute():
 
 def test_an_unfinished_run_says_so():
     summary = summarize_attribution(samples(2)[:-3], {"config": {"num_problems": 5}})
-    assert "UNFINISHED: 3 of 5 problems and 3 samples of the others have no record yet" in to_markdown(summary)
+    assert "UNFINISHED: 3 of 5 problems have no record yet, 3 samples are missing" in to_markdown(summary)
 
 
 def test_tables_show_every_variant_in_80_columns():
-    from rich.console import Console
-
     summary = summarize_attribution(small_run()[2], RUN)
-    console = Console(width=80, file=open("/dev/null", "w"), record=True)  # noqa: SIM115
-    console.print(render_attribution(summary))
-    text, markdown = console.export_text(), to_markdown(summary)
+    text, markdown = on_terminal(write_attribution(summary)), to_markdown(summary)
     for name in VARIANTS:
         assert f"\n{name} " in text
         assert f"| {name} |" in markdown

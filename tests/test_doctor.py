@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_doctor_findings import text_of
+from shown import as_markdown
+from test_doctor_findings import text_of, write
 
-from jaxkv.analysis.doctor import to_markdown
 from jaxkv.analysis.doctor_findings import conclude, describe, operand_kind
 from jaxkv.config import make_precision
 from jaxkv.decode import COMPILER_OPTIONS
@@ -390,12 +390,12 @@ def test_end_to_end_on_this_device(record):
 
 
 def test_report_shows_every_answer(record):
-    text, markdown = text_of(record), to_markdown(record)
+    text, markdown = text_of(record), as_markdown(write(record))
     for part in ("weighted_sum", "4 rows, not 8", "32 slots, not 16", "another process", "precision default", "fp16"):
         assert part in text
         assert part in markdown
     for sentence in conclude(record):
-        assert f"* {sentence}" in markdown
+        assert f"- {sentence}" in markdown
 
 
 def test_a_shape_names_itself():

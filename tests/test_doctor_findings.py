@@ -1,22 +1,23 @@
 """What doctor concludes: never more than its record says. Records here are made up."""
 
 import copy
-import io
 
 import pytest
-from rich.console import Console
+from shown import as_markdown, on_terminal
 
-from jaxkv.analysis.doctor import render, to_markdown
+from jaxkv.analysis.doctor import write_doctor
 from jaxkv.analysis.doctor_findings import conclude
 from jaxkv.experiments.doctor.record import QUESTIONS
 from jaxkv.experiments.doctor.run import DoctorSpec
 from jaxkv.records import to_record
 
 
+def write(record):
+    return write_doctor(record | {"conclusions": conclude(record)})
+
+
 def text_of(record, width=80):
-    console = Console(file=io.StringIO(), width=width)
-    console.print(render(record))
-    return console.file.getvalue()
+    return on_terminal(write(record), width)
 
 
 def clean_figure(differ=0, nonfinite=0):
@@ -72,7 +73,7 @@ def changed(path, value, dtype="fp16"):
         place = place[part]
     place[last] = value
     assert text_of(record)
-    assert to_markdown(record)
+    assert as_markdown(write(record))
     return " ".join(conclude(record))
 
 

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from flax import nnx
 from plain_records import summarize_drift
+from shown import as_markdown, on_terminal
 from small_models import WINDOWED, changed_state, make_prompts, small_config, small_state
 
-from jaxkv.analysis.drift import conclude, render_drift, to_markdown
+from jaxkv.analysis.drift import conclude, write_drift
 from jaxkv.cache import empty_cache
 from jaxkv.checkpoints.fill import flat_paths
 from jaxkv.config import make_precision
@@ -33,6 +34,10 @@ from jaxkv.tracing import TracedArms, trace_cached, trace_uncached
 RUN = {"fingerprint": "ab"}
 SPEC = RunSpec(new_tokens=6, batch_size=2, padding="left", bucket=8)
 ITEMS = [Item(4, tuple(make_prompts((11,))[0]), ""), Item(7, tuple(make_prompts((8,), 1)[0]), "")]
+
+
+def to_markdown(summary):
+    return as_markdown(write_drift(summary))
 
 
 @pytest.fixture(autouse=True)
@@ -355,12 +360,8 @@ def test_an_unfinished_run_says_so():
 
 
 def test_tables_show_every_layer_in_80_columns():
-    from rich.console import Console
-
     summary = summarize_drift(plain_records(), RUN)
-    console = Console(width=80, file=open("/dev/null", "w"), record=True)  # noqa: SIM115
-    console.print(render_drift(summary))
-    text, markdown = console.export_text(), to_markdown(summary)
+    text, markdown = on_terminal(write_drift(summary)), to_markdown(summary)
     for layer in ("0", "1", "out"):
         assert f"\n{layer} " in text
         assert f"\n| {layer} |" in markdown

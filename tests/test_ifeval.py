@@ -9,8 +9,9 @@ import sys
 import pytest
 from plain_records import summarize
 from sample_records import make_sample
+from shown import as_markdown
 
-from jaxkv.analysis.report import render_markdown
+from jaxkv.analysis.divergence import describe_setting, write_divergence
 from jaxkv.errors import UserError
 from jaxkv.tasks import PromptSpec, load_task
 from jaxkv.tasks.ifeval import choose_subset, draws_letter
@@ -122,7 +123,7 @@ def test_summaries_count_instructions_and_prompts(task):
     assert summary["accuracy"]["strict"]["cached"]["count"] == 1
     for shares in summary["instruction_level"].values():
         assert [(shares[arm]["count"], shares[arm]["total"]) for arm in ("cached", "uncached")] == [(2, 3), (0, 3)]
-    page = render_markdown(summary, run)
+    page = as_markdown(write_divergence(summary | {"setting": describe_setting(run)}))
     assert "by the strict scorer" in page
     assert "Of all instructions:" in page
     assert "2 of 3" in page

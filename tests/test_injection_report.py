@@ -1,7 +1,6 @@
 """The report on changed caches says what the records say, and no verdict is stronger than its interval."""
 
 import copy
-import io
 import json
 import re
 
@@ -20,14 +19,13 @@ from injection_records import (
     some,
 )
 from plain_records import summarize_injection, summarize_study
-from rich.console import Console
+from shown import as_html, as_markdown, on_terminal
 from study_records import make_run
 
 from jaxkv.analysis import injection_page
-from jaxkv.analysis.experiments import EXPERIMENTS
 from jaxkv.analysis.injection_claims import compare_specs
 from jaxkv.analysis.injection_figures import draw_injection
-from jaxkv.analysis.injection_page import OWN, SEED_TABLE, render_injection, to_html, to_markdown
+from jaxkv.analysis.injection_page import OWN, SEED_TABLE, write_injection
 from jaxkv.analysis.page import write_blocks
 from jaxkv.analysis.statistics import clopper_pearson
 from jaxkv.interventions.quantizers.spec import METHODS
@@ -44,9 +42,15 @@ def summary_of(records, **config):
 
 
 def shown(summary, width=100):
-    console = Console(file=io.StringIO(), width=width)
-    console.print(render_injection(summary))
-    return console.file.getvalue()
+    return on_terminal(write_injection(summary), width)
+
+
+def to_markdown(summary):
+    return as_markdown(write_injection(summary))
+
+
+def to_html(summary):
+    return as_html(write_injection(summary))
 
 
 def study_records():
@@ -474,7 +478,7 @@ def test_nothing_run_decides_nothing():
         assert {claim["verdict"] for claim in summary["claims"]} == {"not run"}
         assert not draw_injection(summary)
         to_html(summary)
-        assert "statement" not in shown(summary)
+        assert "statement  " not in shown(summary)
         assert "Not run here: E1a, " in (text := to_markdown(summary))
         assert "| statement" not in text
         assert "The seed study's table" not in text
@@ -543,7 +547,6 @@ def test_a_study_has_a_section_for_it():
     from jaxkv.analysis.document import to_html as page
 
     assert "Changed caches" in page("study", write_blocks(study))
-    assert EXPERIMENTS["injection"].file == "injection.md"
 
 
 @pytest.mark.parametrize(

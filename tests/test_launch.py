@@ -41,7 +41,7 @@ def test_a_run_leaves_table_report_and_records(finished):
     assert run["config"]["precision"]["cache"] == "float16"
     assert run["config"]["checkpoint"]["add_bos"] is True
     assert run["sessions"][0]["packages"]["jax"]
-    assert json.loads((out / "summary.json").read_text())["problems"] == {
+    assert json.loads((out / "summary.json").read_text())["divergence"]["problems"] == {
         "asked": 5, "total": 5, "ok": 5, "invalid": 0,
     }  # fmt: skip
     assert samples[0]["controls"]["cached_rerun"]["bit_equal"] == [True] * 6

@@ -22,7 +22,7 @@ def test_injection_replays_from_its_flagfile_and_may_be_asked_for_more(tmp_path,
     run, records = read_run(out)
     seeds = [["none", 0], ["int8", 0], ["normal:0,0.25;side=k", 0], ["normal:0,0.25;side=k", 3]]
     assert run["sessions"][0]["asked"] == {"injection": seeds}
-    assert f"report: {out / 'injection.md'}" in capsys.readouterr().out
+    assert f"report: {out / 'report.md'}" in capsys.readouterr().out
     keys = {(r["problem"], r["change"], r["seed"]) for r in records}
     drawn = {(n, "normal:0,0.25;side=k", seed) for n in (0, 1) for seed in (0, 3)}
     assert keys == drawn | {(n, name, 0) for n in (0, 1) for name in ("none", "int8")}

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from plain_records import summarize_patching
+from shown import as_markdown, on_terminal
 from small_models import changed_state, make_prompts, same_bits, small_config, small_state
 
-from jaxkv.analysis.patching import conclude, render_patching, to_markdown
+from jaxkv.analysis.patching import conclude, write_patching
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms, make_layout, make_rows
@@ -45,6 +46,10 @@ RUN = {"fingerprint": "ab"}
 SPEC = RunSpec(new_tokens=NEW_TOKENS, batch_size=2, padding="left", bucket=8)
 PROMPTS = make_prompts((9, 12))
 ITEMS = [Item(4 + i, tuple(prompt), "") for i, prompt in enumerate(PROMPTS)]
+
+
+def to_markdown(summary):
+    return as_markdown(write_patching(summary))
 
 
 def fresh_arms(family, precision, num_layers):
@@ -502,12 +507,8 @@ def test_sentences_and_an_unfinished_run():
 
 
 def test_tables_show_every_patch_in_80_columns():
-    from rich.console import Console
-
     summary = summarize_patching(planted_run("k.0"), RUN)
-    console = Console(width=80, file=open("/dev/null", "w"), record=True)  # noqa: SIM115
-    console.print(render_patching(summary))
-    text, markdown = console.export_text(), to_markdown(summary)
+    text, markdown = on_terminal(write_patching(summary)), to_markdown(summary)
     cells = [line.split("|")[1].strip() for line in markdown.splitlines() if line.startswith("|")]
     for patch, kind in PATCHES.items():
         name = f"{patch} (control)" if kind.through else patch

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import io
 import math
 
 import jax
@@ -14,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from injection_records import ERROR, quant
 from plain_records import summarize_perplexity, summarize_study
-from rich.console import Console
+from shown import as_markdown, on_terminal
 from small_models import changed_state, small_config, small_state
 from study_records import make_run
 
 from jaxkv.analysis import document
 from jaxkv.analysis.page import write_blocks
-from jaxkv.analysis.perplexity import render_perplexity, to_markdown
+from jaxkv.analysis.perplexity import write_perplexity
 from jaxkv.cache import empty_cache
 from jaxkv.checkpoints.tokenizer import ByteTokenizer, Tokenizer
 from jaxkv.config import make_precision
@@ -335,10 +334,12 @@ def make_change(change, factor, seed=0, **more):
     return records
 
 
-def shown(summary, width):
-    console = Console(width=width, file=io.StringIO())
-    console.print(render_perplexity(summary))
-    return console.file.getvalue()
+def shown(summary, width=80):
+    return on_terminal(write_perplexity(summary), width)
+
+
+def to_markdown(summary):
+    return as_markdown(write_perplexity(summary))
 
 
 def test_summary():
@@ -364,10 +365,10 @@ def test_summary():
         row = next(line for line in text.splitlines() if line.startswith(found["change"]))
         assert f"{found['ratio']['mean']:.6g}" in row
     low, high = (f"{end:.6g}" for end in changed["ratio"]["interval"])
-    assert f"{low} to" in text
+    assert f"[{low}," in text
     assert high in text
     assert next(line for line in page.splitlines() if line.startswith("| none |")).split(" | ")[-3:-1] == ["32", "0"]
-    assert "none valid" in shown(summary | {"changes": [{"change": "int4", "windows": 0, "seeds": []}]}, 80)
+    assert "none valid" in shown(summary | {"changes": [{"change": "int4", "windows": 0, "seeds": []}]}, 200)
 
 
 def test_what_a_format_cannot_hold_is_said():

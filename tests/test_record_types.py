@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from sealing import reseal
 
-from jaxkv.analysis.reports import report_run
+from jaxkv.analysis.reports import FILES, report_run
 from jaxkv.experiments.record_types import RECORDS
 from jaxkv.records import RunDirectory, read_record, to_line, to_record
 
@@ -95,8 +95,8 @@ def test_a_run_of_before_is_reported(name, tmp_path):
     with RunDirectory.open(tmp_path, {"experiments": [record["experiment"]], "num_problems": 1}) as run:
         run.append(record)
     assert (tmp_path / "samples.jsonl").read_bytes() == to_line(record)
-    for _, file in report_run(tmp_path):
-        assert len((tmp_path / file).read_text()) > 200
+    assert report_run(tmp_path).renderables
+    assert all(len((tmp_path / file).read_text()) > 200 for file in FILES)
 
 
 def test_a_fault_is_named_down_to_the_key(tmp_path):

@@ -24,7 +24,7 @@ from jaxkv.analysis.document import Bullets, Code, Figure, Fold, Heading, Paragr
 from jaxkv.analysis.gather import describe_command, find_runs, name_runs, read_runs
 from jaxkv.analysis.metrics import free_running
 from jaxkv.analysis.page import write_blocks, write_study
-from jaxkv.analysis.report import write_report
+from jaxkv.analysis.reports import report_run
 from jaxkv.errors import UserError
 from jaxkv.report import main
 
@@ -311,13 +311,23 @@ def test_several_runs_go_where_they_are_told(sweep, tmp_path, monkeypatch, capsy
     assert "argmax flips" in capsys.readouterr().out
 
 
-def test_one_run_gets_a_report_for_each_experiment(tmp_path, capsys):
+def test_one_run_gets_a_report_with_a_section_for_each_experiment(tmp_path, capsys):
     layers = [*make_drift(count=2), *make_patching(count=2)]
     write(tmp_path / "all", make_run([*make_samples(count=2), *make_parity(count=2), *layers]))
     assert main([str(tmp_path / "all")]) == 0
-    for name in ("report.md", "drift.md", "patching.md", "parity.md", "summary.json"):
-        assert (tmp_path / "all" / name).read_text().startswith(("#", "{")), name
-    assert "The framework gap is 100 times the cache gap" in (tmp_path / "all" / "parity.md").read_text()
+    page = (tmp_path / "all" / "report.md").read_text()
+    for title in ("Cached against uncached decoding", "Drift by layer", "Activation patching", "JAX beside PyTorch"):
+        assert page.count(f"\n## {title}\n") == 1
+    assert "The framework gap is 100 times the cache gap" in page
+    assert set(json.loads((tmp_path / "all" / "summary.json").read_text())) > {
+        "divergence",
+        "drift",
+        "patching",
+        "parity",
+    }
+    html = (tmp_path / "all" / "report.html").read_text()
+    assert '<h2 id="drift">' in html
+    assert html.count("<figure>") == page.count("Figure (in report.html): ") > 3
     assert "torch uncached" in capsys.readouterr().out
 
 
@@ -403,9 +413,9 @@ def test_resuming_is_no_difference(tmp_path):
         with records.RunDirectory.open(tmp_path, run.run["config"], provenance={"git": "f" * 40}) as directory:
             directory.append(run.records[number])
             directory.record_provenance({**more, "seconds": 1.5 + number, "asked": {"injection": [["none", number]]}})
-    write_report(tmp_path)
+    report_run(tmp_path)
     assert "sessions of this run differ" not in (tmp_path / "report.md").read_text()
     with records.RunDirectory.open(tmp_path, run.run["config"], provenance={"git": "e" * 40}):
         pass
-    write_report(tmp_path)
+    report_run(tmp_path)
     assert "sessions of this run differ" in (tmp_path / "report.md").read_text()

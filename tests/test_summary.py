@@ -1,6 +1,5 @@
 """The summary and its reports: counts, intervals, wording, invalid samples, and life without jax."""
 
-import io
 import json
 import random
 import subprocess
@@ -9,15 +8,15 @@ import sys
 import numpy as np
 import pytest
 from plain_records import summarize
-from rich.console import Console
 from sample_records import make_invalid, make_sample
 from sealing import reseal
+from shown import as_markdown, on_terminal
 
 from jaxkv import records
+from jaxkv.analysis.divergence import describe_setting, write_divergence
 from jaxkv.analysis.format import format_number, format_percent, format_share
-from jaxkv.analysis.report import render_markdown, write_report
+from jaxkv.analysis.reports import report_run, write_run
 from jaxkv.analysis.summary import clustered_share, share
-from jaxkv.analysis.terminal import render_table
 from jaxkv.errors import UserError
 from jaxkv.experiments.divergence.record import CONTROLS
 
@@ -77,9 +76,11 @@ def sample_run():
 
 
 def as_text(summary, width=80):
-    console = Console(width=width, record=True, file=io.StringIO())
-    console.print(render_table(summary))
-    return console.export_text()
+    return on_terminal(write_divergence(summary | {"setting": describe_setting(RUN)}), width)
+
+
+def render_markdown(summary, run):
+    return as_markdown(write_run({"divergence": summary | {"setting": describe_setting(run)}}, run))
 
 
 def test_rates_are_kept_apart():
@@ -225,7 +226,7 @@ def test_missing_parts_render_as_missing():
     sample = build(1)
     sample["controls"]["cached_rerun"] = None
     assert text != (text := render_markdown(summarize([sample], RUN), RUN))
-    assert text.count("**Not run here, so not ruled out.**") == len(CONTROLS)
+    assert text.count("Not run here, so not ruled out.") == len(CONTROLS)
 
 
 def test_effective_sampling_is_shown_and_no_divergence_is_derived_from_it():
@@ -315,17 +316,17 @@ def test_nearly_all_is_not_all():
     assert format_share(share(10, 10)) == "10 of 10 (95 % lower bound 74 %)"
 
 
-def write_run(path):
+def make_run(path):
     with records.RunDirectory.open(path, CONFIG, "--model=tiny-llama2\n", {"device": "cpu"}) as run:
         for sample in sample_run():
             run.append(sample)
 
 
 def test_the_report_is_rebuilt_without_jax(tmp_path):
-    write_run(tmp_path)
-    write_report(tmp_path)
-    before = [(tmp_path / name).read_bytes() for name in ("report.md", "summary.json")]
-    for name in ("report.md", "summary.json"):
+    make_run(tmp_path)
+    report_run(tmp_path)
+    before = [(tmp_path / name).read_bytes() for name in ("report.html", "report.md", "summary.json")]
+    for name in ("report.html", "report.md", "summary.json"):
         (tmp_path / name).unlink()
     code = f"""import runpy, sys
 class Block:
@@ -338,7 +339,7 @@ runpy.run_module("jaxkv.report", run_name="__main__")"""
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (child.returncode, child.stderr) == (0, "")
     assert "argmax flips" in child.stdout
-    assert [(tmp_path / name).read_bytes() for name in ("report.md", "summary.json")] == before
+    assert [(tmp_path / name).read_bytes() for name in ("report.html", "report.md", "summary.json")] == before
 
 
 def test_faults_of_a_run_are_one_line(tmp_path):
@@ -346,14 +347,14 @@ def test_faults_of_a_run_are_one_line(tmp_path):
     assert child.returncode == 2
     assert child.stderr.startswith("error: ")
     assert child.stderr.count("\n") == 1
-    write_run(tmp_path)
+    make_run(tmp_path)
     lines = (tmp_path / "samples.jsonl").read_text().replace('"seed":0', '"seed":null', 1)
     (tmp_path / "samples.jsonl").write_text(lines)
     with pytest.raises(UserError, match=r"samples\.jsonl was changed by hand"):
-        write_report(tmp_path)
+        report_run(tmp_path)
     reseal(tmp_path)
     with pytest.raises(UserError, match=r"sampling\.seed: expected `int`, got `null`"):
-        write_report(tmp_path)
+        report_run(tmp_path)
 
 
 def test_a_large_run_is_summarized_quickly():

@@ -1,21 +1,16 @@
 """The report on errors of a quantized cache along a text: statements, what accumulates, error split, repair."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Group
-
-from jaxkv.analysis import document
 from jaxkv.analysis.accumulation_claims import show_average
 from jaxkv.analysis.accumulation_figures import DECODE, REPAIRED, STATIC, draw_accumulation
-from jaxkv.analysis.document import Block, Bullets, Fold, Heading, Paragraph, Table
+from jaxkv.analysis.document import Block, Brief, Bullets, Cell, Fold, Heading, Only, Paragraph, Table
 from jaxkv.analysis.format import format_count, format_counted_share, format_number, format_percent
-from jaxkv.analysis.rules import say_family, write_rules
+from jaxkv.analysis.rules import say_family, write_verdicts
 from jaxkv.analysis.samples import describe_problems, say_few, say_invalid, say_packed_nothing, say_saturated
 
 Summary = Mapping[str, Any]
-Show = Callable[[float], str]
-TITLE = "Errors of a quantized cache along a text"
 NOTES = (
     "`static`: every layer is handed the clean run's queries, keys, values and attention output, so errors do not feed "
     "back. `accumulated:B`: the tokens after the prompt are run B at a time, and later ones see them as they were "
@@ -52,13 +47,6 @@ def show_agreement(entry: Summary | None) -> str:
     return format_counted_share(entry)
 
 
-def _stack(mean: float, entry: Summary, show: Show = format_number) -> str:
-    """A figure over its interval, narrow."""
-    if entry.get("bound") is not None:
-        return f"0\n< {format_percent(entry['bound'])} %"
-    return show(mean) if entry["interval"] is None else f"{show(mean)}\n{'..'.join(map(show, entry['interval']))}"
-
-
 def _decoded(entry: Summary, regime: str) -> Summary | None:
     found = entry["regimes"].get(regime)
     return found["error"]["decoded"] if found else None
@@ -80,12 +68,6 @@ def _bits(entry: Summary) -> str:
 
 def _packed(entry: Summary, side: str) -> Summary | None:
     return next((found["stored"][side]["packed"] for found in entry["regimes"].values()), None)
-
-
-def show_figures(entry: Summary) -> list[str]:
-    """Bits of the whole cache; at decoded positions the static error, that of decode and the difference; its KL."""
-    figures = [_decoded(entry, STATIC), _decoded(entry, DECODE), _from_decode(entry, "extra"), _logits(entry)["kl"]]
-    return [_bits(entry), *(show_average(found) if found else "-" for found in figures)]
 
 
 def say_what_there_is(summary: Summary) -> list[str]:
@@ -124,21 +106,17 @@ def _add(counts: Sequence[Summary]) -> str:
     return format_count({part: sum(entry[part] for entry in counts) for part in ("count", "total")})
 
 
-def write_claims(summary: Summary) -> list[Block]:
+def _write_claims(summary: Summary) -> list[Block]:
     """The statements with their verdicts."""
-    rows = [[f"{c['id']}: {c['claim']}", c["verdict"], tuple(c["figure"])] for c in summary["claims"]]
     text = "Statements of the KVarN study (arXiv 2606.03458), on this run: relative error of the attention output."
-    return [
-        Paragraph(f"{text} {say_family(summary['claims'])}", "note"),
-        Table(["statement", "verdict", "figure"], rows, kind="claims"),
-        *write_rules([claim["id"] for claim in summary["claims"]]),
-    ]
+    return [Paragraph(f"{text} {say_family(summary['claims'])}", "note"), *write_verdicts(summary["claims"])]
 
 
 def _write_quantizers(summary: Summary) -> list[Block]:
-    rows = []
+    rows: list[list[Cell]] = []
     for entry in summary["quantizers"]:
         storage, logits = entry["storage"], _logits(entry)
+        same = logits["agreement"]
         share = "-" if not storage or storage["of_clean"] is None else format_percent(storage["of_clean"])
         rows.append(
             [
@@ -149,7 +127,7 @@ def _write_quantizers(summary: Summary) -> list[Block]:
                 show_average(_from_decode(entry, "extra")),
                 show_average(_from_decode(entry, "growth")),
                 show_average(logits["kl"]),
-                show_agreement(logits["agreement"]),
+                Brief(show_agreement(same), f"{format_percent(same['rate'])} %" if same else "-"),
                 show_average(_packed(entry, "k"), format_percent),
                 show_average(_packed(entry, "v"), format_percent),
                 share,
@@ -159,7 +137,7 @@ def _write_quantizers(summary: Summary) -> list[Block]:
     head += ["KL, nats", "same top token", "K packed, %", "V packed, %", "bytes, %"]
     return [
         Heading("Every quantizer, at decoded positions", 3),
-        Table(head, rows),
+        Table(head, rows, terminal=(0, 1, 2, 3, 4, 6, 7)),
         Paragraph("KL and top token are those of `decode` beside the clean run.", "note"),
     ]
 
@@ -237,50 +215,17 @@ def write_accumulation(summary: Summary) -> list[Block]:
     """The whole report of a run's quantizers, figures included."""
     return [
         Bullets([*say_what_there_is(summary), *_say_controls(summary)]),
-        *write_claims(summary),
+        *_write_claims(summary),
         *_write_quantizers(summary),
-        *draw_accumulation(summary),
-        *_write_regimes(summary),
-        *_write_stored(summary),
-        *_write_repairs(summary),
-        *_write_positions(summary),
-        Bullets(NOTES),
+        Only(
+            "page",
+            [
+                *draw_accumulation(summary),
+                *_write_regimes(summary),
+                *_write_stored(summary),
+                *_write_repairs(summary),
+                *_write_positions(summary),
+                Bullets(NOTES),
+            ],
+        ),
     ]
-
-
-def to_markdown(summary: Summary) -> str:
-    """The report without its figures."""
-    blocks = [block for block in write_accumulation(summary) if not isinstance(block, document.Figure)]
-    return document.to_markdown(TITLE, [*blocks, Paragraph("Figures: `accumulation.html`.")])
-
-
-def to_html(summary: Summary) -> str:
-    """The report with its figures."""
-    return document.to_html(TITLE, write_accumulation(summary))
-
-
-def render_accumulation(summary: Summary) -> Group:
-    """What matters most, for a terminal of 80 columns: each mean over its interval."""
-    rows = []
-    for entry in summary["quantizers"]:
-        logits = _logits(entry)
-        figures = [_decoded(entry, STATIC), _decoded(entry, DECODE), _from_decode(entry, "extra"), logits["kl"]]
-        cells = [_stack(found["mean"], found) if found else "-" for found in figures]
-        same = logits["agreement"]
-        cells.append(_stack(same["rate"], same, format_percent) if same else "-")
-        rows.append([entry["quantizer"], _bits(entry), *cells])
-    head = ["quantizer", "bits", "static", "decode", "difference", "KL", "agree, %"]
-    verdicts = [[f"{c['id']}: {c['claim']}", c["verdict"]] for c in summary["claims"]]
-    text = (
-        "static, decode: the attention output's relative error at decoded positions; KL in nats and the share of "
-        "steps with the same top token are of decode. Means over problems, 95 % intervals below them; below a 0 in "
-        "every problem, the share of problems that could have another."
-    )
-    return document.to_terminal(
-        [
-            Bullets([*say_what_there_is(summary), *_say_controls(summary)]),
-            Table(head, rows),
-            Paragraph(text),
-            Table(["statement", "verdict"], verdicts),
-        ]
-    )

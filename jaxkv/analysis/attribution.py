@@ -1,4 +1,4 @@
-"""What the records of experiment 'attribution' say: a summary, a table, a report. Reads records alone.
+"""What the records of experiment 'attribution' say: a summary, and its blocks. Reads records alone.
 
 The share of the plain KL that a variant keeps is a ratio of sums over the same problems, its interval over problems
 (Student's t on the log). Shares of classes do not add up to one: any class that is left unaligned scatters the
@@ -10,12 +10,9 @@ from typing import Any
 
 import numpy as np
 from msgspec.structs import asdict
-from rich import box
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
 
 from jaxkv.analysis import statistics
+from jaxkv.analysis.document import Block, Brief, Bullets, Cell, Paragraph, Table
 from jaxkv.analysis.format import (
     format_bound,
     format_count,
@@ -25,7 +22,7 @@ from jaxkv.analysis.format import (
     format_percent,
     format_share,
 )
-from jaxkv.analysis.samples import collect
+from jaxkv.analysis.samples import collect, describe_problems
 from jaxkv.analysis.summary import clustered_share, take_rest
 from jaxkv.experiments.attribution.record import (
     ALL,
@@ -252,62 +249,25 @@ def _conclude_classes(variants: Mapping[str, Any], exact_end: bool) -> list[str]
 HEADER = ["aligned", "argmax flips", "mean KL", "KL kept", "max |diff|", "bit-equal", "moved (cached, uncached)"]
 
 
-def make_rows(summary: Summary) -> list[list[str]]:
+def make_rows(summary: Summary) -> list[list[Cell]]:
     """The cells of the report's table, a row for each variant that has figures."""
-    rows = []
+    rows: list[list[Cell]] = []
     for name, figures in summary["variants"].items():
         if figures is None:
             continue
+        flips, kl = figures["flips"], figures["kl"]
+        brief = f"0 (≤ {format_bound(flips)})" if "upper_bound" in flips else format_share(flips)
+        cells = [Brief(format_counted_share(flips), brief), Brief(format_mean(kl), format_number(kl["mean"]))]
         equal = f"{format_percent(figures['bit_equal']['rate'])} %"
         moved = "{cached}, {uncached} of {steps}".format(**figures["moved"], steps=figures["steps"])
-        flips, kl = format_counted_share(figures["flips"]), format_mean(figures["kl"])
-        rows.append(
-            [name, flips, kl, _describe_kept(figures["kl_kept"]), format_number(figures["max_abs"]), equal, moved]
-        )
+        rows.append([name, *cells, _describe_kept(figures["kl_kept"]), format_number(figures["max_abs"]), equal, moved])
     return rows
 
 
-def _make_table(summary: Summary) -> Table:
-    """The table of a terminal: what fits of the report's into 80 columns."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for name in (*HEADER[:4], "bit-equal"):
-        table.add_column(name, no_wrap=True)
-    for name, figures in summary["variants"].items():
-        if figures is None:
-            continue
-        flips = figures["flips"]
-        table.add_row(
-            name,
-            Text(f"0 (≤ {format_bound(flips)})" if "upper_bound" in flips else format_share(flips)),
-            format_number(figures["kl"]["mean"]),
-            Text(_describe_kept(figures["kl_kept"])),
-            f"{format_percent(figures['bit_equal']['rate'])} %",
-        )
-    return table
-
-
-def _describe_problems(summary: Summary) -> str:
-    problems = summary["problems"]
-    text = f"{problems['ok']} of {problems['total']} problems valid; tile {', '.join(map(str, summary['tiles']))}"
-    missing = problems["asked"] - problems["total"]
-    if missing > 0 or summary["samples_missing"]:
-        text += f"; UNFINISHED: {max(missing, 0)} of {problems['asked']} problems and {summary['samples_missing']}"
-        text += " samples of the others have no record yet"
-    return text
-
-
-def render_attribution(summary: Summary) -> Group:
-    """The summary for a terminal of 80 columns or more."""
-    parts: list[Any] = [Text(_describe_problems(summary))]
-    if summary["variants"]:
-        parts += [_make_table(summary), Text(NOTE)]
-    return Group(*parts, Text(), *(Text(f"- {sentence}") for sentence in conclude(summary)))
-
-
-def to_markdown(summary: Summary) -> str:
-    """The summary as a section of a report."""
-    lines = ["## Which operations make the arms part", "", f"{_describe_problems(summary)}.", ""]
+def write_attribution(summary: Summary) -> list[Block]:
+    """What the variants show, and what follows from it."""
+    found: list[Block] = []
     if rows := make_rows(summary):
-        cells = [[name.replace("|", "\\|") for name in HEADER], ["---"] * len(HEADER), *rows]
-        lines += [*("| " + " | ".join(row) + " |" for row in cells), "", NOTE, ""]
-    return "\n".join([*lines, *(f"* {sentence}" for sentence in conclude(summary)), ""])
+        found = [Table(HEADER, rows, terminal=(0, 1, 2, 3, 5)), Paragraph(NOTE, "note")]
+    about = Paragraph(f"{describe_problems(summary)}; tile {', '.join(map(str, summary['tiles']))}.")
+    return [about, *found, Bullets(conclude(summary))]

@@ -1,11 +1,8 @@
-"""What doctor measured, as tables for a terminal and for a report. Reads the record alone."""
+"""What doctor measured, and its blocks. Reads the record alone."""
 
 from typing import Any
 
-from rich import box
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
+from msgspec import to_builtins
 
 from jaxkv.analysis.doctor_findings import (
     UNKNOWN,
@@ -20,9 +17,12 @@ from jaxkv.analysis.doctor_findings import (
     sum_kind,
     summarize,
 )
+from jaxkv.analysis.document import Block, Bullets, Heading, Paragraph, Table
 from jaxkv.analysis.format import format_number
+from jaxkv.analysis.gather import Run
+from jaxkv.errors import UserError
+from jaxkv.experiments.doctor.record import DoctorRecord
 
-TableData = tuple[str, list[str], list[list[str]]]  # title, header, rows
 SHORT = "{share} ({ulp})"
 NOTES = (
     "ulp: units in the last place of an element, or of the root mean square of all where the element is smaller",
@@ -30,7 +30,7 @@ NOTES = (
 )
 
 
-def _row_table(record: Record, dtype: str) -> TableData:
+def _row_table(record: Record, dtype: str) -> Table:
     counts = [str(n) for n in record["spec"]["rows"][1:]]
     found = record["dtypes"][dtype]["rows"]
     rows = [
@@ -38,10 +38,10 @@ def _row_table(record: Record, dtype: str) -> TableData:
         for name in order_operations(found)
     ]
     title = f"{dtype}: elements with other bits than at 1 row, % (largest difference, ulp)"
-    return title, ["rows", *counts], rows or [[UNKNOWN, *[""] * len(counts)]]
+    return Table(["rows", *counts], rows or [[UNKNOWN, *[""] * len(counts)]], title)
 
 
-def _other_table(record: Record) -> TableData:
+def _other_table(record: Record) -> Table:
     spec, dtypes = record["spec"], record["dtypes"]
 
     def cell(text: str, names: list[str]) -> str:
@@ -60,10 +60,10 @@ def _other_table(record: Record) -> TableData:
     if any(values["place"] for values in dtypes.values()):
         found = [cell(*summarize(v["place"], form=SHORT)) if v["place"] else "as fp32" for v in dtypes.values()]
         rows.append(["exp, tanh elsewhere", *found])
-    return "the same row in other circumstances, % (ulp)", ["", *dtypes], rows
+    return Table(["", *dtypes], rows, "the same row in other circumstances, % (ulp)")
 
 
-def _arithmetic_table(record: Record) -> TableData | None:
+def _arithmetic_table(record: Record) -> Table | None:
     def show(bits: float | None) -> str:
         return "-" if bits is None else f"{bits:.1f}"
 
@@ -80,20 +80,20 @@ def _arithmetic_table(record: Record) -> TableData | None:
             rows.append([f"{dtype}, precision {precision}", *cells])
     if not rows:
         return None
-    return "products, judged by their errors (bits)", ["", *(f"rows: {n}" for n in header)], rows
+    return Table(["", *(f"rows: {n}" for n in header)], rows, "products, judged by their errors (bits)")
 
 
-def _cast_table(record: Record) -> TableData | None:
+def _cast_table(record: Record) -> Table | None:
     rows = [
         [f"{dtype}, {'options of jaxkv' if options == 'ours' else 'XLA defaults'}", describe_dropped(shares) or "none"]
         for dtype, values in record["dtypes"].items()
         for options, shares in values.get("casts_dropped", {}).items()
     ]
-    return ("roundings to 16 bits", ["", "results that escaped"], rows) if rows else None
+    return Table(["", "results that escaped"], rows, "roundings to 16 bits") if rows else None
 
 
-def make_tables(record: Record) -> list[TableData]:
-    """All tables of a record: title, header, rows of text."""
+def make_tables(record: Record) -> list[Table]:
+    """All tables of a record."""
     tables = [*(_row_table(record, dtype) for dtype in record["dtypes"]), _other_table(record)]
     return tables + [table for table in (_arithmetic_table(record), _cast_table(record)) if table]
 
@@ -106,26 +106,20 @@ def describe_device(record: Record) -> str:
     return text + (f"; operands of {join(wide)} are held in fp32" if wide else "")
 
 
-def render(record: Record) -> Group:
-    """The record for a terminal of 80 columns or more."""
-    parts: list[Any] = [Text(describe_device(record))]
-    for title, header, rows in make_tables(record):
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-        for name in header:
-            table.add_column(name)
-        for cells in rows:
-            table.add_row(*(Text(cell) for cell in cells))
-        parts += [Text(f"\n{title}", style="bold"), table]
-    parts += [Text(note) for note in ("", *NOTES)]
-    parts += [Text("\nwhat follows for a study here", style="bold"), *(Text(f"- {s}") for s in conclude(record))]
-    return Group(*parts)
+def summarize_doctor(run: Run) -> dict[str, Any]:
+    """The record of a device with what follows from it. Raises UserError where there is none."""
+    if not (found := run.of(DoctorRecord)):
+        raise UserError(f"{run.name}: the device was not examined to the end; run the same command again")
+    record = to_builtins(found[0])
+    return record | {"conclusions": conclude(record)}
 
 
-def to_markdown(record: Record) -> str:
-    """The record as a section of a report."""
-    lines = [f"# Doctor: {record['device']['kind']}", "", describe_device(record), ""]
-    for title, header, rows in make_tables(record):
-        cells = [header, ["---"] * len(header), *rows]
-        lines += [f"**{title}**", "", *("| " + " | ".join(row) + " |" for row in cells), ""]
-    lines += [*(f"{note}.  " for note in NOTES), "", "## What follows for a study here", ""]
-    return "\n".join([*lines, *(f"* {sentence}" for sentence in conclude(record)), ""])
+def write_doctor(summary: Record) -> list[Block]:
+    """The device, what was measured of it, and what follows for a study there."""
+    return [
+        Paragraph(f"{describe_device(summary)}."),
+        *make_tables(summary),
+        Bullets(NOTES),
+        Heading("What follows for a study here", 3),
+        Bullets(summary["conclusions"]),
+    ]

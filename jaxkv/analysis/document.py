@@ -5,15 +5,18 @@ a record says can become markup.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from importlib import resources
-from typing import Any
+from typing import Any, Literal
 from xml.etree import ElementTree as ET
 
 import rich.box
 import rich.table
 import rich.text
-from rich.console import Group
+from rich.console import Console, ConsoleOptions, Group
+
+NUMBER = re.compile(r"-|[+-]?\d[\d.e+-]*( %| of \d+)?")  # what stands to the right in a terminal's column
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +44,17 @@ class Bullets:
 
 
 @dataclasses.dataclass(frozen=True)
+class Brief:
+    """A cell, and the words for it that a terminal has room for."""
+
+    text: str
+    brief: str
+
+
+Cell = str | tuple[str, ...] | Brief
+
+
+@dataclasses.dataclass(frozen=True)
 class Table:
     """Rows of text under a header; wide ones scroll inside their own box.
 
@@ -49,12 +63,14 @@ class Table:
       rows: cells; a tuple of sentences becomes lines of one cell.
       caption: shown above, empty for none.
       kind: CSS class. In a table of kind 'claims' each row becomes a card on a phone, and its second cell a verdict.
+      terminal: the columns that a terminal has room for, in its order; all if empty.
     """
 
     header: Sequence[str]
-    rows: Sequence[Sequence[str | tuple[str, ...]]]
+    rows: Sequence[Sequence[Cell]]
     caption: str = ""
     kind: str = ""
+    terminal: Sequence[int] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +96,24 @@ class Fold:
     blocks: Sequence["Block"]
 
 
-Block = Heading | Paragraph | Bullets | Table | Code | Figure | Fold
+@dataclasses.dataclass(frozen=True)
+class Only:
+    """Blocks for one kind of reader: what fits into a terminal, or what only a page has room for."""
+
+    where: Literal["page", "terminal"]
+    blocks: Sequence["Block"]
+
+
+Block = Heading | Paragraph | Bullets | Table | Code | Figure | Fold | Only
+
+
+def _select(blocks: Sequence[Block], where: Literal["page", "terminal"]) -> Iterator[Block]:
+    """What is shown there, in order."""
+    for block in blocks:
+        if not isinstance(block, Only):
+            yield block
+        elif block.where == where:
+            yield from _select(block.blocks, where)
 
 
 def add(parent: ET.Element, tag: str, text: str | None = None, **attributes: str) -> ET.Element:
@@ -119,8 +152,8 @@ def _add_table(parent: ET.Element, block: Table) -> None:
             element = add(line, "td" if column else "th", data_label=name, scope="" if column else "row")
             if block.kind == "claims" and column == 1 and isinstance(cell, str):
                 add(element, "span", cell, class_=f"verdict {cell.replace(' ', '-')}")
-            elif isinstance(cell, str):
-                _inline(element, cell)
+            elif not isinstance(cell, tuple):
+                _inline(element, cell if isinstance(cell, str) else cell.text)
             else:
                 for sentence in cell:
                     _inline(add(element, "p"), sentence)
@@ -143,15 +176,16 @@ def _add_block(parent: ET.Element, block: Block) -> None:
         figure = add(parent, "figure")
         add(figure, "div", class_="panels").extend(block.drawings)
         _inline(add(figure, "figcaption"), block.caption)
-    else:
+    elif isinstance(block, Fold):
         fold = add(parent, "details")
         add(fold, "summary", block.text)
-        for inner in block.blocks:
+        for inner in _select(block.blocks, "page"):
             _add_block(fold, inner)
 
 
 def to_html(title: str, blocks: Sequence[Block]) -> str:
     """One self-contained page: style and figures inline, no script, nothing fetched."""
+    blocks = list(_select(blocks, "page"))
     page = ET.Element("html", {"lang": "en"})
     head = add(page, "head")
     add(head, "meta", charset="utf-8")
@@ -174,8 +208,8 @@ def to_html(title: str, blocks: Sequence[Block]) -> str:
     return "<!DOCTYPE html>\n" + ET.tostring(page, encoding="unicode", method="html") + "\n"
 
 
-def _cell(cell: str | tuple[str, ...]) -> str:
-    text = cell if isinstance(cell, str) else "; ".join(cell)
+def _cell(cell: Cell) -> str:
+    text = "; ".join(cell) if isinstance(cell, tuple) else cell if isinstance(cell, str) else cell.text
     return " ".join(text.split()).replace("|", "\\|")
 
 
@@ -194,13 +228,14 @@ def _markdown(block: Block) -> list[str]:
         return ["```", block.text, "```", ""]
     if isinstance(block, Figure):
         return [f"Figure (in report.html): {block.caption}", ""]
-    return [line for inner in (Paragraph(f"{block.text}:"), *block.blocks) for line in _markdown(inner)]
+    inside = block.blocks if isinstance(block, Only) else (Paragraph(f"{block.text}:"), *block.blocks)
+    return [line for inner in _select(inside, "page") for line in _markdown(inner)]
 
 
 def to_markdown(title: str, blocks: Sequence[Block]) -> str:
     """The same report without its figures."""
     lines = [f"# {title}", ""]
-    for block in blocks:
+    for block in _select(blocks, "page"):
         lines += _markdown(block)
     return "\n".join(lines).rstrip() + "\n"
 
@@ -208,19 +243,51 @@ def to_markdown(title: str, blocks: Sequence[Block]) -> str:
 def to_terminal(blocks: Sequence[Block]) -> Group:
     """Sentences and tables for a terminal; figures and code are left out."""
     shown: list[Any] = []
-    for block in blocks:
-        if isinstance(block, Bullets):
-            shown += [rich.text.Text(line) for line in block.items]
-        elif isinstance(block, Heading | Paragraph):
+    for block in _select(blocks, "terminal"):
+        if isinstance(block, Heading):
+            shown.append(rich.text.Text(f"\n{block.text}", style="bold"))
+        elif isinstance(block, Paragraph):
             shown.append(rich.text.Text(block.text))
+        elif isinstance(block, Bullets):
+            shown += [rich.text.Text(f"- {line}") for line in block.items]
         elif isinstance(block, Fold):
-            shown.append(to_terminal(block.blocks))
+            shown += [rich.text.Text(f"\n{block.text}", style="bold"), to_terminal(block.blocks)]
         elif isinstance(block, Table):
-            columns = (rich.table.Column(name, overflow="fold") for name in block.header)  # no name is cut short
-            table = rich.table.Table(
-                *columns, box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False
-            )
-            for row in block.rows:
-                table.add_row(*(rich.text.Text(str(cell)) for cell in row))
-            shown.append(table)
+            if block.caption:
+                shown.append(rich.text.Text(f"\n{block.caption}", style="bold"))
+            shown.append(_Grid(block))
     return Group(*shown)
+
+
+def _brief(cell: Cell) -> str:
+    return "\n".join(cell) if isinstance(cell, tuple) else cell if isinstance(cell, str) else cell.brief
+
+
+@dataclasses.dataclass(frozen=True)
+class _Grid:
+    """A table as wide as the terminal lets it be."""
+
+    block: Table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[rich.table.Table]:
+        columns = self.block.terminal or range(len(self.block.header))
+        rows = [[_brief(row[column]) for column in columns] for row in self.block.rows]
+        names = [self.block.header[column] for column in columns]
+        widths = _fit(list(zip(names, *rows, strict=True)), options.max_width - 2 * (len(names) - 1))
+        table = rich.table.Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+        for index, (name, width) in enumerate(zip(names, widths, strict=True)):
+            numbers = index > 0 and all(NUMBER.fullmatch(row[index]) for row in rows)
+            table.add_column(name, width=width, overflow="fold", justify="right" if numbers else "left")
+        for row in rows:
+            table.add_row(*map(rich.text.Text, row))
+        yield table
+
+
+def _fit(columns: Sequence[Sequence[str]], room: int) -> list[int]:
+    """Widths of columns that fit into the room: the widest is narrowed first, and no word cut while another way is."""
+    widths = [max(len(line) for cell in column for line in cell.split("\n")) for column in columns]
+    words = [max((len(word) for cell in column for word in cell.split()), default=0) for column in columns]
+    while sum(widths) > room and max(widths) > 1:
+        loose = [index for index, width in enumerate(widths) if width > words[index]] or range(len(widths))
+        widths[max(loose, key=widths.__getitem__)] -= 1
+    return widths

@@ -1,4 +1,4 @@
-"""What the records of experiment 'drift' say: a summary, a table, a report. Reads records alone.
+"""What the records of experiment 'drift' say: a summary, and its blocks. Reads records alone.
 
 Means are over positions, their intervals over problems. Relative distances are those of the cached value
 from the uncached one.
@@ -10,12 +10,9 @@ from typing import Any
 
 import numpy as np
 from msgspec.structs import asdict
-from rich import box
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
 
 from jaxkv.analysis import statistics
+from jaxkv.analysis.document import Block, Bullets, Fold, Paragraph, Table
 from jaxkv.analysis.format import format_mean, format_number, format_percent
 from jaxkv.analysis.samples import (
     collect,
@@ -364,23 +361,9 @@ def make_rows(summary: Summary) -> list[list[str]]:
     return rows
 
 
-def render_drift(summary: Summary) -> Group:
-    """The summary for a terminal of 80 columns or more."""
-    parts: list[Any] = [Text(describe_problems(summary))]
+def write_drift(summary: Summary) -> list[Block]:
+    """What is said of the drift, and its table by layer."""
+    blocks: list[Block] = [Paragraph(f"{describe_problems(summary)}."), Bullets(conclude(summary))]
     if summary["status"] == "ok" and (rows := make_rows(summary)):
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-        for name in HEADER:
-            table.add_column(name, no_wrap=True, justify="left" if name == "layer" else "right")
-        for row in rows:
-            table.add_row(*row)
-        parts += [table, Text(NOTE)]
-    return Group(*parts, Text(), *(Text(f"- {sentence}") for sentence in conclude(summary)))
-
-
-def to_markdown(summary: Summary) -> str:
-    """The summary as a section of a report."""
-    lines = ["## How far the arms drift apart, layer by layer", "", f"{describe_problems(summary)}.", ""]
-    if summary["status"] == "ok" and (rows := make_rows(summary)):
-        cells = [HEADER, ["---"] * len(HEADER), *rows]
-        lines += [*("| " + " | ".join(row) + " |" for row in cells), "", NOTE, ""]
-    return "\n".join([*lines, *(f"* {sentence}" for sentence in conclude(summary)), ""])
+        blocks.append(Fold("Relative distance by layer", [Table(HEADER, rows), Paragraph(NOTE)]))
+    return blocks

@@ -1,26 +1,27 @@
-"""The experiments of a run directory by name: the summary of each, and how a terminal and a file show it."""
+"""The experiments of a run directory by name: the summary of each, and the blocks that a report shows of it."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxkv.analysis import (
-    accumulation,
-    accumulation_page,
-    attribution,
-    drift,
-    injection,
-    injection_page,
-    mitigations,
-    page_parity,
-    parity,
-    patching,
-    perplexity,
-    report,
-    summary,
-    terminal,
-)
+from jaxkv.analysis.accumulation import summarize_accumulation
+from jaxkv.analysis.accumulation_page import write_accumulation
+from jaxkv.analysis.attribution import summarize_attribution, write_attribution
+from jaxkv.analysis.divergence import describe_setting, write_divergence
+from jaxkv.analysis.doctor import summarize_doctor, write_doctor
+from jaxkv.analysis.document import Block, Figure
+from jaxkv.analysis.drift import summarize_drift, write_drift
+from jaxkv.analysis.figures import draw_divergence, draw_parity
+from jaxkv.analysis.figures_layers import draw_drift, draw_patching
 from jaxkv.analysis.gather import Run
+from jaxkv.analysis.injection import summarize_injection
+from jaxkv.analysis.injection_page import write_injection
+from jaxkv.analysis.mitigations import summarize_mitigations, write_mitigations
+from jaxkv.analysis.page_parity import write_parity
+from jaxkv.analysis.parity import summarize_parity
+from jaxkv.analysis.patching import summarize_patching, write_patching
+from jaxkv.analysis.perplexity import summarize_perplexity, write_perplexity
+from jaxkv.analysis.summary import summarize
 
 Summary = Mapping[str, Any]
 
@@ -30,72 +31,41 @@ class Experiment:
     """One experiment, from its records alone.
 
     Attributes:
+      title: of its section.
       summarize: run -> its summary.
-      render: summary -> what a terminal shows.
-      write: (summary, content of run.json) -> Markdown.
-      file: name of the Markdown file in a run directory.
-      page: summary -> the same as HTML with its figures, written beside the Markdown; None for those without figures.
+      write: summary -> its section as blocks; headings from level 3 on.
+      draw: runs, as in the summary of a study -> figures of them all.
     """
 
+    title: str
     summarize: Callable[[Run], Summary]
-    render: Callable[[Summary], Any]
-    write: Callable[[Summary, Summary], str]
-    file: str
-    page: Callable[[Summary], str] | None = None
+    write: Callable[[Summary], list[Block]]
+    draw: Callable[[Summary], Sequence[Figure]] = lambda study: ()
+
+
+def _read(summarize: Callable[[Sequence[object], Mapping[str, Any]], Summary]) -> Callable[[Run], Summary]:
+    return lambda run: summarize(run.records, run.run)
+
+
+def _summarize_divergence(run: Run) -> Summary:
+    return summarize(run.records, run.run) | {"setting": describe_setting(run.run)}
+
+
+def _summarize_mitigations(run: Run) -> Summary:
+    return summarize_mitigations(run.records, run.timings, run.run)
 
 
 EXPERIMENTS = {
     "divergence": Experiment(
-        lambda run: summary.summarize(run.records, run.run), terminal.render_table, report.render_markdown, "report.md"
+        "Cached against uncached decoding", _summarize_divergence, write_divergence, draw_divergence
     ),
-    "attribution": Experiment(
-        lambda run: attribution.summarize_attribution(run.records, run.run),
-        attribution.render_attribution,
-        lambda found, run: attribution.to_markdown(found),
-        "attribution.md",
-    ),
-    "mitigations": Experiment(
-        lambda run: mitigations.summarize_mitigations(run.records, run.timings, run.run),
-        mitigations.render,
-        lambda found, run: mitigations.to_markdown(found),
-        "mitigations.md",
-    ),
-    "drift": Experiment(
-        lambda run: drift.summarize_drift(run.records, run.run),
-        drift.render_drift,
-        lambda found, run: drift.to_markdown(found),
-        "drift.md",
-    ),
-    "patching": Experiment(
-        lambda run: patching.summarize_patching(run.records, run.run),
-        patching.render_patching,
-        lambda found, run: patching.to_markdown(found),
-        "patching.md",
-    ),
-    "parity": Experiment(
-        lambda run: parity.summarize_parity(run.records, run.run),
-        page_parity.render_parity,
-        lambda found, run: page_parity.to_markdown(found),
-        "parity.md",
-    ),
-    "perplexity": Experiment(
-        lambda run: perplexity.summarize_perplexity(run.records, run.run),
-        perplexity.render_perplexity,
-        lambda found, run: perplexity.to_markdown(found),
-        "perplexity.md",
-    ),
-    "injection": Experiment(
-        lambda run: injection.summarize_injection(run.records, run.run),
-        injection_page.render_injection,
-        lambda found, run: injection_page.to_markdown(found),
-        "injection.md",
-        injection_page.to_html,
-    ),
-    "accumulation": Experiment(
-        lambda run: accumulation.summarize_accumulation(run.records, run.run),
-        accumulation_page.render_accumulation,
-        lambda found, run: accumulation_page.to_markdown(found),
-        "accumulation.md",
-        accumulation_page.to_html,
-    ),
+    "attribution": Experiment("Attribution", _read(summarize_attribution), write_attribution),
+    "mitigations": Experiment("Which arm is nearer to fp64", _summarize_mitigations, write_mitigations),
+    "drift": Experiment("Drift by layer", _read(summarize_drift), write_drift, draw_drift),
+    "patching": Experiment("Activation patching", _read(summarize_patching), write_patching, draw_patching),
+    "parity": Experiment("JAX beside PyTorch", _read(summarize_parity), write_parity, draw_parity),
+    "perplexity": Experiment("Perplexity", _read(summarize_perplexity), write_perplexity),
+    "injection": Experiment("Changed caches", _read(summarize_injection), write_injection),
+    "accumulation": Experiment("Quantized caches along a text", _read(summarize_accumulation), write_accumulation),
+    "doctor": Experiment("The device", summarize_doctor, write_doctor),
 }

@@ -41,6 +41,11 @@ def _colour(condition: Mapping[str, Any], members: Sequence[Mapping[str, Any]]) 
     return place if condition is same[0] else 3 + members.index(condition) % 3
 
 
+def draw_divergence(study: Study) -> list[Figure]:
+    """Where the arms part."""
+    return [*draw_position(study), *draw_margins(study)]
+
+
 def draw_position(study: Study) -> list[Figure]:
     """Mean KL by step, and the share of free runs that have parted."""
     kl, parted, equal, together = [], [], [], []

@@ -105,12 +105,6 @@ def draw_patching(study: Study) -> list[Figure]:
     return [Figure(d, t) for d, t in drawn if d or (none and t is text)]
 
 
-def _draw_grid(title: str, grid: Mapping[str, Any]) -> Any:
-    rows = [[max(0.0, value) for value in row] for row in grid["closed"]]
-    layers, bins = [str(layer) for layer in grid["layer"]], [str(n + 1) for n in range(grid["bins"])]
-    return draw_cells(title, layers, bins, rows, _percent, x_label="part of the text")
-
-
 def _percent(value: float) -> str:
     return f"{format_number(100 * value, 3)} %"
 

@@ -3,10 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Group
-
-from jaxkv.analysis import document
-from jaxkv.analysis.document import Block, Bullets, Heading, Paragraph, Table
+from jaxkv.analysis.document import Block, Brief, Bullets, Cell, Heading, Only, Paragraph, Table
 from jaxkv.analysis.format import (
     format_counted_share,
     format_mean,
@@ -16,12 +13,11 @@ from jaxkv.analysis.format import (
 )
 from jaxkv.analysis.injection_claims import NOT_RUN, PAIRS
 from jaxkv.analysis.injection_figures import draw_injection, name_method
-from jaxkv.analysis.rules import say_family, write_rules
+from jaxkv.analysis.rules import say_family, write_verdicts
 from jaxkv.analysis.samples import describe_problems, say_few, say_invalid, say_saturated, say_unfinished, say_unpacked
 from jaxkv.experiments.record_parts import CLEAN
 
 Summary = Mapping[str, Any]
-TITLE = "What changes of the cache do"
 # Shebel 2025: score on 128 IFEval questions, and next strings guessed exactly, in percent.
 SEED_TABLE = {
     CLEAN: ("control", 0.46, 51.3),
@@ -95,16 +91,13 @@ def _say_what_there_is(summary: Summary) -> list[str]:
 def write_claims(summary: Summary) -> list[Block]:
     """The statements with their verdicts; of those that no change of the run speaks to, the names alone."""
     tried = [claim for claim in summary["claims"] if claim["verdict"] != NOT_RUN]
-    rows = [[f"{c['id']}: {c['claim']}", c["verdict"], tuple(c["figure"])] for c in tried]
     score = f"{summary['primary']} of {summary['task']}" if summary["primary"] else "none yet"
     text = f"Statements of the seed study (Shebel 2025), and one of KVarN's, on this run; score: {score}. "
     text += say_family(summary["claims"])
-    blocks: list[Block] = [Paragraph(text, "note")]
-    if rows:
-        blocks.append(Table(["statement", "verdict", "figure"], rows, kind="claims"))
+    blocks: list[Block] = [Paragraph(text, "note"), *write_verdicts(tried)]
     if left := [claim["id"] for claim in summary["claims"] if claim["verdict"] == NOT_RUN]:
         blocks.append(Paragraph(f"Not run here: {', '.join(left)}.", "note"))
-    return [*blocks, *write_rules([claim["id"] for claim in tried])]
+    return blocks
 
 
 def write_seed_table(summary: Summary) -> list[Block]:
@@ -136,25 +129,22 @@ def _write_changes(summary: Summary) -> list[Block]:
     rows, notes = [], []
     for entry in summary["changes"]:
         samples = entry["samples"]
-        cells = [f"`{entry['change']}`", f"{samples['ok']} of {samples['total']}"]
+        cells: list[Cell] = [f"`{entry['change']}`", f"{samples['ok']} of {samples['total']}"]
         cells += [cell for name in scorers for cell in (show_score(entry, name), show_of_control(entry, name))]
-        cells += [show_kl(entry), format_counted_share(entry["agreement"]), format_counted_share(entry["diverged"])]
+        agreement = entry["agreement"]
+        brief = f"{format_percent(agreement['rate'])} %" if agreement else "-"
+        kl = Brief(show_kl(entry), format_number(entry["kl"]["mean"]) if entry["kl"] else "-")
+        cells += [kl, Brief(format_counted_share(agreement), brief), format_counted_share(entry["diverged"])]
         rows.append([*cells, _tokens(entry), *_storage(entry)])
         notes += say_invalid(f"`{entry['change']}`", entry["invalid"])
         if samples["without_control"]:
             notes.append(f"`{entry['change']}`: {samples['without_control']} samples have no valid clean run.")
         notes += say_saturated(f"`{entry['change']}`", entry["saturated"])
     head = ["change", "valid"] + [cell for name in scorers for cell in (f"{name}, %", "% of control")]
-    head += [
-        "KL, nats",
-        "agreement",
-        "free runs that part",
-        "tokens until they part",
-        "bits",
-        "packed, %",
-        "bytes a row",
-    ]
-    blocks: list[Block] = [Heading("Every change", 3), Table(head, rows)]
+    place = [2 + 2 * scorers.index(name) for name in scorers if name == summary["primary"]]
+    narrow = [0, 1, *(at + more for at in place for more in (0, 1)), len(head), len(head) + 1, len(head) + 4]
+    head += ["KL, nats", "agreement", "free runs that part", "tokens until they part", "bits", "packed, %"]
+    blocks: list[Block] = [Heading("Every change", 3), Table([*head, "bytes a row"], rows, terminal=narrow)]
     return [*blocks, Bullets(notes)] if notes else blocks
 
 
@@ -215,43 +205,7 @@ def write_injection(summary: Summary) -> list[Block]:
     return [
         Bullets(_say_what_there_is(summary)),
         *write_claims(summary),
-        *write_seed_table(summary),
-        *draw_injection(summary),
+        Only("page", [*write_seed_table(summary), *draw_injection(summary)]),
         *_write_changes(summary),
-        *_write_windows(summary),
-        *_write_pairs(summary),
-        Bullets(NOTES),
+        Only("page", [*_write_windows(summary), *_write_pairs(summary), Bullets(NOTES)]),
     ]
-
-
-def to_markdown(summary: Summary) -> str:
-    """The report without its figures."""
-    blocks = [block for block in write_injection(summary) if not isinstance(block, document.Figure)]
-    return document.to_markdown(TITLE, [*blocks, Paragraph("Figures: `injection.html`.")])
-
-
-def to_html(summary: Summary) -> str:
-    """The report with its figures."""
-    return document.to_html(TITLE, write_injection(summary))
-
-
-def render_injection(summary: Summary) -> Group:
-    """What matters most, for a terminal of 100 columns."""
-    rows = []
-    for entry in summary["changes"]:
-        found = entry["score"].get(summary["primary"])
-        agreement = "-" if not entry["agreement"] else f"{format_percent(entry['agreement']['rate'])} %"
-        kl = "-" if not entry["kl"] else format_number(entry["kl"]["mean"])
-        bits = "-" if not entry["cache"] else format_number(entry["cache"]["bits"], 3)
-        share = "-" if found is None or found["of_control"] is None else f"{format_percent(found['of_control'])} %"
-        counted = f"{entry['samples']['ok']} of {entry['samples']['total']}"
-        rows.append([entry["change"], counted, show_score(entry, summary["primary"]), share, kl, agreement, bits])
-    head = ["change", "valid", f"{summary['primary']}, %", "of control", "KL", "agreement", "bits"]
-    verdicts = [[f"{c['id']}: {c['claim']}", c["verdict"]] for c in summary["claims"] if c["verdict"] != NOT_RUN]
-    return document.to_terminal(
-        [
-            Bullets(_say_what_there_is(summary)),
-            Table(head, rows),
-            *([Table(["statement", "verdict"], verdicts)] if verdicts else []),
-        ]
-    )

@@ -3,17 +3,15 @@
 Reads records and timings alone, imports neither jax nor flax.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from msgspec.structs import asdict
-from rich import box
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
 
 from jaxkv.analysis import statistics
+from jaxkv.analysis.document import Block, Brief, Bullets, Cell, Only, Paragraph, Table
 from jaxkv.analysis.format import (
     format_bound,
     format_count,
@@ -28,7 +26,6 @@ from jaxkv.experiments.record_parts import ARMS, Distance, known
 
 Record = Mapping[str, Any]
 Summary = Mapping[str, Any]
-TableData = tuple[str, list[str], list[list[str]]]  # title, header, rows
 NUMBERS = ("kl", "rms", "max_abs")
 JUDGED = ("rms", "kl")
 NOTES = (
@@ -188,70 +185,63 @@ def _invalid(entry: Summary) -> str:
     return "; ".join(f"{g['samples']} at {g['reason']} ({g['arm']}, {g['value']})" for g in entry["invalid"])
 
 
-def _with_values(summary: Summary) -> list[Summary]:
-    return [entry for entry in summary["variants"] if entry["distance"] is not None]
-
-
-def make_tables(summary: Summary) -> list[TableData]:
-    """The tables for a terminal of 100 columns: title, header, rows of text."""
-    agreement = []
+def _write_agreement(summary: Summary) -> list[Block]:
+    """Cached against uncached beside what it costs; for a terminal, two tables."""
+    head = ["variant", "valid", "argmax flips per token", "sequences that diverge", "mean KL, nats", "bit-equal steps"]
+    costs = ["ms a token", "prefill, ms", "weights and cache, MB", "as stored, MB", "decode program, MB"]
+    rows: list[list[Cell]] = []
     for entry in summary["variants"]:
-        forced = entry["teacher_forced"]
-        cells = ["none valid", "-", "-", "-"]
+        forced, problems = entry["teacher_forced"], entry["problems"]
+        cells: list[Cell] = ["none valid", "-", "-", "-"]
         if forced is not None:
-            cells = [
-                _short_share(forced["flips"]),
-                _short_share(entry["diverged"]),
-                format_number(forced["kl"]["mean"]),
-                f"{format_percent(forced['bit_equal']['rate'])} %",
-            ]
-        agreement.append([entry["variant"], *cells])
-    head = ["", "argmax flips", "sequences that diverge", "mean KL", "bit-equal steps"]
-    tables = [("cached against uncached", head, agreement)]
-    valid = _with_values(summary)
+            equal = Brief(format_counted_share(forced["bit_equal"]), f"{format_percent(forced['bit_equal']['rate'])} %")
+            cells = [_share(forced["flips"]), _share(entry["diverged"]), _mean(forced["kl"]), equal]
+        rows.append([entry["variant"], f"{problems['ok']} of {problems['total']}", *cells, *_cost(entry)])
+    title = "Cached against uncached, and cost of the cached arm"
+    blocks: list[Block] = [Table([*head, *costs], rows, title, terminal=(0, 2, 3, 4, 5))]
+    if measured := [[row[0], *row[len(head) :]] for row in rows if row[-2] != "-"]:
+        blocks.append(Only("terminal", [Table(["variant", *costs], measured, "Cost of the cached arm")]))
+    return blocks
 
-    def mean(entry: Summary, reference: str, arm: str, metric: str) -> str:
-        return format_number(entry["distance"][reference][arm][metric]["mean"])
 
-    rows = [
-        [entry["variant"]]
-        + [
-            cell
-            for metric in JUDGED
-            for cell in (
-                *(mean(entry, "given", arm, metric) for arm in ARMS),
-                _verdict(entry["distance"]["given"]["nearer"][metric]),
-            )
-        ]
-        for entry in valid
-    ]
-    tables.append(
-        (
-            "distance to fp64 of the weights as given",
-            ["", "RMS cached", "uncached", "nearer", "KL cached", "uncached", "nearer"],
-            rows,
-        )
-    )
-    rows = [
-        [
-            entry["variant"],
-            format_number(entry["distance"]["weights"]["rms"]["mean"]),
-            *(mean(entry, "rounded", arm, "rms") for arm in ARMS),
-            _verdict(entry["distance"]["rounded"]["nearer"]["rms"]),
-        ]
-        for entry in valid
-    ]
-    head = ["", "weights alone", "arithmetic alone: cached", "uncached", "nearer"]
-    tables.append(("RMS distance to fp64, rounding of the weights apart from that of the arithmetic", head, rows))
-    rows = [
-        [entry["variant"], *(_short_share(entry["distance"]["given"][arm]["flips"]) for arm in ARMS)] for entry in valid
-    ]
-    tables.append(("tokens at which the argmax is not that of fp64 of the weights as given", ["", *ARMS], rows))
-    head = ["", "ms a token", "ms of prefill", "MB held", "stored", "program"]
-    tables.append(
-        ("cost of the cached arm", head, [[e["variant"], *_cost(e)] for e in summary["variants"] if e["cost"]])
-    )
-    return [table for table in tables if table[2]]
+def _write_distances(summary: Summary) -> list[Block]:
+    """Distance to the truth with the weights as given, and the rounding of weights apart from that of arithmetic."""
+    titles = {
+        "given": "Distance to fp64 of the weights as given",
+        "rounded": "Distance to fp64 of the weights as each variant rounds them (arithmetic alone)",
+    }
+    head = ["variant", *(f"{name}, {arm}" for name in ("RMS", "largest difference", "KL, nats") for arm in ARMS)]
+    head += [f"argmax differs, {arm}" for arm in ARMS] + ["nearer by RMS", "nearer by KL"]
+    entries = [entry for entry in summary["variants"] if entry["distance"] is not None]
+    blocks: list[Block] = []
+    for reference, shown in (("given", (0, 1, 2, 9, 5, 6, 10)), ("rounded", (0, 1, 2, 9))):
+        rows: list[list[Cell]] = []
+        for entry in entries:
+            found = entry["distance"][reference]
+            columns = zip(*(_figures(found[arm]) for arm in ARMS), strict=True)
+            nearer = [Brief(_reason(found["nearer"][metric]), _verdict(found["nearer"][metric])) for metric in JUDGED]
+            rows.append([entry["variant"], *itertools.chain.from_iterable(columns), *nearer])
+        blocks.append(Table(head, rows, titles[reference], terminal=shown))
+        if reference == "given":
+            tokens = [[row[0], *row[7:9]] for row in rows]
+            title = "Tokens at which the argmax is not that of fp64 of the weights as given"
+            blocks.append(Only("terminal", [Table(["variant", *ARMS], tokens, title)]))
+    head = ["variant", "RMS", "largest difference", "KL, nats", "argmax differs"]
+    rows = [[entry["variant"], *_figures(entry["distance"]["weights"])] for entry in entries]
+    return [*blocks, Table(head, rows, "Rounding of the weights alone, fp64 against fp64", terminal=(0, 1))]
+
+
+def _mean(found: Summary) -> Brief:
+    return Brief(format_mean(found), format_number(found["mean"]))
+
+
+def _share(entry: Summary | None) -> Brief:
+    return Brief(format_counted_share(entry), _short_share(entry))
+
+
+def _figures(found: Summary) -> list[Cell]:
+    """RMS, largest difference, KL, tokens with another argmax."""
+    return [_mean(found["rms"]), format_number(found["max_abs"]["max"]), _mean(found["kl"]), _share(found["flips"])]
 
 
 def _unequal(summary: Summary) -> list[str]:
@@ -267,62 +257,12 @@ def _unequal(summary: Summary) -> list[str]:
     return lines
 
 
-def render(summary: Summary) -> Group:
-    """The summary for a terminal of 100 columns."""
-    parts: list[Any] = [Text(f"{len(summary['problems'])} problems, {len(summary['variants'])} variants")]
-    parts += [Text(line) for line in _unequal(summary)]
-    for title, header, rows in make_tables(summary):
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-        for index, name in enumerate(header):
-            table.add_column(Text(name), justify="right" if index else "left", no_wrap=not index)
-        for cells in rows:
-            table.add_row(*(Text(cell) for cell in cells))
-        parts += [Text(f"\n{title}", style="bold"), table]
-    return Group(*parts, Text(""), *(Text(note) for note in NOTES))
-
-
-def to_markdown(summary: Summary) -> str:
-    """The summary as a section of a report, with all intervals."""
-    head = ["variant", "valid", "argmax flips per token", "sequences that diverge", "mean KL, nats", "bit-equal steps"]
-    head += ["ms a token", "prefill, ms", "weights and cache, MB", "as stored, MB", "decode program, MB"]
-    rows = []
-    for entry in summary["variants"]:
-        forced, valid = (
-            entry["teacher_forced"],
-            format_count({"count": entry["problems"]["ok"], "total": entry["problems"]["total"]}),
-        )
-        cells = ["none valid", "-", "-", "-"]
-        if forced is not None:
-            cells = [format_counted_share(e) for e in (forced["flips"], entry["diverged"])]
-            cells += [format_mean(forced["kl"]), format_counted_share(forced["bit_equal"])]
-        rows.append([entry["variant"], valid, *cells, *_cost(entry)])
-    lines = ["## Mitigations", "", *(f"- {line}" for line in _unequal(summary)), ""]
-    lines += ["Cached against uncached, and cost of the cached arm:", "", *_rows(head, rows)]
-    titles = {
-        "given": "Distance to fp64 of the weights as given:",
-        "rounded": "Distance to fp64 of the weights as each variant rounds them (arithmetic alone):",
-    }
-    for reference in REFERENCES:
-        head = ["variant", *(f"{name}, {arm}" for name in ("RMS", "largest difference", "KL, nats") for arm in ARMS)]
-        head += [f"argmax differs, {arm}" for arm in ARMS] + ["nearer by RMS", "nearer by KL"]
-        rows = []
-        for entry in _with_values(summary):
-            found = entry["distance"][reference]
-            cells = [format_mean(found[arm]["rms"]) for arm in ARMS]
-            cells += [format_number(found[arm]["max_abs"]["max"]) for arm in ARMS]
-            cells += [format_mean(found[arm]["kl"]) for arm in ARMS]
-            cells += [format_counted_share(found[arm]["flips"]) for arm in ARMS]
-            rows.append([entry["variant"], *cells, *(_reason(found["nearer"][metric]) for metric in JUDGED)])
-        lines += [titles[reference], "", *_rows(head, rows)]
-    head = ["variant", "RMS", "largest difference", "KL, nats", "argmax differs"]
-    rows = []
-    for entry in _with_values(summary):
-        found = entry["distance"]["weights"]
-        cells = [format_mean(found["rms"]), format_number(found["max_abs"]["max"]), format_mean(found["kl"])]
-        rows.append([entry["variant"], *cells, format_counted_share(found["flips"])])
-    lines += ["Rounding of the weights alone, fp64 against fp64:", "", *_rows(head, rows)]
-    return "\n".join([*lines, *(f"- {note}" for note in NOTES), ""])
-
-
-def _rows(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return ["| " + " | ".join(line) + " |" for line in (header, ["---"] * len(header), *rows)] + [""]
+def write_mitigations(summary: Summary) -> list[Block]:
+    """What keeps rows apart, the tables, and how to read them."""
+    return [
+        Paragraph(f"{len(summary['problems'])} problems, {len(summary['variants'])} variants."),
+        *([Bullets(lines)] if (lines := _unequal(summary)) else []),
+        *_write_distances(summary),
+        *_write_agreement(summary),
+        Bullets(NOTES),
+    ]

@@ -1,17 +1,11 @@
 """A study's report from its summary: what is said in which order. The same summary gives the same bytes."""
 
 import itertools
-import json
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxkv import records
-from jaxkv.analysis import drift, figures, patching
-from jaxkv.analysis.attribution import HEADER as ATTRIBUTION_HEADER
-from jaxkv.analysis.attribution import conclude as conclude_attribution
-from jaxkv.analysis.attribution import make_rows as make_attribution_rows
 from jaxkv.analysis.cause import FACTOR, HUGE, STRAY
 from jaxkv.analysis.document import (
     Block,
@@ -21,10 +15,9 @@ from jaxkv.analysis.document import (
     Heading,
     Paragraph,
     Table,
-    to_html,
-    to_markdown,
 )
-from jaxkv.analysis.figures_layers import draw_drift, draw_patching
+from jaxkv.analysis.experiments import EXPERIMENTS
+from jaxkv.analysis.figures import draw_divergence
 from jaxkv.analysis.format import (
     format_count,
     format_counted_share,
@@ -35,14 +28,13 @@ from jaxkv.analysis.format import (
 )
 from jaxkv.analysis.gather import drop_copies, read_runs
 from jaxkv.analysis.joining import join_parts
-from jaxkv.analysis.mitigations import make_tables
 from jaxkv.analysis.page_changes import METHOD as CHANGES_METHOD
-from jaxkv.analysis.page_changes import changes_alone, write_changes, write_statements
-from jaxkv.analysis.page_parity import write_parity
+from jaxkv.analysis.page_changes import SECTIONS, changes_alone, write_statements
+from jaxkv.analysis.page_parity import write_free_parity
+from jaxkv.analysis.reports import write_files
 from jaxkv.analysis.rules import say_family, write_rules
 from jaxkv.analysis.study import summarize_study
 from jaxkv.analysis.wording import LABELS, describe_gate
-from jaxkv.experiments.patching.record import DIRECTIONS
 from jaxkv.experiments.record_parts import find_headline
 
 Study = Mapping[str, Any]
@@ -217,7 +209,7 @@ def write_ties(study: Study) -> list[Block]:
 
 
 def write_accuracy(study: Study) -> list[Block]:
-    """Paired accuracy over conditions, and distances to fp64."""
+    """Paired accuracy over conditions."""
     rows = []
     for precision, scorers in study["accuracy"].items():
         for scorer, pooled in scorers.items():
@@ -230,16 +222,10 @@ def write_accuracy(study: Study) -> list[Block]:
     if not rows:
         return []
     head = ["precision", "scorer", "problems", "cached - uncached, points", "conditions: cached ahead, behind, equal"]
-    blocks: list[Block] = [
+    return [
         Heading("Accuracy over conditions", name="accuracy"),
         Table([*head, "p, exact sign-flip test over problems"], rows),
     ]
-    for condition in study["conditions"]:
-        if condition.get("mitigations"):
-            blocks.append(Heading(f"Which arm is nearer to fp64: {condition['name']}", 3))
-            tables = [Table(header, cells, title) for title, header, cells in make_tables(condition["mitigations"])]
-            blocks += [*tables[1:2], Fold("The other tables of these variants", [*tables[:1], *tables[2:]])]
-    return blocks
 
 
 def write_precisions(study: Study) -> list[Block]:
@@ -267,54 +253,14 @@ def write_precisions(study: Study) -> list[Block]:
     return [Heading("FP32 against 16 bits", name="fp32"), Paragraph(text), Table(head, rows)]
 
 
-def write_attribution(study: Study) -> list[Block]:
-    """Which operations make the arms part."""
-    blocks: list[Block] = []
+def write_section(study: Study, name: str, before: Sequence[Block] = ()) -> list[Block]:
+    """Figures of an experiment, what is said over all runs, and run by run; nothing where there is none of it."""
+    experiment = EXPERIMENTS[name]
+    blocks: list[Block] = [*experiment.draw(study), *before]
     for condition in study["conditions"]:
-        found = condition.get("attribution")
-        if found:
-            blocks += [Heading(f"Which operations make the arms part: {condition['name']}", 3)]
-            if rows := make_attribution_rows(found):
-                blocks.append(Table(ATTRIBUTION_HEADER, rows))
-            blocks.append(Bullets(conclude_attribution(found)))
-    return [Heading("Attribution", name="attribution"), *blocks] if blocks else []
-
-
-def write_drift(study: Study) -> list[Block]:
-    """How far the arms drift apart, layer by layer."""
-    blocks: list[Block] = []
-    for condition in study["conditions"]:
-        if found := condition.get("drift"):
-            blocks += [Heading(condition["name"], 3), Bullets(drift.conclude(found))]
-            if found["status"] == "ok" and (rows := drift.make_rows(found)):
-                blocks.append(Fold("Relative distance by layer", [Table(drift.HEADER, rows), Paragraph(drift.NOTE)]))
-    return [Heading("Drift by layer", name="drift"), *draw_drift(study), *blocks] if blocks else []
-
-
-def write_patching(study: Study) -> list[Block]:
-    """What patching one arm's values into the other brings back."""
-    blocks: list[Block] = []
-    for condition in study["conditions"]:
-        if found := condition.get("patching"):
-            blocks += [Heading(condition["name"], 3), Bullets(patching.conclude(found))]
-            for direction in DIRECTIONS if found["status"] == "ok" else ():
-                rows = patching.make_rows(found, direction)
-                tables: list[Block] = [Table(patching.HEADER, rows), Paragraph(patching.NOTE, "note")]
-                if by_layer := patching.make_layer_rows(found, direction):
-                    tables.append(Table(by_layer[0], by_layer[1:], "Share closed, one layer at a time"))
-                blocks.append(Fold(direction, tables))
-    return [Heading("Activation patching", name="patching"), *draw_patching(study), *blocks] if blocks else []
-
-
-def write_doctor(study: Study) -> list[Block]:
-    """What the device itself does."""
-    found = [c for c in study["conditions"] if c.get("doctor")]
-    if not found:
-        return []
-    blocks: list[Block] = [Heading("The device", name="device")]
-    for condition in found:
-        blocks += [Heading(condition["name"], 3), Bullets(condition["doctor"]["conclusions"])]
-    return blocks
+        if condition.get(name):
+            blocks += [Heading(condition["name"], 3), *experiment.write(condition[name])]
+    return [Heading(experiment.title, name=name), *blocks] if blocks else []
 
 
 def _shorten(revision: str) -> str:
@@ -365,7 +311,7 @@ def _write_missing(study: Study) -> list[Block]:
 
 def write_blocks(study: Study) -> list[Block]:
     """The whole report in order."""
-    drawn = [*figures.draw_position(study), *figures.draw_margins(study)]
+    drawn = draw_divergence(study)
     parts: list[list[Block]] = [
         write_claims(study),
         write_statements(study),
@@ -376,12 +322,11 @@ def write_blocks(study: Study) -> list[Block]:
         write_controls(study),
         write_precisions(study),
         write_accuracy(study),
-        write_drift(study),
-        write_patching(study),
-        write_parity(study),
-        write_attribution(study),
-        write_changes(study),
-        write_doctor(study),
+        write_section(study, "mitigations"),
+        write_section(study, "drift"),
+        write_section(study, "patching"),
+        write_section(study, "parity", write_free_parity(study)),
+        *(write_section(study, name) for name in ("attribution", *SECTIONS, "doctor")),
         [Heading("Method", name="method"), Bullets(CHANGES_METHOD if changes_alone(study) else METHOD)],
         write_provenance(study),
     ]
@@ -402,11 +347,7 @@ def write_study(paths: Sequence[str | os.PathLike[str]], out: str | os.PathLike[
     once, copies = drop_copies(read_runs(paths))
     runs, apart = join_parts(once)
     study = summarize_study(runs) | {"apart": apart, "copies": copies}
-    directory = pathlib.Path(out)
     blocks = write_blocks(study)
     title = CHANGES_TITLE if changes_alone(study) else TITLE
-    text = json.dumps(records.to_plain(study), allow_nan=False, separators=(",", ":")) + "\n"
-    records.write_atomically(directory / "summary.json", text)
-    records.write_atomically(directory / "report.md", to_markdown(title, blocks))
-    records.write_atomically(directory / "report.html", to_html(title, blocks))
+    write_files(pathlib.Path(out), title, blocks, study)
     return study

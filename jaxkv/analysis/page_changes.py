@@ -1,24 +1,17 @@
-"""What a study's report says of changed caches: the statements over all runs, then run by run."""
+"""What a study's report says of changed caches: the statements over all runs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxkv.analysis.accumulation_page import write_accumulation
 from jaxkv.analysis.document import Block, Heading, Paragraph, Table
 from jaxkv.analysis.experiments import EXPERIMENTS
 from jaxkv.analysis.injection_claims import NOT_RUN
-from jaxkv.analysis.injection_page import write_injection
-from jaxkv.analysis.perplexity import write_perplexity
 from jaxkv.analysis.rules import CANNOT_TELL, DOES_NOT_HOLD, HOLDS
 from jaxkv.analysis.study import OTHERS
 from jaxkv.experiments.record_parts import CLEAN
 
 Study = Mapping[str, Any]
-SECTIONS = {
-    "injection": ("Changed caches", "changed-caches", write_injection),
-    "perplexity": ("Perplexity", "perplexity", write_perplexity),
-    "accumulation": ("Quantized caches along a text", "accumulation", write_accumulation),
-}
+SECTIONS = ("injection", "perplexity", "accumulation")
 DECIDED = (HOLDS, DOES_NOT_HOLD)
 DIFFERS = "differs"
 NOTE = (
@@ -87,15 +80,3 @@ def write_statements(study: Study) -> list[Block]:
         return []
     head = [] if changes_alone(study) else [Heading("Statements on changed caches", name="statements")]
     return [*head, Paragraph(NOTE, "note"), Table(["statement", "verdict", "runs"], rows, kind="claims")]
-
-
-def write_changes(study: Study) -> list[Block]:
-    """What changed caches do, run by run."""
-    blocks: list[Block] = []
-    for experiment, (title, name, write) in SECTIONS.items():
-        conditions = [condition for condition in study["conditions"] if condition.get(experiment)]
-        if conditions:
-            blocks.append(Heading(title, name=name))
-        for condition in conditions:
-            blocks += [Heading(condition["name"], 3), *write(condition[experiment])]
-    return blocks

@@ -3,11 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Group
-
-from jaxkv.analysis import document
 from jaxkv.analysis.document import Block, Bullets, Fold, Heading, Paragraph, Table
-from jaxkv.analysis.figures import draw_parity, name_group
+from jaxkv.analysis.figures import name_group
 from jaxkv.analysis.format import format_count, format_counted_share, format_mean, format_number, format_share
 from jaxkv.experiments.parity.record import CELLS
 
@@ -42,8 +39,8 @@ def _describe_same(found: Mapping[str, Any] | None, what: str, names: Sequence[s
     )
 
 
-def write_parity(study: Study) -> list[Block]:
-    """JAX and PyTorch, cached and not."""
+def write_free_parity(study: Study) -> list[Block]:
+    """JAX and PyTorch, cached and not, running free."""
     blocks: list[Block] = []
     for group in study["parity"]:
         rows = []
@@ -75,19 +72,14 @@ def write_parity(study: Study) -> list[Block]:
                 _describe_same(contrast["same_flips"], "Steps flipped by the cache", names),
             ]
         blocks += [Bullets(lines), Fold("Every pair of cells", [Table([*head, "McNemar p"], rows)])]
-    for condition in study["conditions"]:
-        if found := condition.get("parity"):
-            blocks += write_forced_parity(f"{condition['name']}: four cells along the same tokens", found)
-    if not blocks:
-        return []
-    return [Heading("JAX beside PyTorch", name="parity"), *draw_parity(study), *blocks]
+    return blocks
 
 
-def write_forced_parity(title: str, found: Mapping[str, Any]) -> list[Block]:
+def write_parity(found: Mapping[str, Any]) -> list[Block]:
     """Four cells along the same tokens, from what `summarize_parity` gives."""
     if found["status"] != "ok":
         why = "; ".join(f"{g['samples']} at {g['reason']} ({g['arm']}, {g['value']})" for g in found["invalid"])
-        return [Heading(title, 3), Paragraph(f"No valid sample: {why or 'none yet'}.")]
+        return [Paragraph(f"No valid sample: {why or 'none yet'}.")]
     rows = [
         [
             pair.replace(" | ", " to "),
@@ -125,18 +117,5 @@ def write_forced_parity(title: str, found: Mapping[str, Any]) -> list[Block]:
         f"Steps whose residual stream comes with the cell's own logits bit for bit, of {found['tokens']}: {equal}."
     )
     head = ["pair", "argmax flips per token", "mean KL, nats", "max |diff|", "bit-equal steps"]
-    return [Heading(title, 3), Bullets(lines), Fold("Every pair of cells", [Table(head, rows)])]
-
-
-def _write_alone(found: Mapping[str, Any]) -> list[Block]:
-    return write_forced_parity("Four cells along the tokens of JAX's cached arm", found)
-
-
-def to_markdown(found: Mapping[str, Any]) -> str:
-    """The report of a run's own parity records."""
-    return document.to_markdown("Parity", _write_alone(found))
-
-
-def render_parity(found: Mapping[str, Any]) -> Group:
-    """The same for a terminal."""
-    return document.to_terminal(_write_alone(found))
+    about = Paragraph("Four cells along the tokens of JAX's cached arm.")
+    return [about, Bullets(lines), Fold("Every pair of cells", [Table(head, rows)])]

@@ -1,4 +1,4 @@
-"""What the records of experiment 'patching' say: a summary, a table, a report, a verdict. Reads records alone.
+"""What the records of experiment 'patching' say: a summary, its blocks, a verdict. Reads records alone.
 
 The share of the gap that a patch closes is 1 - (KL left) / (KL before), both summed over problems; its interval, over
 problems, is Student's t on the log of what is left. It is negative where a patch moves the recipient further from the
@@ -9,12 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from rich import box
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
 
 from jaxkv.analysis import statistics
+from jaxkv.analysis.document import Block, Bullets, Fold, Only, Paragraph, Table
 from jaxkv.analysis.format import format_counted_share, format_number, format_percent
 from jaxkv.analysis.rules import CANNOT_TELL, FAMILY, HALF, OPEN, RULES, Evidence
 from jaxkv.analysis.samples import collect, count_problems, describe_problems, list_invalid, say_few
@@ -375,36 +372,15 @@ def _percent(entry: Mapping[str, Any] | None) -> str:
     return "-" if entry is None else f"{format_number(100 * entry['share'], 3)} %"
 
 
-def render_patching(summary: Summary) -> Group:
-    """The summary for a terminal of 80 columns or more."""
-    parts: list[Any] = [Text(describe_problems(summary))]
+def write_patching(summary: Summary) -> list[Block]:
+    """What is said of the patches, and their tables by direction."""
+    blocks: list[Block] = [Paragraph(f"{describe_problems(summary)}."), Bullets(conclude(summary))]
     for direction in DIRECTIONS if summary["status"] == "ok" else ():
-        table = Table(
-            title=direction, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False,
-            show_edge=False,
-        )  # fmt: skip
-        for name in (*HEADER[:3], "ways back"):
-            table.add_column(name, no_wrap=True)
-        for row in make_rows(summary, direction):
-            table.add_row(*(Text(cell) for cell in (*row[:3], row[5])))
-        parts += [table, Text()]
-    if summary["status"] == "ok":
-        parts.append(Text(NOTE))
-    return Group(*parts, Text(), *(Text(f"- {sentence}") for sentence in conclude(summary)))
-
-
-def to_markdown(summary: Summary) -> str:
-    """The summary as a section of a report."""
-
-    def table(cells: Sequence[Sequence[str]]) -> list[str]:
-        rows = [cells[0], ["---"] * len(cells[0]), *cells[1:]]
-        return ["| " + " | ".join(row) + " |" for row in rows]
-
-    lines = ["## Activation patching", "", f"{describe_problems(summary)}.", ""]
-    for direction in DIRECTIONS if summary["status"] == "ok" else ():
-        lines += [f"### {direction}", "", *table([HEADER, *make_rows(summary, direction)]), ""]
-        if layers := make_layer_rows(summary, direction):
-            lines += ["Share of the gap closed by one layer at a time:", "", *table(layers), ""]
-    if summary["status"] == "ok":
-        lines += [NOTE, ""]
-    return "\n".join([*lines, *(f"* {sentence}" for sentence in conclude(summary)), ""])
+        tables: list[Block] = [
+            Table(HEADER, make_rows(summary, direction), terminal=(0, 1, 2, 5)),
+            Paragraph(NOTE, "note"),
+        ]
+        if by_layer := make_layer_rows(summary, direction):
+            tables.append(Only("page", [Table(by_layer[0], by_layer[1:], "Share closed, one layer at a time")]))
+        blocks.append(Fold(direction, tables))
+    return blocks

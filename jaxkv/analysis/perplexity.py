@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import to_builtins
-from rich.console import Group
 
-from jaxkv.analysis import document, statistics
-from jaxkv.analysis.document import Block, Bullets, Table, to_terminal
+from jaxkv.analysis import statistics
+from jaxkv.analysis.document import Block, Brief, Bullets, Cell, Table
 from jaxkv.analysis.format import format_bound, format_count, format_counted_share, format_number, format_percent
 from jaxkv.analysis.samples import (
     add_saturated,
@@ -32,15 +31,17 @@ Record = Mapping[str, Any]
 Summary = Mapping[str, Any]
 HEADER = ["change", "windows", "tokens", "uncached", "cached", "cached / uncached"]
 HEADER += ["a word", "bits a byte", "KL", "flips", "cache bits", "packed, %", "cache bytes a row"]
-NARROW = ["change", "windows", "bits", "uncached", "cached", "ratio", "KL", "flips"]
+NARROW = (0, 1, 10, 3, 4, 5, 8, 9)  # without tokens, words, bytes
 NOTE = (
     "Perplexity a token, of the text's own tokens fed one by one through the cache, and without it. KL(uncached || "
     "cached) in nats a token. Intervals are 95 %, over windows; without a flip, the bound is of the share of "
     "windows with one."
 )
 UNITS = "A word, bits a byte: of the cached arm; they compare across tokenizers."
-BITS = "bits: per element of the whole cache at a window's length, first, recent and pending tokens at full width."
-PACKED = f"Cache {BITS} Packed: share of elements that are packed."
+PACKED = (
+    "Cache bits: per element of the whole cache at a window's length, first, recent and pending tokens at full width. "
+    "Packed: share of elements that are packed."
+)
 
 
 def summarize_perplexity(records: Sequence[object], run: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -102,8 +103,15 @@ def _summarize_change(name: str, samples: Sequence[PerplexityRecord]) -> dict[st
     return summary
 
 
-def _make_rows(summary: Summary) -> list[list[str]]:
-    rows = []
+def _stack(flips: Record) -> str:
+    """Flips over their interval or bound, narrow."""
+    if "upper_bound" in flips:
+        return f"{format_count(flips)}\n< {format_bound(flips)}"
+    return f"{format_count(flips)}\n{'..'.join(map(format_percent, flips['interval']))} %"
+
+
+def _make_rows(summary: Summary) -> list[list[Cell]]:
+    rows: list[list[Cell]] = []
     for found in summary["changes"]:
         if not found["windows"]:
             rows.append([found["change"], "0", *["none valid"] * (len(HEADER) - 2)])
@@ -121,7 +129,7 @@ def _make_rows(summary: Summary) -> list[list[str]]:
                 format_number(cached["word_perplexity"], 5) if "word_perplexity" in cached else "-",
                 format_number(cached["bits_per_byte"], 5) if "bits_per_byte" in cached else "-",
                 format_number(found["kl"]),
-                format_counted_share(found["flips"]),
+                Brief(format_counted_share(found["flips"]), _stack(found["flips"])),
                 format_number(found["cache"]["bits"], 3),
                 format_percent(found["cache"]["packed"]),
                 f"{found['cache']['bytes']:.0f}",
@@ -143,43 +151,10 @@ def _notes(summary: Summary) -> list[str]:
     return lines
 
 
-def _narrow_rows(summary: Summary) -> list[list[str]]:
-    """Of the terminal's table: fewer columns, intervals and bounds below their figures."""
-    rows = []
-    for found in summary["changes"]:
-        if not found["windows"]:
-            rows.append([found["change"], "none valid", *["-"] * (len(NARROW) - 2)])
-            continue
-        ratio, flips = found["ratio"], found["flips"]
-        ends = "" if ratio["interval"] is None else "\n{:.6g} to\n{:.6g}".format(*ratio["interval"])
-        if "upper_bound" in flips:
-            span = f"< {format_bound(flips)}"
-        else:
-            span = f"{'..'.join(map(format_percent, flips['interval']))} %"
-        perplexities = [format_number(found[arm]["perplexity"], 5) for arm in ("uncached", "cached")]
-        bits = format_number(found["cache"]["bits"], 3)
-        rows.append([found["change"], str(found["windows"]), bits, *perplexities, f"{ratio['mean']:.6g}{ends}"])
-        rows[-1] += [format_number(found["kl"]), f"{format_count(flips)}\n{span}"]
-    return rows
-
-
-def render_perplexity(summary: Summary) -> Group:
-    """The table for a terminal of 80 columns."""
-    title = f"Perplexity: {describe_problems(summary)}"
-    notes = ["ratio: cached / uncached. Intervals and bounds stand below their figures.", BITS]
-    notes += _notes(summary)
-    return to_terminal([Bullets([title]), Table(NARROW, _narrow_rows(summary)), Bullets(notes)])
-
-
 def write_perplexity(summary: Summary) -> list[Block]:
-    """All of it, as a report shows it."""
+    """The table of all changes, and how to read it."""
     return [
         Bullets([describe_problems(summary)]),
-        Table(HEADER, _make_rows(summary)),
+        Table(HEADER, _make_rows(summary), terminal=NARROW),
         Bullets([UNITS, PACKED, *_notes(summary)]),
     ]
-
-
-def to_markdown(summary: Summary) -> str:
-    """The same as Markdown."""
-    return document.to_markdown("Perplexity", write_perplexity(summary))

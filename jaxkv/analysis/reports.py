@@ -1,45 +1,75 @@
-"""The report of a run directory, experiment by experiment, from its records alone."""
+"""The report of a run directory: all its experiments, from its records alone."""
 
+import json
+import os
 import pathlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from msgspec import to_builtins
+from rich.console import Group
 
 from jaxkv import records
-from jaxkv.analysis import doctor
+from jaxkv.analysis.divergence import show_value
+from jaxkv.analysis.document import Block, Code, Heading, Only, Paragraph, Table, to_html, to_markdown, to_terminal
 from jaxkv.analysis.experiments import EXPERIMENTS
-from jaxkv.analysis.gather import Run, read_runs
-from jaxkv.analysis.report import write_summary
-from jaxkv.errors import UserError
-from jaxkv.experiments.doctor.record import DoctorRecord
+from jaxkv.analysis.gather import read_runs
+from jaxkv.analysis.study import summarize_run
 
-Shown = tuple[Any, str]  # what a terminal shows, and the name of the file
+FILES = ("report.html", "report.md", "summary.json")
 
 
-def _report(path: pathlib.Path, run: Run, name: str) -> Shown:
-    if name == "doctor":
-        if not (found := run.of(DoctorRecord)):
-            raise UserError(f"{path}: the device was not examined to the end; run the same command again")
-        record = to_builtins(found[0])
-        records.write_atomically(path / "report.md", doctor.to_markdown(record))
-        return doctor.render(record), "report.md"
-    experiment = EXPERIMENTS[name]
-    summary = experiment.summarize(run)
-    if name == "divergence":
-        write_summary(path, summary)
-    records.write_atomically(path / experiment.file, experiment.write(summary, run.run))
-    if experiment.page is not None:
-        records.write_atomically((path / experiment.file).with_suffix(".html"), experiment.page(summary))
-    return experiment.render(summary), experiment.file
+def write_files(path: pathlib.Path, title: str, blocks: Sequence[Block], summary: Mapping[str, Any]) -> None:
+    """Writes report.html, report.md and summary.json. Raises UserError if the directory cannot be written."""
+    text = json.dumps(records.to_plain(summary), allow_nan=False, separators=(",", ":")) + "\n"
+    for name, content in zip(FILES, (to_html(title, blocks), to_markdown(title, blocks), text), strict=True):
+        records.write_atomically(path / name, content)
 
 
-def report_run(path: pathlib.Path) -> list[Shown]:
+def write_run(summary: Mapping[str, Any], run: Mapping[str, Any]) -> list[Block]:
+    """A section for each experiment of a run, and where its figures come from.
+
+    Args:
+      summary: of `summarize_run`; the experiments in it are shown.
+      run: content of run.json.
+    """
+    names, alone = [name for name in EXPERIMENTS if name in summary], {"conditions": [summary], "parity": ()}
+    blocks: list[Block] = []
+    for name in names:
+        title = Heading(EXPERIMENTS[name].title, name=name)
+        blocks.append(title if len(names) > 1 else Only("page", [title]))
+        blocks += [*EXPERIMENTS[name].write(summary[name]), *EXPERIMENTS[name].draw(alone)]
+    return [*blocks, Only("page", _write_provenance(run))]
+
+
+def _write_provenance(run: Mapping[str, Any]) -> list[Block]:
+    session = run["sessions"][-1] if run["sessions"] else {}
+    tables = [
+        [[name, show_value(value)] for name, value in sorted(records.flatten(values).items())]
+        for values in (session, run["config"])
+    ]
+    return [
+        Heading("Provenance", name="provenance"),
+        Paragraph("Replay or finish the run, RUN being its directory:"),
+        Code("python -m jaxkv.launch --flagfile=RUN/run.flags\npython -m jaxkv.report RUN"),
+        Paragraph(f"Configuration fingerprint: `{run['fingerprint']}`."),
+        Table(["what", "value"], tables[0], f"Last of {len(run['sessions'])} session(s)"),
+        Table(["key", "value"], tables[1], "Configuration"),
+    ]
+
+
+def report_run(path: str | os.PathLike[str]) -> Group:
     """Writes the report of every experiment that a run directory has records of; of divergence if it has none yet.
+
+    Returns:
+      What a terminal shows of it.
 
     Raises:
       UserError: not a run directory, corrupt records, or not writable.
     """
     (run,) = read_runs([path])
     there = run.experiments | set(run.run["config"].get("experiments", ()))
-    names = [name for name in (*EXPERIMENTS, "doctor") if name in there] or ["divergence"]
-    return [_report(path, run, name) for name in names]
+    summary = summarize_run(run, there & set(EXPERIMENTS) or {"divergence"})
+    blocks = write_run(summary, run.run)
+    title = ", ".join(str(summary[name]) for name in ("model", "precision", "device") if summary[name])
+    write_files(pathlib.Path(path), title or "Report", blocks, summary)
+    return to_terminal(blocks)

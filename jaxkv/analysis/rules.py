@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxkv.analysis import statistics
-from jaxkv.analysis.document import Block, Fold, Paragraph, Table
+from jaxkv.analysis.document import Block, Fold, Only, Paragraph, Table
 from jaxkv.analysis.format import format_number
 
 FAMILY = 0.05  # chance that any verdict of a table is wrong by chance alone
@@ -341,4 +341,11 @@ def write_rules(names: Sequence[str]) -> list[Block]:
     )
     if not rows:
         return []
-    return [Fold("How each verdict is reached", [Paragraph(text), Table(head, rows)])]
+    return [Only("page", [Fold("How each verdict is reached", [Paragraph(text), Table(head, rows)])])]
+
+
+def write_verdicts(claims: Sequence[Mapping[str, Any]]) -> list[Block]:
+    """Statements of a run with their verdicts and figures, and how they are reached; nothing for none."""
+    rows = [[f"{c['id']}: {c['claim']}", c["verdict"], tuple(c["figure"])] for c in claims]
+    table = Table(["statement", "verdict", "figure"], rows, kind="claims", terminal=(0, 1))
+    return [table, *write_rules([claim["id"] for claim in claims])] if rows else []

@@ -1,12 +1,12 @@
 """The summary of several runs as one study. A pure function of their records: same records, same summary."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from msgspec import to_builtins
 
 from jaxkv.analysis import claims, claims_layers, contrasts, curves, parity
-from jaxkv.analysis.doctor_findings import compare_processes, conclude, operand_kind
+from jaxkv.analysis.doctor_findings import compare_processes, operand_kind
 from jaxkv.analysis.experiments import EXPERIMENTS
 from jaxkv.analysis.gather import SAMPLING, Run, describe_condition, describe_origin
 from jaxkv.experiments.divergence.record import DivergenceRecord
@@ -15,7 +15,7 @@ from jaxkv.experiments.drift.record import DriftRecord
 from jaxkv.experiments.foreign.record import ForeignRecord
 
 Summary = dict[str, Any]
-OTHERS = ("doctor", "foreign")  # experiments with no summary of their own
+OTHERS = ("foreign",)  # experiments with no summary of their own
 
 
 def summarize_study(runs: Sequence[Run]) -> Summary:
@@ -29,7 +29,7 @@ def summarize_study(runs: Sequence[Run]) -> Summary:
       each experiment it has; figures over several runs; `causes` and `claims`.
 
     """
-    conditions = [_summarize_run(run) for run in runs]
+    conditions = [summarize_run(run, run.experiments) for run in runs]
     samples = [
         (c, contrasts.find_valid(run)) for c, run in zip(conditions, runs, strict=True) if run.of(DivergenceRecord)
     ]
@@ -85,13 +85,14 @@ def choose_conditions(found: Sequence[tuple[Summary, Any]]) -> list[tuple[Summar
     return chosen
 
 
-def _summarize_run(run: Run) -> Summary:
+def summarize_run(run: Run, experiments: Collection[str]) -> Summary:
+    """What a run is, where it came from, and the summary of each of the experiments."""
     condition = describe_condition(run) | {"origin": describe_origin(run), "held": None}
     held = run.run["config"].get("held")
     if isinstance(held, Mapping):
         condition["held"] = held.get("operand")
     for name, experiment in EXPERIMENTS.items():
-        if name in run.experiments:
+        if name in experiments:
             condition[name] = dict(experiment.summarize(run))
     if odd := sorted(run.experiments - {*EXPERIMENTS, *OTHERS}):
         condition["not_reported"] = odd
@@ -99,8 +100,6 @@ def _summarize_run(run: Run) -> Summary:
         condition["curves"] = curves.draw_condition(list(contrasts.find_valid(run).values()))
     if drift := run.of(DriftRecord):
         condition["drift_grid"] = curves.average_grids([r for r in drift if r.status == "ok"])
-    for record in run.of(DoctorRecord):
-        condition["doctor"] = {"conclusions": conclude(to_builtins(record))}
     if foreign := run.of(ForeignRecord):
         condition["foreign"] = {"problems": len(foreign)}
     return condition

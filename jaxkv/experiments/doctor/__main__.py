@@ -20,15 +20,18 @@ def main(arguments: list[str] | None = None) -> None:
         return
     from rich.console import Console
 
-    from jaxkv.analysis.doctor import render, to_markdown
+    from jaxkv.analysis.doctor import write_doctor
+    from jaxkv.analysis.doctor_findings import conclude
+    from jaxkv.analysis.document import to_markdown, to_terminal
     from jaxkv.records import to_plain
 
     record = to_plain(run.run_doctor())
+    blocks = write_doctor(record | {"conclusions": conclude(record)})
     if options.json:
         options.json.write_text(json.dumps(record, allow_nan=False, indent=1) + "\n")
     if options.markdown:
-        options.markdown.write_text(to_markdown(record))
-    Console().print(render(record))
+        options.markdown.write_text(to_markdown("The device", blocks))
+    Console().print(to_terminal(blocks))
 
 
 if __name__ == "__main__":

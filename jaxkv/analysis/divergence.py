@@ -299,7 +299,15 @@ def _write_short(summary: Summary) -> list[Block]:
         return list(map(Paragraph, [*lines, "no valid sample, so nothing is said about agreement"]))
     forced = []
     for label, c in list_comparisons(summary):
-        cells = [format_share(c["flips"]), format_count(c["sequences_with_flip"]), format_number(c["kl"]["mean"])]
+        flips, texts = c["flips"], c["sequences_with_flip"]
+        none = "upper_bound" in flips  # then its bound is that of the sequences
+        cells = [
+            format_count(flips) if none else format_share(flips),
+            format_count(texts),
+            format_number(c["kl"]["mean"]),
+        ]
+        if none:
+            cells[1] += f", ≤ {format_percent(flips['upper_bound'])} %"
         cells += [format_number(c["max_abs"]["max"]), f"{format_percent(c['bit_equal']['rate'])} %"]
         forced.append([label, *cells])
     said = []
@@ -320,7 +328,9 @@ def _write_short(summary: Summary) -> list[Block]:
         Table(["teacher-forced", "argmax flips", "with flip", "mean KL", "max |diff|", "bit-equal"], forced),
         *map(Paragraph, said),
         Table(["right, %", "cached", "uncached", "difference", "McNemar p", "labels"], scores),
-        Paragraph("with flip: sequences. KL in nats. labels: changed answers (+ by extraction only)."),
+        Paragraph(
+            "with flip: sequences; ≤: 95 % upper bound. KL in nats. labels: changed answers (+ by extraction only)."
+        ),
     ]
 
 

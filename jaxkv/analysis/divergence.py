@@ -308,8 +308,7 @@ def _write_short(summary: Summary) -> list[Block]:
         ]
         if none:
             cells[1] += f", ≤ {format_percent(flips['upper_bound'])} %"
-        cells += [format_number(c["max_abs"]["max"]), f"{format_percent(c['bit_equal']['rate'])} %"]
-        forced.append([label, *cells])
+        forced.append([label, *cells, f"{format_percent(c['bit_equal']['rate'])} %"])
     said = []
     if (distance := cause.read_distance(summary)) is not None:
         said.append(f"distance to float64: {cause.describe_distance(distance)}")
@@ -325,7 +324,7 @@ def _write_short(summary: Summary) -> list[Block]:
         scores.append([scorer, *cells, format_number(a["mcnemar_p"]), f"{changes['answer_changed']}{extraction}"])
     return [
         *map(Paragraph, lines),
-        Table(["teacher-forced", "argmax flips", "with flip", "mean KL", "max |diff|", "bit-equal"], forced),
+        Table(["teacher-forced", "argmax flips", "with flip", "mean KL", "bit-equal"], forced),
         *map(Paragraph, said),
         Table(["right, %", "cached", "uncached", "difference", "McNemar p", "labels"], scores),
         Paragraph(

@@ -4,6 +4,7 @@ import os
 import pathlib
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network; the hub's clients read it when they are imported
+os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(2**31)  # of this process and of commands: what is oldest goes
 
 import jax
 import pytest
@@ -20,7 +21,6 @@ def programs():
 def share_programs(programs):
     """A program that several tests need is compiled once: XLA takes more time than all else in them."""
     jax.config.update("jax_compilation_cache_dir", str(programs))
-    jax.config.update("jax_compilation_cache_max_size", 2**31)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     compilation_cache.reset_cache()  # of what an environment variable may have begun
 

@@ -15,10 +15,11 @@ from jaxkv.compare import DISTANCE_FIELDS, measure_distance
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
+from jaxkv.experiments import truth
 from jaxkv.experiments.batches import Item, RunSpec, plan_batches
 from jaxkv.experiments.divergence.run import compare_row, run_batch
 from jaxkv.experiments.mitigations import run as mitigations
-from jaxkv.experiments.mitigations.run import hold, make_variants, run_mitigations, truth
+from jaxkv.experiments.mitigations.run import hold, make_variants, run_mitigations
 from jaxkv.models.decoder import Decoder
 from jaxkv.records import RunDirectory, read_lines, to_line, to_plain, to_record
 

@@ -55,8 +55,8 @@ def one_prompt():
 
 
 def test_case_1_one_prompt_in_three_dtypes():
-    """huggingface/transformers 25420: logits differ with and without cache in 16 bits, hardly in fp32. It is rounding:
-    aligned, with the cache on, no bit differs."""
+    """huggingface/transformers 25420: logits differ with and without cache in 16 bits, hardly in fp32. Aligned, with
+    the cache on, no bit differs; whether it is rounding one prompt alone does not tell."""
     study, kl = summarize_study(list(one_prompt().values())), {}
     for condition in study["conditions"]:
         found = condition["divergence"]["teacher_forced"]
@@ -67,7 +67,7 @@ def test_case_1_one_prompt_in_three_dtypes():
             kl[condition["precision"]] = found["kl"]["mean"]
     assert min(kl["bf16"], kl["fp16"]) > 1e4 * kl["fp32"] > 0
     verdicts = {cause["name"]: cause["verdict"] for cause in study["causes"]}
-    assert verdicts == {"tiny fp16": "rounding", "tiny bf16": "rounding", "tiny fp32": "cannot tell"}
+    assert verdicts == dict.fromkeys(("tiny fp16", "tiny bf16", "tiny fp32"), "cannot tell")
 
 
 def test_case_1_a_fault_is_no_rounding():

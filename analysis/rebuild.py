@@ -4,6 +4,8 @@ python analysis/rebuild.py                  # all pages, or those named
 python analysis/rebuild.py --check          # writes nothing; exit code 1 names the pages that are not what records give
 python analysis/rebuild.py --keep NAME RUN...   # packs run directories into NAME/runs.tar.xz
 
+coverage.md has no records: it is simulated, by tests/test_coverage.py, which this runs with all pages.
+
 A kept run is its run.json, run.flags and samples.jsonl. Cut from them is where files lay on the machine that ran it,
 and how long batches took; nothing else is.
 """
@@ -15,6 +17,7 @@ import json
 import lzma
 import pathlib
 import re
+import subprocess
 import sys
 import tarfile
 import tempfile
@@ -158,6 +161,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.keep:
         print(keep(options.keep, list(map(pathlib.Path, options.page))))
         return 0
+    if unknown := [page for page in options.page if page not in PAGES]:
+        raise UserError(f"no page is named '{unknown[0]}'; name some of {', '.join(PAGES)}, or none for all")
+    if not (options.page or options.check):
+        subprocess.run([sys.executable, HERE.parent / "tests" / "test_coverage.py"], check=True, capture_output=True)
     odd = []
     for page in options.page or PAGES:
         if options.check:

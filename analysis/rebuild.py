@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ablation
@@ -82,14 +82,6 @@ def unpack(name: str, into: pathlib.Path) -> list[pathlib.Path]:
     with tarfile.open(HERE / name / "runs.tar.xz") as tar:
         tar.extractall(into / name, filter="data")
     return sorted((into / name).iterdir())
-
-
-def read_texts(name: str) -> Iterator[tuple[str, str]]:
-    """Names and contents of the run.json and run.flags kept under NAME."""
-    with tarfile.open(HERE / name / "runs.tar.xz") as tar:
-        for entry in tar:
-            if not entry.name.endswith(".jsonl"):
-                yield entry.name, tar.extractfile(entry).read().decode()  # type: ignore[union-attr]
 
 
 def write_study(runs: Sequence[pathlib.Path], out: pathlib.Path) -> None:

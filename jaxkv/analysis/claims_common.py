@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxkv.analysis.contrasts import base_precision
+from jaxkv.analysis.contrasts import base_precision, drop_replicates
 from jaxkv.analysis.format import format_counted_share
 from jaxkv.analysis.rules import Evidence
 from jaxkv.analysis.summary import take_rest
@@ -30,15 +30,16 @@ def make_claim(
 
 def select(study: Study, precision: str | None = None, regime: str = "plain", framework: str = "jax") -> list[Any]:
     """Conditions with valid 'divergence' samples, each once: of runs of one configuration that with most problems."""
-    once: dict[str, Any] = {}
-    for c in study["conditions"]:
-        if not (c.get("divergence") and c["divergence"]["status"] == "ok"):
-            continue
-        if c["regime"] == regime and c["framework"] == framework and precision in (None, base_precision(c)):
-            name = c["fingerprint"] or c["name"]
-            if name not in once or c["divergence"]["problems"]["ok"] > once[name]["divergence"]["problems"]["ok"]:
-                once[name] = c
-    return list(once.values())
+    valid = [
+        (c, range(c["divergence"]["problems"]["ok"]))
+        for c in study["conditions"]
+        if c.get("divergence")
+        and c["divergence"]["status"] == "ok"
+        and c["regime"] == regime
+        and c["framework"] == framework
+        and precision in (None, base_precision(c))
+    ]
+    return [c for c, _ in drop_replicates(valid)]
 
 
 def say_count(count: int, noun: str) -> str:

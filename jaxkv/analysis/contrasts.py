@@ -3,8 +3,8 @@
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence, Sized
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,6 +16,8 @@ from jaxkv.experiments.record_parts import find_headline
 from jaxkv.records import fingerprint
 
 Samples = Mapping[Any, DivergenceRecord]
+Described = TypeVar("Described", bound=Mapping[str, Any])
+Counted = TypeVar("Counted", bound=Sized)
 QUADRATIC = ("kl", "js")  # in the perturbation of the logits
 LINEAR = ("max_abs", "mean_abs")
 ARMS = ("cached", "uncached")
@@ -31,6 +33,16 @@ def base_precision(condition: Mapping[str, Any]) -> str | None:
     """'fp16' of 'fp16+residual=fp32'."""
     name = condition["precision"]
     return name.split("+")[0] if name else None
+
+
+def drop_replicates(found: Sequence[tuple[Described, Counted]]) -> list[tuple[Described, Counted]]:
+    """Conditions with their samples, each once: of runs of one configuration that with most problems."""
+    once: dict[str, tuple[Described, Counted]] = {}
+    for condition, samples in found:
+        name = condition["fingerprint"] or condition["name"]
+        if name not in once or len(samples) > len(once[name][1]):
+            once[name] = condition, samples
+    return list(once.values())
 
 
 def pool_accuracy(conditions: Sequence[tuple[Mapping[str, Any], Samples]], scorer: str) -> dict[str, Any] | None:

@@ -43,7 +43,7 @@ def summarize_study(runs: Sequence[Run]) -> Summary:
         "experiment": "study",
         "conditions": conditions,
         "accuracy": {name: contrasts.pool_scorers(found) for name, found in by_precision.items() if found},
-        "precisions": contrasts.pair_precisions([(c, s) for c, s in samples if s]),
+        "precisions": contrasts.pair_precisions(contrasts.drop_replicates([(c, s) for c, s in samples if s])),
         "flips": {
             "fp16": contrasts.count_flips(contrasts.choose_shared(by_precision["fp16"], by_precision["fp32"])),
             "fp32": contrasts.count_flips(by_precision["fp32"]),
@@ -65,13 +65,8 @@ def choose_conditions(found: Sequence[tuple[Summary, Any]]) -> list[tuple[Summar
     Variants ('fp16+residual=fp32') stand in where a model has no valid run of the precision itself. Runs that ask the
     same problems again, in batches of another size, add none: the one with most problems counts.
     """
-    once: dict[str, tuple[Summary, Any]] = {}
-    for condition, samples in found:
-        name = condition["fingerprint"] or condition["name"]
-        if name not in once or len(samples) > len(once[name][1]):
-            once[name] = condition, samples
     groups: dict[tuple, list[tuple[Summary, Any]]] = {}
-    for condition, samples in once.values():
+    for condition, samples in contrasts.drop_replicates(found):
         key = tuple(condition[name] for name in ("model", *SAMPLING, "device"))
         groups.setdefault(key, []).append((condition, samples))
     chosen = []

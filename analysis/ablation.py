@@ -9,15 +9,17 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxkv.analysis import perplexity, statistics
-from jaxkv.analysis.document import Code, Heading, Paragraph, Table, to_markdown
-from jaxkv.analysis.format import format_number, format_percent
-from jaxkv.analysis.gather import Run, describe_origin, name_of, read_runs
-from jaxkv.analysis.joining import join_runs
+from jaxkv.experiments.perplexity import report as perplexity
 from jaxkv.experiments.perplexity.record import PerplexityRecord
 from jaxkv.experiments.record_parts import CLEAN
+from jaxkv.experiments.report_parts import Run, name_of
 from jaxkv.interventions.quantizers import CacheQuant, parse_cache_quant
 from jaxkv.interventions.quantizers.kvarn import KVarN
+from jaxkv.overview.gather import describe_origin, read_runs
+from jaxkv.overview.joining import join_runs
+from jaxkv.reporting import statistics
+from jaxkv.reporting.document import Code, Heading, Paragraph, Table, to_markdown
+from jaxkv.reporting.format import format_number, format_percent
 
 Kept = Mapping[str, Any]
 ABOUT = """Perplexity of WikiText-2's test split through a quantized cache over that without one, in windows of

@@ -9,21 +9,22 @@ from xml.etree import ElementTree as ET
 import numpy as np
 from scipy import optimize, stats
 
-from jaxkv.analysis import statistics
-from jaxkv.analysis.document import Heading, Paragraph, Table, to_markdown
-from jaxkv.analysis.format import format_number, format_percent
-from jaxkv.analysis.gather import Run, drop_copies, name_of, read_runs
-from jaxkv.analysis.law import NEAR, check_steps, predict
-from jaxkv.analysis.svg import Chart, limits
 from jaxkv.experiments.divergence.record import DivergenceRecord
 from jaxkv.experiments.injection.record import InjectionRecord
+from jaxkv.experiments.law import NEAR, check_steps, predict
 from jaxkv.experiments.record_parts import CLEAN, Comparison
+from jaxkv.experiments.report_parts import Run, name_of
+from jaxkv.overview.gather import drop_copies, read_runs
+from jaxkv.reporting import statistics
+from jaxkv.reporting.document import Heading, Paragraph, Table, to_markdown
+from jaxkv.reporting.format import format_number, format_percent
+from jaxkv.reporting.svg import Chart, limits
 
 FEWEST = 16  # sequences
 LEAST = 1e-7  # flips per step; less is not drawn
 COLUMNS = ("margin", "shift", "margin_other", "unit", "flip")
 ABOUT = """How often the two best tokens swap between the arms, predicted from the margins between them and from the
-shift of that gap (`jaxkv/analysis/law.py` derives both forms; flips are teacher-forced argmax flips):
+shift of that gap (`jaxkv/experiments/law.py` derives both forms; flips are teacher-forced argmax flips):
 `linear` is the density of margins at 0 times the mean absolute shift over two, `convolution` takes the
 two distributions whole. `from fp32` uses the margins of the fp32 run of the same model, framework and
 sampler, and of the condition its mean shift alone. Intervals are 95 %, of counts over sequences. A count

@@ -28,9 +28,9 @@ import ablation
 import law
 
 from jaxkv import report
-from jaxkv.analysis.gather import LOCAL, PATHS, find_runs, name_runs
-from jaxkv.analysis.reports import report_run
 from jaxkv.errors import UserError
+from jaxkv.overview.gather import LOCAL, PATHS, find_runs, name_runs
+from jaxkv.overview.reports import report_run
 
 HERE = pathlib.Path(__file__).parent
 RECORDS = ("run.json", "run.flags", "samples.jsonl")

@@ -51,7 +51,7 @@ def _run_attribution(study: Study, done: Done) -> Batches:
 
 def _count_attribution(study: Study) -> int:
     del study
-    from jaxkv.experiments.attribution.run import VARIANTS
+    from jaxkv.experiments.attribution.record import VARIANTS
 
     return len(VARIANTS)
 

@@ -37,7 +37,6 @@ from typing import Annotated, Any, get_args
 
 from msgspec import Meta, Struct
 
-from jaxkv.analysis.metrics import free_running
 from jaxkv.errors import UserError, nearest
 from jaxkv.experiments.foreign.record import (
     Digest,
@@ -52,6 +51,7 @@ from jaxkv.experiments.record_parts import ARMS, Sample, require, require_length
 from jaxkv.files import check, read_text
 from jaxkv.provenance import environment, git_revision, hash_tokens, sha256_file
 from jaxkv.records import RunDirectory, read_run
+from jaxkv.reporting.metrics import free_running
 from jaxkv.tasks.scoring import SCORERS, label_change_kind, score
 
 Ids = Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(min_length=1)]

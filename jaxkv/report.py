@@ -17,13 +17,13 @@ from typing import Any
 
 from rich.console import Console, Group
 
-from jaxkv.analysis.document import Block, Table, to_terminal
-from jaxkv.analysis.gather import find_runs
-from jaxkv.analysis.page import write_study
-from jaxkv.analysis.page_changes import changes_alone, list_statements
-from jaxkv.analysis.reports import FILES, report_run
 from jaxkv.errors import UserError
 from jaxkv.files import read_json
+from jaxkv.overview.gather import find_runs
+from jaxkv.overview.page import write_study
+from jaxkv.overview.page_changes import changes_alone, list_statements
+from jaxkv.overview.reports import FILES, report_run
+from jaxkv.reporting.document import Block, Table, to_terminal
 from jaxkv.writing import new_directories
 
 

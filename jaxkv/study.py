@@ -122,7 +122,7 @@ def _show(path: pathlib.Path) -> None:
     """Prints the report of a run directory, and writes it."""
     from rich.console import Console
 
-    from jaxkv.analysis.reports import report_run
+    from jaxkv.overview.reports import report_run
 
     shown = Console(file=sys.stdout)
     shown.print(path.name, style="bold", highlight=False)

@@ -19,13 +19,13 @@ import msgspec
 from rich.console import Console, Group
 
 from jaxkv import stopping
-from jaxkv.analysis.document import Paragraph, Table, to_markdown, to_terminal
 from jaxkv.condition import name_condition, run_path
 from jaxkv.errors import UserError, describe_memory
 from jaxkv.files import read_json
 from jaxkv.locks import Busy, is_locked, take_lock
 from jaxkv.options import Options
 from jaxkv.records import find_foreign, fingerprint, write_atomically
+from jaxkv.reporting.document import Paragraph, Table, to_markdown, to_terminal
 from jaxkv.study import run_study
 from jaxkv.writing import new_directories
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxkv.analysis.cause import Evidence, decide, falls, measure_distance, strays
+from jaxkv.experiments.divergence.cause import Evidence, decide, falls, measure_distance, strays
 
 
 def of_model(samples_by_precision, precision):

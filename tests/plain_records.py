@@ -5,22 +5,18 @@ import functools
 import pathlib
 
 from jaxkv import records
-from jaxkv.analysis import (
-    accumulation,
-    attribution,
-    contrasts,
-    curves,
-    drift,
-    gather,
-    injection,
-    joining,
-    mitigations,
-    parity,
-    patching,
-    perplexity,
-    study,
-    summary,
-)
+from jaxkv.experiments.accumulation import summary as accumulation
+from jaxkv.experiments.attribution import report as attribution
+from jaxkv.experiments.divergence.summary import summarize as _summarize_divergence
+from jaxkv.experiments.drift import report as drift
+from jaxkv.experiments.injection import summary as injection
+from jaxkv.experiments.mitigations import report as mitigations
+from jaxkv.experiments.parity import report as parity
+from jaxkv.experiments.patching import report as patching
+from jaxkv.experiments.perplexity import report as perplexity
+from jaxkv.experiments.report_parts import Run
+from jaxkv.overview import contrasts, curves, joining, study
+from jaxkv.overview import parity as free_parity
 from jaxkv.records import to_plain, to_record
 
 
@@ -32,7 +28,7 @@ def to_typed(value):
         return {key: to_typed(inside) for key, inside in value.items()}
     if isinstance(value, list | tuple):
         return [to_typed(inside) for inside in value]
-    if isinstance(value, gather.Run):
+    if isinstance(value, Run):
         return dataclasses.replace(value, records=to_typed(value.records), parts=to_typed(value.parts))
     return value
 
@@ -45,7 +41,7 @@ def _of_plain(function):
     return call
 
 
-summarize = _of_plain(summary.summarize)
+summarize = _of_plain(_summarize_divergence)
 summarize_accumulation = _of_plain(accumulation.summarize_accumulation)
 summarize_attribution = _of_plain(attribution.summarize_attribution)
 summarize_drift = _of_plain(drift.summarize_drift)
@@ -57,7 +53,7 @@ summarize_perplexity = _of_plain(perplexity.summarize_perplexity)
 summarize_study = _of_plain(study.summarize_study)
 join_parts = _of_plain(joining.join_parts)
 join_runs = _of_plain(joining.join_runs)
-find_cells = _of_plain(parity.find_cells)
+find_cells = _of_plain(free_parity.find_cells)
 find_valid = _of_plain(contrasts.find_valid)
 compare_precisions = _of_plain(contrasts.compare_precisions)
 average_grids = _of_plain(curves.average_grids)

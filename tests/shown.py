@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from jaxkv.analysis import document
+from jaxkv.reporting import document
 
 
 def on_terminal(blocks, width=80):

@@ -4,8 +4,8 @@ import copy
 
 from sample_records import make_sample
 
-from jaxkv.analysis.gather import Run
 from jaxkv.experiments.parity.record import CELLS, PAIRS
+from jaxkv.experiments.report_parts import Run
 
 SCALES = {"fp16": 1e-2, "bf16": 1e-1, "fp32": 1e-6}  # of the logits' difference
 MODEL = {"name": "tiny", "num_layers": 2, "num_query_heads": 4, "num_kv_heads": 2}

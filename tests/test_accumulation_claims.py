@@ -6,9 +6,9 @@ import pytest
 from accumulation_records import KIVI, KVARN, N, both, make_quantizer, make_record, of, summary_of, verdicts
 from shown import as_markdown
 
-from jaxkv.analysis.accumulation_claims import read_codes
-from jaxkv.analysis.accumulation_page import write_accumulation
-from jaxkv.analysis.format import format_number, format_percent
+from jaxkv.experiments.accumulation.report import write_accumulation
+from jaxkv.experiments.methods import read_codes
+from jaxkv.reporting.format import format_number, format_percent
 
 
 def to_markdown(summary):

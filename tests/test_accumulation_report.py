@@ -25,13 +25,13 @@ from scipy import stats
 from shown import as_html, as_markdown, on_terminal
 from study_records import make_run, make_samples
 
-from jaxkv.analysis.accumulation_claims import average
-from jaxkv.analysis.accumulation_figures import draw_accumulation
-from jaxkv.analysis.accumulation_page import write_accumulation
-from jaxkv.analysis.document import to_html as to_page
-from jaxkv.analysis.page import write_blocks
-from jaxkv.analysis.svg import label_tick
+from jaxkv.experiments.accumulation.claims import average
+from jaxkv.experiments.accumulation.figures import draw_accumulation
+from jaxkv.experiments.accumulation.report import write_accumulation
+from jaxkv.overview.page import write_blocks
 from jaxkv.records import to_record
+from jaxkv.reporting.document import to_html as to_page
+from jaxkv.reporting.svg import label_tick
 
 LONG = "k=kvarn:2,tile=32,floor=none,target=min;v=kivi:2,group=32,window=32,first=16"
 

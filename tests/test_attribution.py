@@ -10,11 +10,11 @@ from plain_records import summarize_attribution
 from shown import as_markdown, on_terminal
 from small_models import changed_state, small_config, small_state
 
-from jaxkv.analysis.attribution import conclude, write_attribution
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
 from jaxkv.experiments.attribution.record import ALL, ALL_BUT, ALONE, FENCED, OP_CLASSES, PLAIN, VARIANTS
+from jaxkv.experiments.attribution.report import conclude, write_attribution
 from jaxkv.experiments.attribution.run import run_attribution
 from jaxkv.experiments.divergence.run import run_divergence
 from jaxkv.models.alignment import CLASSES

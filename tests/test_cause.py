@@ -19,7 +19,10 @@ from planted_bugs import (
 )
 from small_models import PRESETS, SAMPLERS, VOCAB, small_config, small_state
 
-from jaxkv.analysis.cause import (
+from jaxkv.config import make_precision
+from jaxkv.decode import Arms
+from jaxkv.experiments.batches import Item, RunSpec, plan_batches
+from jaxkv.experiments.divergence.cause import (
     CANNOT_TELL,
     EQUAL,
     FAULT,
@@ -30,9 +33,6 @@ from jaxkv.analysis.cause import (
     falls,
     measure_distance,
 )
-from jaxkv.config import make_precision
-from jaxkv.decode import Arms
-from jaxkv.experiments.batches import Item, RunSpec, plan_batches
 from jaxkv.experiments.divergence.run import compare_row, run_batch
 
 # Longer than the window, which is 9 here.

@@ -11,10 +11,10 @@ import pytest
 from judged_runs import of_model
 from small_models import OTHERS, PRESETS, SAMPLERS, VOCAB, small_config, small_state
 
-from jaxkv.analysis.cause import EQUAL, FACTOR, ROUNDING, measure_distance
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.experiments.batches import Item, RunSpec, plan_batches
+from jaxkv.experiments.divergence.cause import EQUAL, FACTOR, ROUNDING, measure_distance
 from jaxkv.experiments.divergence.run import compare_row, run_batch
 
 PRECISIONS = ("fp16", "bf16", "fp32")

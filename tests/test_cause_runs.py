@@ -24,7 +24,7 @@ from planted_bugs import (
 )
 
 from jaxkv import report
-from jaxkv.analysis.cause import CANNOT_TELL, FAULT, ROUNDING
+from jaxkv.experiments.divergence.cause import CANNOT_TELL, FAULT, ROUNDING
 from jaxkv.models.families import PRESETS
 
 PREFILL, STEP, UNCACHED = "prefill", "cached_loop", "tile_loop"

@@ -7,10 +7,11 @@ import pytest
 from plain_records import compare_precisions, find_valid, summarize_study
 from study_records import align, as_torch, make_run, make_samples
 
-from jaxkv.analysis import figures, statistics
-from jaxkv.analysis.claims_common import NOT_REPRODUCED, REPRODUCED, select
-from jaxkv.analysis.gather import describe_condition
-from jaxkv.analysis.rules import CANNOT_TELL, ILLUSION
+from jaxkv.experiments import figures
+from jaxkv.overview.claims_common import NOT_REPRODUCED, REPRODUCED, select
+from jaxkv.overview.gather import describe_condition
+from jaxkv.reporting import statistics
+from jaxkv.reporting.rules import CANNOT_TELL, ILLUSION
 
 SAMPLERS = ("greedy", "temperature", "top_p")
 

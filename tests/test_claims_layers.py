@@ -7,11 +7,11 @@ from layer_records import make_drift, make_patching
 from plain_records import average_grids, summarize_study
 from study_records import MODEL, align, make_run, make_samples
 
-from jaxkv.analysis.claims_common import NOT_REPRODUCED, REPRODUCED
-from jaxkv.analysis.document import to_html, to_markdown
-from jaxkv.analysis.page import write_blocks
-from jaxkv.analysis.rules import CANNOT_TELL
 from jaxkv.experiments.drift.record import TENSORS
+from jaxkv.overview.claims_common import NOT_REPRODUCED, REPRODUCED
+from jaxkv.overview.page import write_blocks
+from jaxkv.reporting.document import to_html, to_markdown
+from jaxkv.reporting.rules import CANNOT_TELL
 
 
 def judge(*runs, name):

@@ -16,13 +16,13 @@ from hypothesis.extra.numpy import arrays
 from small_models import NEW_TOKENS, changed_state, make_prompts, set_up, small_arms, small_state, taken
 
 from jaxkv import decode
-from jaxkv.analysis import metrics
 from jaxkv.audit import audit_rows
 from jaxkv.cache import empty_cache
 from jaxkv.compare import FIELDS, compare_logits
 from jaxkv.decode import Arms, slot_positions
 from jaxkv.generate import run_cached
 from jaxkv.models.layers import ATTENTION_SHAPED, visible
+from jaxkv.reporting import metrics
 
 V = 37
 DTYPES = [jnp.float16, jnp.bfloat16, jnp.float32]

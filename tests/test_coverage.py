@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jaxkv.analysis import statistics
-from jaxkv.analysis.summary import clustered_share, share
+from jaxkv.reporting import statistics
+from jaxkv.reporting.shares import clustered_share, share
 
 PAGE = pathlib.Path(__file__).parents[1] / "analysis/coverage.md"
 DRAWS, SIZES, LEAST = 2000, (1, 2, 3, 8, 16, 100), 0.93
@@ -282,7 +282,7 @@ def render(found):
         "clusters (sequences, problems or windows); in brackets, how often it lies wholly below and wholly above it.",
         f"Where so few clusters do not tell how they differ, reports print none ({NONE}).",
         f"The error of a figure is about {100 * (0.95 * 0.05 / DRAWS) ** 0.5:.1f} points. The functions are those of",
-        "`jaxkv/analysis/statistics.py`; `python tests/test_coverage.py` writes this page, and the test compares",
+        "`jaxkv/reporting/statistics.py`; `python tests/test_coverage.py` writes this page, and the test compares",
         f"the two and fails where an interval covers less than {100 * LEAST:.0f} %. One need not: that of a difference",
         "of two KL (90 %), which is judged by its sign alone, and covers where there is no difference. The expected",
         "share of sequences that part is made of the interval of flips per token and covers as that does.",

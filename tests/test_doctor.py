@@ -11,10 +11,10 @@ import pytest
 from shown import as_markdown
 from test_doctor_findings import text_of, write
 
-from jaxkv.analysis.doctor_findings import conclude, describe, operand_kind
 from jaxkv.config import make_precision
 from jaxkv.decode import COMPILER_OPTIONS
 from jaxkv.experiments.doctor import run as doctor
+from jaxkv.experiments.doctor.findings import conclude, describe, operand_kind
 from jaxkv.experiments.doctor.operations import Inputs, compile_program, make_operations
 from jaxkv.experiments.doctor.run import (
     SPARE_SECONDS,

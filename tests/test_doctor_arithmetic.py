@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxkv.analysis.doctor_findings import operand_kind, sum_kind
 from jaxkv.config import DTYPES
 from jaxkv.decode import COMPILER_OPTIONS
 from jaxkv.experiments.doctor import arithmetic
+from jaxkv.experiments.doctor.findings import operand_kind, sum_kind
 from jaxkv.experiments.doctor.run import compile_with
 
 

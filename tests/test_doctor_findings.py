@@ -5,9 +5,9 @@ import copy
 import pytest
 from shown import as_markdown, on_terminal
 
-from jaxkv.analysis.doctor import write_doctor
-from jaxkv.analysis.doctor_findings import conclude
+from jaxkv.experiments.doctor.findings import conclude
 from jaxkv.experiments.doctor.record import QUESTIONS
+from jaxkv.experiments.doctor.report import write_doctor
 from jaxkv.experiments.doctor.run import DoctorSpec
 from jaxkv.records import to_record
 

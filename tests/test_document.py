@@ -3,7 +3,7 @@
 import pytest
 from shown import as_html, as_markdown, on_terminal
 
-from jaxkv.analysis.document import Brief, Bullets, Fold, Heading, Only, Paragraph, Table
+from jaxkv.reporting.document import Brief, Bullets, Fold, Heading, Only, Paragraph, Table
 
 TABLE = Table(
     ["name", "whole", "count"],

@@ -14,7 +14,6 @@ from plain_records import summarize_drift
 from shown import as_markdown, on_terminal
 from small_models import WINDOWED, changed_state, make_prompts, small_config, small_state
 
-from jaxkv.analysis.drift import conclude, write_drift
 from jaxkv.cache import empty_cache
 from jaxkv.checkpoints.fill import flat_paths
 from jaxkv.config import make_precision
@@ -23,6 +22,7 @@ from jaxkv.errors import UserError
 from jaxkv.experiments.batches import Item, RunSpec, plan_batches
 from jaxkv.experiments.drift import run as drift
 from jaxkv.experiments.drift.record import SEGMENTS, TENSORS
+from jaxkv.experiments.drift.report import conclude, write_drift
 from jaxkv.experiments.drift.run import plan_bins, repeat_kv_heads, run_drift, trace_pair
 from jaxkv.experiments.first_difference import fed_slots
 from jaxkv.experiments.traced_runs import run_reference

@@ -11,8 +11,8 @@ from plain_records import summarize
 from sample_records import make_sample
 from shown import as_markdown
 
-from jaxkv.analysis.divergence import describe_setting, write_divergence
 from jaxkv.errors import UserError
+from jaxkv.experiments.divergence.report import describe_setting, write_divergence
 from jaxkv.tasks import PromptSpec, load_task
 from jaxkv.tasks.ifeval import choose_subset, draws_letter
 from jaxkv.tasks.ifeval_checker import check, load_checker

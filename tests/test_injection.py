@@ -14,7 +14,6 @@ from quantized_models import wide_config
 from small_models import SAMPLERS
 from test_divergence import Scoring
 
-from jaxkv.analysis.injection_page import SEED_TABLE
 from jaxkv.catalog import EXPERIMENTS
 from jaxkv.checkpoints import ByteTokenizer
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
@@ -23,6 +22,7 @@ from jaxkv.decode import Arms
 from jaxkv.errors import UserError
 from jaxkv.experiments.batches import Item, RunSpec, lay_out, plan_batches
 from jaxkv.experiments.changes import ERROR_SEEDS, SEED_ERRORS, SEED_QUANTS, change_cache, make_changes
+from jaxkv.experiments.injection.report import SEED_TABLE
 from jaxkv.experiments.injection.run import run_injection
 from jaxkv.experiments.record_parts import CLEAN
 from jaxkv.generate import run_cached_keeping

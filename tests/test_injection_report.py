@@ -22,14 +22,14 @@ from plain_records import summarize_injection, summarize_study
 from shown import as_html, as_markdown, on_terminal
 from study_records import make_run
 
-from jaxkv.analysis import injection_page
-from jaxkv.analysis.injection_claims import compare_specs
-from jaxkv.analysis.injection_figures import draw_injection
-from jaxkv.analysis.injection_page import OWN, SEED_TABLE, write_injection
-from jaxkv.analysis.page import write_blocks
-from jaxkv.analysis.statistics import clopper_pearson
+from jaxkv.experiments.injection import report as injection_page
+from jaxkv.experiments.injection.claims import compare_specs
+from jaxkv.experiments.injection.figures import draw_injection
+from jaxkv.experiments.injection.report import OWN, SEED_TABLE, write_injection
 from jaxkv.interventions.quantizers.spec import METHODS
+from jaxkv.overview.page import write_blocks
 from jaxkv.records import to_record
+from jaxkv.reporting.statistics import clopper_pearson
 
 N = 40
 CONTROL = some(30, N)
@@ -544,7 +544,7 @@ def test_a_study_has_a_section_for_it():
     run = make_run(study_records(), task="arith")
     study = summarize_study([run])
     assert study["conditions"][0]["injection"]["problems"]["ok"] == N
-    from jaxkv.analysis.document import to_html as page
+    from jaxkv.reporting.document import to_html as page
 
     assert "Changed caches" in page("study", write_blocks(study))
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from jaxkv.analysis import metrics
-from jaxkv.analysis.law import NEAR, check_law, predict, sort_flips
+from jaxkv.experiments.law import NEAR, check_law, predict, sort_flips
 from jaxkv.experiments.record_parts import Comparison
+from jaxkv.reporting import metrics
 
 
 def draw(noise: float, steps: int = 20000, vocabulary: int = 40, seed: int = 0, dtype=np.float32):

@@ -12,13 +12,13 @@ from sample_records import make_sample
 from test_checkpoints_gguf import write_gguf
 
 from jaxkv import launch
-from jaxkv.analysis.reports import report_run
 from jaxkv.checkpoints import load, orbax
 from jaxkv.checkpoints.export import export
 from jaxkv.config import make_precision
 from jaxkv.errors import UserError
 from jaxkv.experiments.changes import make_changes
 from jaxkv.models.families import get_preset
+from jaxkv.overview.reports import report_run
 from jaxkv.records import RunDirectory
 from jaxkv.tasks.gsm8k import load_problems
 

@@ -9,9 +9,9 @@ from plain_records import summarize_mitigations
 from sample_records import make_invalid, make_sample
 from shown import as_markdown, on_terminal
 
-from jaxkv.analysis.metrics import free_running
-from jaxkv.analysis.mitigations import write_mitigations
+from jaxkv.experiments.mitigations.report import write_mitigations
 from jaxkv.records import to_record
+from jaxkv.reporting.metrics import free_running
 
 NAMES = ("fp16+accumulation=fp16", "fp32+param=fp16", "fp16 aligned")
 PROBLEMS = (10, 11, 12)

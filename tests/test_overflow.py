@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from small_models import VOCAB, small_config, small_state
 
-from jaxkv.analysis.wording import describe_invalid
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.experiments.batches import Item, RunSpec
+from jaxkv.experiments.divergence.wording import describe_invalid
 from jaxkv.experiments.overflow import describe_remedy, find_remedy
 
 CONFIG = small_config("llama")

@@ -6,8 +6,9 @@ from plain_records import find_cells, summarize_parity, summarize_study
 from scipy import stats
 from study_records import as_torch, make_parity, make_run, make_samples
 
-from jaxkv.analysis.parity import judge_gap, summarize_free
 from jaxkv.experiments.parity.record import CACHE_PAIRS, CELLS, FRAMEWORK_PAIRS, PAIRS
+from jaxkv.experiments.parity.report import judge_gap
+from jaxkv.overview.parity import summarize_free
 from jaxkv.records import to_record
 
 

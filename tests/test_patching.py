@@ -12,7 +12,6 @@ from plain_records import summarize_patching
 from shown import as_markdown, on_terminal
 from small_models import changed_state, make_prompts, same_bits, small_config, small_state
 
-from jaxkv.analysis.patching import conclude, write_patching
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms, make_layout, make_rows
@@ -33,6 +32,7 @@ from jaxkv.experiments.patching.record import (
     VALUES,
     Kind,
 )
+from jaxkv.experiments.patching.report import conclude, write_patching
 from jaxkv.experiments.patching.run import Patcher, run_patching, select, spread
 from jaxkv.generate import force
 from jaxkv.interventions.patches import make_patch

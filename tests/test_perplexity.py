@@ -17,9 +17,6 @@ from shown import as_markdown, on_terminal
 from small_models import changed_state, small_config, small_state
 from study_records import make_run
 
-from jaxkv.analysis import document
-from jaxkv.analysis.page import write_blocks
-from jaxkv.analysis.perplexity import write_perplexity
 from jaxkv.cache import empty_cache
 from jaxkv.checkpoints.tokenizer import ByteTokenizer, Tokenizer
 from jaxkv.config import make_precision
@@ -28,6 +25,7 @@ from jaxkv.errors import UserError
 from jaxkv.experiments.batches import RunSpec
 from jaxkv.experiments.changes import make_changes
 from jaxkv.experiments.perplexity import run as experiment
+from jaxkv.experiments.perplexity.report import write_perplexity
 from jaxkv.experiments.perplexity.run import (
     make_record,
     run_changed,
@@ -36,7 +34,9 @@ from jaxkv.experiments.perplexity.run import (
     score_tokens,
     tokenize,
 )
+from jaxkv.overview.page import write_blocks
 from jaxkv.records import to_plain, to_record
+from jaxkv.reporting import document
 from jaxkv.tasks.perplexity import Window, aggregate, plan_windows
 
 TEXT = "The river föx runs.\n Past nine  quiet towns, to the sea — and back."

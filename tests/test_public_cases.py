@@ -11,7 +11,6 @@ from plain_records import summarize_study
 from small_models import same_bits
 from test_divergence import Scoring
 
-from jaxkv.analysis.gather import Run
 from jaxkv.cache import EMPTY, empty_cache
 from jaxkv.checkpoints import load
 from jaxkv.compare import compare_logits
@@ -19,6 +18,7 @@ from jaxkv.config import make_precision
 from jaxkv.decode import Arms, make_layout, make_rows, start_rollout
 from jaxkv.experiments.batches import Item, RunSpec
 from jaxkv.experiments.divergence.run import run_divergence
+from jaxkv.experiments.report_parts import Run
 from jaxkv.records import to_plain
 
 TILE = 8

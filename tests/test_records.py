@@ -19,8 +19,8 @@ from sample_records import make_invalid, make_sample
 from sealing import reseal
 
 from jaxkv import provenance, records
-from jaxkv.analysis.gather import read_runs
 from jaxkv.errors import UserError
+from jaxkv.overview.gather import read_runs
 from jaxkv.records import RunDirectory, to_record
 from jaxkv.writing import check_writable
 

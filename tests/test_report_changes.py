@@ -12,14 +12,14 @@ from rich.console import Console
 from sealing import reseal
 from study_records import make_run, make_samples
 
-from jaxkv.analysis.document import to_markdown
-from jaxkv.analysis.experiments import EXPERIMENTS
-from jaxkv.analysis.gather import describe_origin
-from jaxkv.analysis.page import CHANGES_TITLE, TITLE, write_blocks, write_study
-from jaxkv.analysis.page_changes import DIFFERS, SECTIONS, changes_alone, list_statements
 from jaxkv.errors import UserError
+from jaxkv.experiments.reports import REPORTS
 from jaxkv.options import CHANGED
+from jaxkv.overview.gather import describe_origin
+from jaxkv.overview.page import CHANGES_TITLE, TITLE, write_blocks, write_study
+from jaxkv.overview.page_changes import DIFFERS, SECTIONS, changes_alone, list_statements
 from jaxkv.report import render_claims
+from jaxkv.reporting.document import to_markdown
 
 N = 24
 NAME = "tiny-fp16-greedy-injection"
@@ -99,7 +99,7 @@ def test_joined_runs_of_one_name_get_their_fingerprint():
 
 
 def test_changed_experiments_are_those_with_sections():
-    assert set(SECTIONS) == set(CHANGED) <= set(EXPERIMENTS)
+    assert set(SECTIONS) == set(CHANGED) <= set(REPORTS)
 
 
 @pytest.fixture(scope="module")

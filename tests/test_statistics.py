@@ -12,8 +12,8 @@ from hypothesis.extra import numpy as hnp
 from scipy import stats
 from scipy.special import softmax
 
-from jaxkv.analysis import metrics, statistics, summary
-from jaxkv.analysis.format import format_counted_share, format_share
+from jaxkv.reporting import metrics, shares, statistics
+from jaxkv.reporting.format import format_counted_share, format_share
 
 
 @settings(deadline=None)
@@ -184,14 +184,14 @@ def test_a_zero_is_worth_its_sequences():
     """None and all of the tokens do not say how they cluster: it may be by whole sequences."""
     for counts in ([0, 0, 0], [10, 20, 0]):
         assert statistics.effective_trials(counts, [10, 20, 0]) == 2  # one has no token
-    entry = summary.clustered_share([0, 0, 0], [10, 20, 0])
+    entry = shares.clustered_share([0, 0, 0], [10, 20, 0])
     assert entry["upper_bound"] == pytest.approx(1 - 0.05**0.5)
     assert format_share(entry, "steps") == "0 of 30 steps in 2 sequences (95 % upper bound 78 % of sequences)"
-    turned = summary.take_rest(entry)
+    turned = shares.take_rest(entry)
     assert format_counted_share(turned) == "30 of 30 in 2 sequences (95 % lower bound 22 % of sequences)"
-    assert summary.take_rest(turned)["interval"] == pytest.approx(entry["interval"])
-    assert format_share(summary.take_rest(turned)) == format_share(entry)
-    assert format_share(summary.clustered_share([0, 0], [1, 1])) == "0 of 2 (95 % upper bound 78 %)"
+    assert shares.take_rest(turned)["interval"] == pytest.approx(entry["interval"])
+    assert format_share(shares.take_rest(turned)) == format_share(entry)
+    assert format_share(shares.clustered_share([0, 0], [1, 1])) == "0 of 2 (95 % upper bound 78 %)"
 
 
 def test_expected_divergence_of_one_percent_over_256_tokens():

@@ -18,15 +18,15 @@ from sealing import reseal
 from study_records import align, as_torch, make_parity, make_run, make_samples
 
 from jaxkv import records
-from jaxkv.analysis import svg
-from jaxkv.analysis.curves import bin_steps
-from jaxkv.analysis.document import Bullets, Code, Figure, Fold, Heading, Paragraph, Table, to_html, to_markdown
-from jaxkv.analysis.gather import describe_command, find_runs, name_runs, read_runs
-from jaxkv.analysis.metrics import free_running
-from jaxkv.analysis.page import write_blocks, write_study
-from jaxkv.analysis.reports import report_run
 from jaxkv.errors import UserError
+from jaxkv.overview.curves import bin_steps
+from jaxkv.overview.gather import describe_command, find_runs, name_runs, read_runs
+from jaxkv.overview.page import write_blocks, write_study
+from jaxkv.overview.reports import report_run
 from jaxkv.report import main
+from jaxkv.reporting import svg
+from jaxkv.reporting.document import Bullets, Code, Figure, Fold, Heading, Paragraph, Table, to_html, to_markdown
+from jaxkv.reporting.metrics import free_running
 
 
 def flips(problem):

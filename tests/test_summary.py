@@ -14,12 +14,12 @@ from sealing import reseal
 from shown import as_markdown, on_terminal
 
 from jaxkv import records
-from jaxkv.analysis.divergence import describe_setting, write_divergence
-from jaxkv.analysis.format import format_number, format_percent, format_share
-from jaxkv.analysis.reports import report_run, write_run
-from jaxkv.analysis.summary import clustered_share, share
 from jaxkv.errors import UserError
 from jaxkv.experiments.divergence.record import CONTROLS
+from jaxkv.experiments.divergence.report import describe_setting, write_divergence
+from jaxkv.overview.reports import report_run, write_run
+from jaxkv.reporting.format import format_number, format_percent, format_share
+from jaxkv.reporting.shares import clustered_share, share
 
 CONFIG = {
     "model": {"name": "tiny-llama2", "layers": 2},

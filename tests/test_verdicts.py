@@ -12,10 +12,10 @@ from plain_records import summarize_injection, summarize_study
 from scipy import stats
 from study_records import MODEL, align, make_run, make_samples
 
-from jaxkv.analysis import rules, statistics
-from jaxkv.analysis.document import to_markdown
-from jaxkv.analysis.page import write_blocks
-from jaxkv.analysis.rules import ILLUSION, OPEN, RULES, Evidence, hold_all
+from jaxkv.overview.page import write_blocks
+from jaxkv.reporting import rules, statistics
+from jaxkv.reporting.document import to_markdown
+from jaxkv.reporting.rules import ILLUSION, OPEN, RULES, Evidence, hold_all
 
 
 def lead(problems, arm=0):

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, get_args
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from jaxkv.analysis.metrics import free_running
+from jaxkv.reporting.metrics import free_running
 
 LARGEST = sys.float_info.max
 Count = Annotated[int, Meta(ge=0)]
@@ -203,7 +203,7 @@ class Distance(Table, frozen=True):
 
 
 class FreeRunning(Part, frozen=True):
-    """Two generations of one prompt, each fed its own tokens; fields as in jaxkv.analysis.metrics.free_running."""
+    """Two generations of one prompt, each fed its own tokens; fields as in jaxkv.reporting.metrics.free_running."""
 
     diverged: bool
     first_diverged: Count | None

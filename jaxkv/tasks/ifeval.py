@@ -2,7 +2,7 @@
 
 Scores are those of lm-evaluation-harness (`ifeval_checker`), strict and loose. Prompt level: all instructions of a
 prompt are followed; that is `correct`. Instruction level: the share of all instructions; `answer` has a 1 or a 0 for
-each instruction of the prompt, which summaries add up (`jaxkv.analysis.summary`).
+each instruction of the prompt, which summaries add up (`jaxkv.experiments.divergence.summary`).
 
 Left out of every subset: prompts with a `keywords:letter_frequency` whose letter is none of a to z (in the public file
 keys 1122, '#', and 1129, '!'), since the checker counts a letter drawn at random instead.

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxkv.analysis.metrics import free_running
 from jaxkv.audit import Finding, audit_rows
 from jaxkv.compare import compare_logits, measure_distance
 from jaxkv.decode import Arms, Layout, Rollout, Rows, round_up, start_rollout
@@ -39,6 +38,7 @@ from jaxkv.experiments.batches import (
 )
 from jaxkv.experiments.truth import has_room, share_float64
 from jaxkv.generate import force, run_cached, run_forced, run_uncached, uncached_lengths
+from jaxkv.reporting.metrics import free_running
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,10 +20,10 @@ def main(arguments: list[str] | None = None) -> None:
         return
     from rich.console import Console
 
-    from jaxkv.analysis.doctor import write_doctor
-    from jaxkv.analysis.doctor_findings import conclude
-    from jaxkv.analysis.document import to_markdown, to_terminal
+    from jaxkv.experiments.doctor.findings import conclude
+    from jaxkv.experiments.doctor.report import write_doctor
     from jaxkv.records import to_plain
+    from jaxkv.reporting.document import to_markdown, to_terminal
 
     record = to_plain(run.run_doctor())
     blocks = write_doctor(record | {"conclusions": conclude(record)})

@@ -17,7 +17,6 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxkv.analysis.metrics import free_running
 from jaxkv.audit import Finding, audit_rows
 from jaxkv.compare import compare_logits
 from jaxkv.decode import Arms, Layout, Rollout, Rows
@@ -35,6 +34,7 @@ from jaxkv.experiments.batches import (
 from jaxkv.experiments.cache_measures import count_saturated, describe_saturated, find_fault, measure_cache
 from jaxkv.experiments.changes import Change, change_cache, list_missing, list_runs
 from jaxkv.generate import force, run_cached_keeping
+from jaxkv.reporting.metrics import free_running
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,351 @@
+"""What a run of 'divergence' is said to be and to have found, as blocks of a report. Needs its summary alone."""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxkv import records
+from jaxkv.experiments.divergence import cause
+from jaxkv.experiments.divergence.summary import summarize
+from jaxkv.experiments.divergence.wording import (
+    LABELS,
+    MAIN,
+    RULES_OUT,
+    Summary,
+    describe_divergence,
+    describe_gate,
+    describe_invalid,
+    describe_missing,
+    describe_sampling,
+    list_comparisons,
+)
+from jaxkv.experiments.figures import draw_divergence
+from jaxkv.experiments.record_parts import find_headline
+from jaxkv.experiments.report_parts import Report, Run, name_of
+from jaxkv.reporting.document import Block, Bullets, Heading, Only, Paragraph, Table
+from jaxkv.reporting.format import (
+    format_cell,
+    format_choices,
+    format_count,
+    format_counted_share,
+    format_expected,
+    format_kinds,
+    format_law,
+    format_mean,
+    format_number,
+    format_percent,
+    format_points,
+    format_share,
+)
+
+
+def describe_setting(run: Mapping[str, Any]) -> dict[str, Any]:
+    """What run.json says of a run, as a report shows it.
+
+    Returns:
+      precision: its name, None if it has none. shown: what was run by name, from the config or else the provenance of
+      the last session that has it. changes: how sessions differ from those before them.
+    """
+
+    def look_up(name: str) -> Any:
+        if name in run["config"]:
+            return run["config"][name]
+        return next((s[name] for s in reversed(run["sessions"]) if name in s), None)
+
+    model = look_up("model")
+    found = {"model": model.get("name", model) if isinstance(model, Mapping) else model}
+    found |= {name: look_up(name) for name in ("precision", "device", "data", "prompt")}
+    sessions = [{k: v for k, v in s.items() if k not in records.OF_ONE_SESSION} for s in run["sessions"]]
+    return {
+        "precision": name_of(found["precision"]),
+        "shown": {name: show_value(value) for name, value in found.items()},
+        "changes": [records.describe_difference(a, b) for a, b in itertools.pairwise(sessions) if a != b],
+    }
+
+
+def show_value(value: Any) -> str:
+    """A value of run.json in a line."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{k} {show_value(v)}" for k, v in records.flatten(value).items())
+    if isinstance(value, list):
+        return "[" + ", ".join(show_value(v) for v in value) + "]"
+    return "none" if value is None else str(value)
+
+
+def _range(pair: Sequence[int] | None) -> str:
+    return "none" if pair is None else str(pair[0]) if pair[0] == pair[1] else f"{pair[0]} to {pair[1]}"
+
+
+def _headline(summary: Summary) -> str:
+    """The answer in two sentences."""
+    problems = summary["problems"]
+    if summary["status"] == "empty":
+        return "There is no sample yet. Run the command below to go on."
+    if summary["status"] == "invalid":
+        return (
+            f"The run is invalid: a non-finite number arose in each of its {problems['total']} samples"
+            f" ({describe_invalid(summary)}). It says nothing about agreement between cached and uncached decoding."
+        )
+    forced, free, controls = summary["teacher_forced"], summary["free_running"], summary["controls"]
+    name = summary["setting"]["precision"]
+    first = f"In {name}, " if name else ""
+    if forced:
+        first += (
+            "the cached arm picks another top token than the uncached one at"
+            f" {format_counted_share(forced['flips'], 'teacher-forced steps')}, and at least once in"
+            f" {format_counted_share(forced['sequences_with_flip'], 'sequences')}"
+        )
+    else:
+        first += "there are no teacher-forced steps to compare"
+    if free:
+        first += f"; running free, {format_counted_share(free['diverged'], 'sequences')} diverge"
+    beside = [
+        f"{format_counted_share(control['flips'], 'steps')} ({LABELS[name]})"
+        for name, control in reversed(controls.items())
+        if control is not None
+    ]
+    scorer = find_headline(summary["accuracy"])
+    right, how = summary["accuracy"][scorer], "numeric value" if scorer == "numeric" else f"the {scorer} scorer"
+    second = (
+        f"{right['cached']['count']} (cached) and {right['uncached']['count']} (uncached) of {problems['ok']}"
+        f" answers are right by {how} (difference {format_points(right['difference'])} points, McNemar"
+        f" p = {format_number(right['mcnemar_p'])})"
+    )
+    if beside:
+        second = f"An arm against itself flips at {', at '.join(beside)}, and {second}"
+    if problems["invalid"]:
+        second += f", with {problems['invalid']} of {problems['total']} samples invalid and left out"
+    return f"{first}. {second}."
+
+
+def _what_was_run(summary: Summary) -> list[Block]:
+    shown, shapes = summary["setting"]["shown"], summary["shapes"]
+    rows = [
+        *([name, shown[name]] for name in ("model", "precision", "device")),
+        *([f"{name} (shape)", _range(shapes[name])] for name in ("batch", "prefill", "slots", "left_pad")),
+        ["uncached arm", ", ".join(shapes["uncached"]) or "none"],
+        ["regime", ", ".join(shapes["regime"])],
+        ["gate", describe_gate(summary["gate"])],
+        ["prompt tokens", _range(shapes["prompt_tokens"])],
+        ["sampling", "; ".join(f"{describe_sampling(s)} ({s['samples']} samples)" for s in summary["sampling"])],
+        *([name, shown[name]] for name in ("data", "prompt")),
+        ["problems", "{ok} valid, {invalid} invalid".format(**summary["problems"])],
+    ]
+    return [Heading("What was run", 3), Table(["what", "value"], rows)]
+
+
+# A row of the table of agreement: its name, and what it shows of a comparison.
+AGREEMENT: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "sequences": lambda c: str(c["sequences"]),
+    "tokens": lambda c: str(c["tokens"]),
+    "argmax flips per token": lambda c: format_counted_share(c["flips"]),
+    "sequences with a flip": lambda c: format_counted_share(c["sequences_with_flip"]),
+    "bit-equal steps": lambda c: format_counted_share(c["bit_equal"]),
+    "mean KL(uncached to cached), nats": lambda c: format_mean(c["kl"]),
+    "largest KL, nats": lambda c: format_number(c["kl"]["max"]),
+    "mean reverse KL, nats": lambda c: format_mean(c["kl_reverse"]),
+    "mean JS, nats": lambda c: format_mean(c["js"]),
+    "largest JS, nats": lambda c: format_number(c["js"]["max"]),
+    "max abs logit difference, mean over steps": lambda c: format_mean(c["max_abs"]),
+    "max abs logit difference, largest": lambda c: format_number(c["max_abs"]["max"]),
+    "mean abs logit difference": lambda c: format_mean(c["mean_abs"]),
+    "flips predicted by margins and shifts: linear, convolution": format_law,
+    "flips at a tie in one arm, in both; swaps by one unit; more": format_kinds,
+    "other tokens chosen under the same noise": format_choices,
+    "exact ties (margin 0)": lambda c: str(c["ties"]["count"]),
+    "flips at exact ties": lambda c: f"{c['ties']['flips']} of {c['flips']['count']}",
+}
+
+
+def _agreement(summary: Summary) -> list[Block]:
+    comparisons = list_comparisons(summary)
+    blocks: list[Block] = [Heading("Cached against uncached, teacher-forced", 3)]
+    if not comparisons:
+        return [*blocks, Paragraph("No steps were compared.")]
+    rows = [[name, *(show(comparison) for _, comparison in comparisons)] for name, show in AGREEMENT.items()]
+    left = {True: "", False: " Not run here, so not ruled out."}
+    blocks += [
+        Table(["", *(label for label, _ in comparisons)], rows),
+        Paragraph("What each control rules out:"),
+        Bullets([f"{LABELS[n]}: {why}.{left[bool(summary['controls'].get(n))]}" for n, why in RULES_OUT.items()]),
+    ]
+    flipped = {True: "flip", False: "no flip"}
+    ties = [
+        [label, str(tie["problem"]), str(tie["step"]), flipped[tie["flip"]]]
+        for label, comparison in comparisons
+        for tie in comparison["ties"]["listed"]
+    ]
+    if ties:
+        head = ["comparison", "problem", "step", "outcome"]
+        blocks += [Paragraph("Exact ties, where the lowest token id wins:"), Table(head, ties)]
+    return blocks
+
+
+def _truth(summary: Summary) -> list[Block]:
+    """Each arm's distance to float64, where it was run."""
+    if (found := cause.read_distance(summary)) is None:
+        why = Paragraph("A float64 run was left out, since it does not fit into memory.")
+        return [Heading("Distance to float64", 3), why] if summary["truth_left_out"] else []
+    rows = [
+        ["median RMS logit error, cached", format_number(found.cached)],
+        ["median RMS logit error, uncached", format_number(found.uncached)],
+        ["cached over uncached, median over steps", format_number(found.ratio, 3)],
+        ["steps at which the cached arm is the nearer", f"{found.nearer} of {found.steps}"],
+        [f"steps at which one arm is over {cause.FACTOR:g} times as far", f"{found.beyond} of {found.steps}"],
+    ]
+    said = (
+        "By rounding both arms are about equally far from a float64 run; with a fault in one of them they are not. "
+        "Which one it is in, this does not say, and of other problems nothing."
+    )
+    if found.faulty:
+        said = f"{cause.describe_distance(found)}. {said}"
+    title = Heading(f"Distance to float64, {found.sequences} sequences", 3)
+    return [title, Paragraph(said), Table(["", "along the cached arm's tokens"], rows)]
+
+
+def _free(free: Mapping[str, Any] | None) -> list[Block]:
+    if free is None:
+        return []
+    rows = [["sequences that diverge", format_counted_share(free["diverged"])]]
+    if free["expected"]:
+        rows.append(["expected from 1 - (1 - p)^n with independent flips", format_expected(free["expected"])])
+        rows.append(["first divergence is the first teacher-forced flip", format_count(free["first_flip_agrees"])])
+    if first := free["first_diverged"]:
+        shown = [format_number(v, 3) for v in (first["min"], *first["quartiles"], first["max"])]
+        rows.append(["first diverged token: min, quartiles, max", ", ".join(shown)])
+        rows.append(["tokens that differ after it", format_counted_share(free["differing_after"])])
+    return [Heading("Running free", 3), Table(["", MAIN], rows)]
+
+
+def _accuracy(summary: Summary) -> list[Block]:
+    head = ["scorer", "cached", "uncached", "difference, points", "only cached right", "only uncached right"]
+    head += ["McNemar p", "answer changed", "extraction only"]
+    rows = []
+    for scorer, a in summary["accuracy"].items():
+        cells = [*(format_counted_share(a[arm]) for arm in ("cached", "uncached")), format_points(a["difference"])]
+        cells += [str(a["only_cached"]), str(a["only_uncached"]), format_number(a["mcnemar_p"])]
+        changes = a["label_changes"]
+        rows.append([scorer, *cells, str(changes["answer_changed"]), str(changes["extraction_only"])])
+    blocks: list[Block] = [Heading("Accuracy, both arms on the same problems", 3), Table(head, rows)]
+    if instructions := summary.get("instruction_level"):
+        followed = [
+            [scorer, *(format_counted_share(arms[arm]) for arm in ("cached", "uncached"))]
+            for scorer, arms in instructions.items()
+        ]
+        blocks += [Paragraph("Of all instructions:"), Table(["scorer", "cached", "uncached"], followed)]
+    return blocks
+
+
+def _invalid(summary: Summary) -> list[Block]:
+    blocks: list[Block] = [Heading("Invalid samples and headroom", 3)]
+    if summary["invalid"]:
+        rows = [
+            [g["reason"], g["arm"], g["value"], str(g["samples"]), str(g["first_position"]), show_value(g["problems"])]
+            for g in summary["invalid"]
+        ]
+        text = "A non-finite number arose; these samples enter no figure of agreement or accuracy."
+        head = ["where it began", "arm", "value", "samples", "first position", "problems"]
+        blocks += [Paragraph(text), Table(head, rows)]
+    else:
+        blocks.append(Paragraph("No sample is invalid."))
+    if room := summary["headroom"]:
+        where = room["op"] if room["layer"] is None else f"{room['op']}, layer {room['layer']}"
+        text = f"Largest finite activation: {format_number(room['max_abs'], 3)} at {where} (problem {room['problem']}),"
+        text += f" {format_percent(room['share_of_limit'])} % of its dtype's maximum {format_number(room['limit'], 3)}."
+        blocks.append(Paragraph(text))
+    return blocks
+
+
+def _caveats(summary: Summary) -> list[Block]:
+    notes = [
+        "Intervals are 95 %. Those of per-token figures have the sequence as their unit, since its tokens are not"
+        " independent; the bound of a zero is of the share of sequences.",
+        "Flips per token, sequences with a flip and sequences that diverge are three rates: a sequence of n tokens"
+        " diverges with probability 1 - (1 - p)^n.",
+        "The uncached arm is defined by its shape; figures hold for the shapes, device and versions named here.",
+        "Flips are predicted from the margins of the two best tokens and the shift of their gap"
+        " (jaxkv/experiments/law.py).",
+    ]
+    if len(summary["sampling"]) > 1:
+        notes.append("Samples of different sampling are pooled: see the sampling row.")
+    if any(s["sampler"] != "greedy" for s in summary["sampling"]):
+        notes.append("Sampled tokens can differ without an argmax flip, so no divergence is derived from flips.")
+    if 0 < summary["problems"]["ok"] < 30:
+        notes.append(f"Only {summary['problems']['ok']} valid problems: the intervals say how little that settles.")
+    if changes := summary["setting"]["changes"]:
+        notes.append(f"The sessions of this run differ (before = there, after = here): {'; '.join(changes)}.")
+    return [Heading("Caveats", 3), Bullets(notes)]
+
+
+def _write_page(summary: Summary) -> list[Block]:
+    blocks: list[Block] = [Paragraph(_headline(summary))]
+    if missing := describe_missing(summary):
+        blocks.append(Paragraph(f"{missing}."))
+    blocks += _what_was_run(summary)
+    if summary["status"] == "ok":
+        blocks += [*_agreement(summary), *_truth(summary), *_free(summary["free_running"]), *_accuracy(summary)]
+    return [*blocks, *_invalid(summary), *_caveats(summary)]
+
+
+def _write_short(summary: Summary) -> list[Block]:
+    """What matters most, for a terminal of 80 columns."""
+    problems = summary["problems"]
+    sampling = "; ".join(describe_sampling(s) for s in summary["sampling"])
+    lines = [f"{problems['ok']} of {problems['total']} problems valid; {sampling or 'no samples'}"]
+    lines.append(f"gate {describe_gate(summary['gate'])}")
+    if missing := describe_missing(summary):
+        lines.append(missing)
+    if problems["invalid"]:
+        lines.append(f"INVALID, counted nowhere below: {describe_invalid(summary)}")
+    if summary["status"] != "ok":
+        return list(map(Paragraph, [*lines, "no valid sample, so nothing is said about agreement"]))
+    forced = []
+    for label, c in list_comparisons(summary):
+        flips, texts = c["flips"], c["sequences_with_flip"]
+        none = "upper_bound" in flips  # then its bound is that of the sequences
+        cells = [
+            format_count(flips) if none else format_share(flips),
+            format_count(texts),
+            format_number(c["kl"]["mean"]),
+        ]
+        if none:
+            cells[1] += f", ≤ {format_percent(flips['upper_bound'])} %"
+        forced.append([label, *cells, f"{format_percent(c['bit_equal']['rate'])} %"])
+    said = []
+    if (distance := cause.read_distance(summary)) is not None:
+        said.append(f"distance to float64: {cause.describe_distance(distance)}")
+    elif summary["truth_left_out"]:
+        said.append("distance to float64: not run, since it does not fit into memory")
+    if free := summary["free_running"]:
+        said.append(f"free-running sequences that diverge: {describe_divergence(free)}")
+    scores = []
+    for scorer, a in summary["accuracy"].items():
+        changes = a["label_changes"]
+        extraction = f" (+{changes['extraction_only']})" if changes["extraction_only"] else ""
+        cells = [format_cell(a["cached"]), format_cell(a["uncached"]), format_points(a["difference"])]
+        scores.append([scorer, *cells, format_number(a["mcnemar_p"]), f"{changes['answer_changed']}{extraction}"])
+    return [
+        *map(Paragraph, lines),
+        Table(["teacher-forced", "argmax flips", "with flip", "mean KL", "bit-equal"], forced),
+        *map(Paragraph, said),
+        Table(["right, %", "cached", "uncached", "difference", "McNemar p", "labels"], scores),
+        Paragraph(
+            "with flip: sequences; ≤: 95 % upper bound. KL in nats. labels: changed answers (+ by extraction only)."
+        ),
+    ]
+
+
+def write_divergence(summary: Summary) -> list[Block]:
+    """The answer first, then what was run and every figure; for a terminal what matters most.
+
+    Args:
+      summary: from `summarize`, with `setting` from `describe_setting`.
+    """
+    return [Only("terminal", _write_short(summary)), Only("page", _write_page(summary))]
+
+
+def _summarize(run: Run) -> Summary:
+    return summarize(run.records, run.run) | {"setting": describe_setting(run.run)}
+
+
+REPORT = Report("Cached against uncached decoding", _summarize, write_divergence, draw_divergence)

@@ -1,0 +1,298 @@
+"""What a doctor record says, and what follows from it for a study: rules that never claim more than was measured."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jaxkv.reporting.format import format_number, format_percent
+
+Record = Mapping[str, Any]
+Figure = Mapping[str, Any]
+Figures = Mapping[str, Figure]  # by count
+UNKNOWN = "not measured"
+OPERATIONS = ("matmul", "matmul_wide", "scores", "softmax", "weighted_sum", "rmsnorm", "exp_tanh", "layer", "attention")
+WIDE_BITS = 16.0  # of a sum: partial sums in fp16 show at most 12, in bf16 9, in fp32 20 or more
+# Operand bits from which a product of that kind is meant; a true fp32 product of 256 terms shows 20 or more.
+OPERAND_KINDS = ((17.5, "fp32"), (13.0, "several bf16 products"), (8.7, "TF32"), (5.5, "bf16"), (0.0, "less than bf16"))
+
+
+def operand_kind(bits: float | None) -> str:
+    """In what a float32 product is taken, judged by its error."""
+    return "not finite" if bits is None else next(kind for least, kind in OPERAND_KINDS if bits >= least or not least)
+
+
+def sum_kind(bits: Mapping[str, float | None]) -> str:
+    """In what a 16-bit product adds, judged by its errors with exact and with rounded terms."""
+    exact, rounded = bits["exact"], bits["rounded"]
+    if exact is None or rounded is None:
+        return "not finite"
+    if exact < WIDE_BITS:
+        return "16-bit partial sums"
+    return "sum in fp32" if rounded >= WIDE_BITS else "products rounded to 16 bits"
+
+
+def join(words: Iterable[Any]) -> str:
+    """``4, 8, 16``."""
+    return ", ".join(str(word) for word in words)
+
+
+def share_of(figure: Figure) -> float:
+    """Share of elements that differ; above 1 if they are not finite, which is no agreement."""
+    return 2.0 if figure["nonfinite"] else figure["differ"] / figure["elements"]
+
+
+def describe(figures: Iterable[Figure], form: str = "{share} %, {ulp} ulp") -> str:
+    """The worst of some figures: ``equal``, ``0.17 %, 1 ulp``, ``not finite`` or ``not measured``."""
+    figures = list(figures)
+    if not figures:
+        return UNKNOWN
+    share = max(map(share_of, figures))
+    if share > 1:
+        return "not finite"
+    if not share:
+        return "equal"
+    ulp = max(figure["max_ulp"] for figure in figures)
+    return form.format(share=format_percent(share), ulp="<1" if 0 < ulp < 1 else format_number(ulp))
+
+
+def order_operations(by_operation: Mapping[str, Any]) -> list[str]:
+    """The operations there are, in the order of a layer."""
+    return [name for name in OPERATIONS if name in by_operation]
+
+
+def find_differing(by_operation: Mapping[str, Figures]) -> dict[str, list[str]]:
+    """Operation -> counts at which it has other bits, or none that are finite."""
+    found = {name: [n for n, f in by_operation[name].items() if share_of(f)] for name in order_operations(by_operation)}
+    return {name: counts for name, counts in found.items() if counts}
+
+
+def summarize(
+    by_operation: Mapping[str, Figures], count: str | None = None, form: str = "{share} %, {ulp} ulp"
+) -> tuple[str, list[str]]:
+    """The worst of all operations, as in `describe`, and which of them differ; at one count or at all."""
+    chosen = {name: {n: f for n, f in figures.items() if count in (None, n)} for name, figures in by_operation.items()}
+    return describe((f for by in chosen.values() for f in by.values()), form), list(find_differing(chosen))
+
+
+def describe_dropped(shares: Mapping[str, float]) -> str:
+    """Where casts were dropped, ``widened 45 %``; empty if nowhere."""
+    return join(f"{name} {format_percent(share)} %" for name, share in shares.items() if share)
+
+
+def compare_processes(record: Record, dtype: str) -> tuple[str, list[str]]:
+    """``equal``, ``differ``, ``cannot tell`` or ``not measured``, and the operations that differ between processes."""
+    if record["process"]["status"] != "ok":
+        return "cannot tell", []
+    equal = record["dtypes"][dtype]["process"]
+    names = [name for name in order_operations(equal) if not all(equal[name].values())]
+    return ("differ" if names else "equal" if equal else UNKNOWN), names
+
+
+def _group(texts: Mapping[str, str]) -> list[str]:
+    """``fp16, bf16: text`` for every text, once."""
+    return [f"{join(d for d in texts if texts[d] == text)}: {text}" for text in dict.fromkeys(texts.values())]
+
+
+def _about(record: Record, question: str, clean: str, dirty: str) -> list[str]:
+    """One sentence for the dtypes in which nothing differs, one for those in which something does."""
+    found = {d: summarize(values[question]) for d, values in record["dtypes"].items()}
+    quiet = [d for d, (text, _) in found.items() if text == "equal"]
+    loud = [f"{d} ({join(names)}: up to {text})" for d, (text, names) in found.items() if names]
+    return ([f"{join(quiet)}: {clean}"] if quiet else []) + ([f"{join(loud)}: {dirty}"] if loud else [])
+
+
+def _about_rows(record: Record) -> list[str]:
+    found = {d: summarize(values["rows"]) for d, values in record["dtypes"].items()}
+    counts = join(record["spec"]["rows"][1:])
+    texts = {d: "whether the number of rows matters was not measured." for d in found if found[d][0] == UNKNOWN}
+    texts |= {
+        d: f"no operation gave other bits at {counts} rows than at 1. Other widths may, and cached and uncached can"
+        " still differ by their numbers of slots."
+        for d in found
+        if found[d][0] == "equal"
+    }
+    whole = [f"{d} ({join(names)}: up to {text})" for d, (text, names) in found.items() if "layer" in names]
+    parts = [
+        f"{d} ({join(names)}: up to {text})" for d, (text, names) in found.items() if names and "layer" not in names
+    ]
+    sentences = _group(texts)
+    if whole:
+        sentences.append(
+            f"{join(whole)}: a row has other bits among many rows than at 1, through a whole layer too. Cached (1 row a"
+            " step) and uncached (many) can then differ by shape alone, with no fault in the cache; --regime=aligned"
+            " removes that."
+        )
+    if parts:
+        sentences.append(
+            f"{join(parts)}: a row has other bits among many rows than at 1, though no difference was seen in a whole"
+            " layer."
+        )
+    return sentences
+
+
+def _about_many_rows(values: Mapping[str, Any], most: int) -> str | None:
+    layer = values["rows_from_most"].get("layer")
+    if not layer or "layer" not in find_differing(values["rows"]):
+        return None
+    same, other = ([n for n, f in layer.items() if bool(share_of(f)) == differs] for differs in (False, True))
+    text = f"a layer's bits at {most} rows are "
+    text += f"those at {join(same)}" if same else "those at no other number of rows"
+    text += f", not at {join(other)}" if same and other else ""
+    if not same:
+        return f"{text}: uncached runs at two padded lengths can differ as much as cached and uncached."
+    return f"{text}: a control at another padded length may show nothing although shape matters."
+
+
+def _about_process(record: Record) -> list[str]:
+    found = {d: compare_processes(record, d) for d in record["dtypes"]}
+    if record["process"]["status"] != "ok":
+        return [f"Whether another process gets the same bits cannot be told: {record['process']['reason']}."]
+    equal = [d for d, (text, _) in found.items() if text == "equal"]
+    other = [f"{d} ({join(names)})" for d, (_, names) in found.items() if names]
+    rows = join(record["spec"]["process_rows"])
+    sentences = []
+    if equal:
+        sentences.append(
+            f"{join(equal)}: a second process, which compiled for itself, got the same bits at {rows} rows."
+        )
+    if other:
+        sentences.append(
+            f"{join(other)}: a second process, which compiled for itself, got other bits. Compare arms within one"
+            " process; resume with the compilation cache, which keeps the kernels that were chosen."
+        )
+    return sentences
+
+
+def _at_rows(kinds: Mapping[str, str]) -> str:
+    """``TF32 at 64 rows``; ``... at any number of rows`` where all agree."""
+    if len(set(kinds.values())) == 1:
+        return f"{next(iter(kinds.values()))} at {' and '.join(kinds)} rows"
+    return " and ".join(f"{kind} at {rows} {'row' if rows == '1' else 'rows'}" for rows, kind in kinds.items())
+
+
+def _about_fp32(values: Mapping[str, Any]) -> list[str]:
+    sentences = []
+    for precision, by_rows in values.get("operand_bits", {}).items():
+        kinds = {rows: operand_kind(bits) for rows, bits in by_rows.items()}
+        true = set(kinds.values()) == {"fp32"}
+        if precision == "highest":
+            text = "fp32 as jaxkv asks for it (precision highest) has the errors of "
+            text += "true fp32." if true else f"{_at_rows(kinds)}: it is no control here."
+        else:
+            text = "fp32 at XLA's default precision has the errors of "
+            text += "true fp32 here too." if true else f"{_at_rows(kinds)}: only precision highest is an fp32 control."
+        sentences.append(text)
+    return sentences
+
+
+def _about_sums(dtype: str, values: Mapping[str, Any]) -> str | None:
+    kinds = {
+        out: {rows: sum_kind(bits) for rows, bits in by_rows.items()}
+        for out, by_rows in values.get("sum_bits", {}).items()
+    }
+    if not kinds:
+        return None
+    held = values["held"]
+    wide = " (the arms hold such operands in fp32 here)" if held["operand"] != held["activation"] else ""
+    if all(set(by_rows.values()) == {"sum in fp32"} for by_rows in kinds.values()):
+        return f"products have the errors of sums in fp32, in whichever dtype they are returned{wide}."
+    text = "; ".join(
+        f"returned in {'16 bits' if out == dtype else out}, products show {_at_rows(by_rows)}"
+        for out, by_rows in kinds.items()
+    )
+    same = {rows for by_rows in kinds.values() for rows in by_rows if kinds["fp32"][rows] != by_rows[rows]}
+    return text + (". --accumulation decides which a study gets." if same else f"{wide}.")
+
+
+def _about_casts(record: Record) -> list[str]:
+    sentences = []
+    for options, label in (("ours", "as jaxkv compiles"), ("default", "with XLA's default options")):
+        found = {
+            d: describe_dropped(values["casts_dropped"][options])
+            for d, values in record["dtypes"].items()
+            if "casts_dropped" in values
+        }
+        kept = [d for d, text in found.items() if not text]
+        dropped = [f"{d} ({text} of results)" for d, text in found.items() if text]
+        if kept:
+            sentences.append(f"Every probed rounding to {join(kept)} was kept {label}.")
+        if dropped:
+            sentences.append(
+                f"Roundings to {join(dropped)} are dropped {label}: "
+                + (
+                    "a 16-bit study is not 16-bit here."
+                    if options == "ours"
+                    else "programs compiled so are not 16-bit."
+                )
+            )
+    return sentences
+
+
+def conclude(record: Record) -> list[str]:
+    """What follows for a study on this device, in sentences."""
+    dtypes = record["dtypes"]
+    sentences = _about_rows(record)
+    many = {d: _about_many_rows(values, max(record["spec"]["rows"])) for d, values in dtypes.items()}
+    sentences += _group({d: text for d, text in many.items() if text})
+    sentences += _about(
+        record,
+        "slots",
+        "one row's bits did not depend on the number of slots.",
+        "one row's bits depend on the number of slots. Fix it, as --regime=aligned does.",
+    )
+    sentences += _about(
+        record,
+        "batch",
+        "a row in a batch had the bits of a row alone.",
+        "a row in a batch has other bits than alone. Compare runs of one batch size.",
+    )
+    sentences += _about(
+        record,
+        "neighbours",
+        "what a row's neighbours in a batch hold did not matter.",
+        "what a row's neighbours in a batch hold matters. Decode one problem at a time.",
+    )
+    sentences += _about(
+        record,
+        "following",
+        "what follows a row in its tile did not matter, as draft and check needs.",
+        "what follows a row in its tile matters. Draft and check is not exact: use --uncached=stepwise.",
+    )
+    sentences += _about(
+        record,
+        "rerun",
+        "a program run again gave the same bits.",
+        "a program run again gives other bits. No comparison of arms means much before that is mended; try"
+        " XLA_FLAGS=--xla_gpu_deterministic_ops=true.",
+    )
+    sentences += _about_process(record)
+    sums = {d: _about_sums(d, values) for d, values in dtypes.items()}
+    sentences += _group({d: text for d, text in sums.items() if text})
+    for values in dtypes.values():
+        sentences += _about_fp32(values)
+    sentences += _about_casts(record)
+    sentences += _about(
+        record,
+        "place",
+        "exp and tanh of a number did not depend on its place in a vector.",
+        "exp or tanh of a number depends on its place in a vector.",
+    )
+    sentences.append(
+        "Operations were compiled alone; within a model XLA may fuse them with others. Only the layer shows that, and"
+        " only for its own widths, outside a decoding loop."
+    )
+    if record["missing"]:
+        sentences.append(f"Not measured: {_join_missing(record['missing'])}.")
+    return sentences
+
+
+def _join_missing(missing: Mapping[str, str]) -> str:
+    """What is missing, programs of one reason together and dtypes of one program behind its shape."""
+    by_reason: dict[str, dict[str, list[str]]] = {}
+    for name, why in missing.items():
+        shape, _, dtype = name.rpartition(", ")
+        by_reason.setdefault(why, {}).setdefault(shape or name, []).extend([dtype] if shape else [])
+
+    def say(shape: str, dtypes: list[str]) -> str:
+        return f"{shape} in {join(dtypes)}" if dtypes else shape
+
+    return "; ".join(f"{', '.join(map(say, found, found.values()))} ({why})" for why, found in by_reason.items())

@@ -1,0 +1,366 @@
+"""What the records of experiment 'drift' say: a summary, and its blocks. Reads records alone.
+
+Means are over positions, their intervals over problems. Relative distances are those of the cached value
+from the uncached one.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from msgspec.structs import asdict
+
+from jaxkv.experiments.drift.record import SEGMENTS, TENSORS, WATCHED, Columns, Difference, DriftRecord, Layers
+from jaxkv.experiments.figures_layers import LABELS, draw_drift
+from jaxkv.experiments.record_parts import LogitSums, known
+from jaxkv.experiments.report_parts import Report, collect, count_problems, describe_problems, list_invalid, say_few
+from jaxkv.reporting import statistics
+from jaxkv.reporting.document import Block, Bullets, Fold, Paragraph, Table
+from jaxkv.reporting.format import format_mean, format_number, format_percent
+from jaxkv.reporting.shares import mean_over_problems
+
+Summary = Mapping[str, Any]
+ARMS = ("cached", "uncached")
+NOTE = (
+    "Relative L2 distance of cached from uncached, mean over the decoded positions. residual: the stream entering a "
+    "layer, in the last line what leaves the last one. K and V as they stand in the cache."
+)
+
+
+def summarize_drift(records: Sequence[object], run: Mapping[str, Any]) -> dict[str, Any]:
+    """Summarizes the 'drift' records of a run.
+
+    Args:
+      records: in any order; those of other experiments are left out.
+      run: content of run.json.
+
+    Returns:
+      Plain values. `status` is 'ok', 'invalid' (no valid sample) or 'empty'. `layers` and `repeated.layers` hold
+      tensor -> segment -> columns with one entry a layer.
+    """
+    samples = collect(records, DriftRecord)
+    valid = [s for s in samples if s.status == "ok"]
+    summary: dict[str, Any] = {
+        "experiment": "drift",
+        "fingerprint": run.get("fingerprint"),
+        "status": "ok" if valid else "invalid" if samples else "empty",
+        "problems": count_problems(samples, run),
+        "invalid": list_invalid(samples),
+    }
+    if not valid:
+        return summary
+    layers = [(s, known(s.layers)) for s in valid]
+    repeated = [(s, s.repeated) for s in valid if s.repeated is not None]
+    repeated_layers = [(s, found.layers) for s, found in repeated]
+    return summary | {
+        "num_layers": valid[0].num_layers,
+        "heads": asdict(valid[0].heads),
+        "tiles": sorted({s.shapes.tile for s in valid}, key=str),
+        "steps": sum(s.steps for s in valid),
+        "places": {segment: sum(_places(s, segment) for s in valid) for segment in SEGMENTS},
+        "instrumented_bit_equal": {
+            kind: {arm: sum(_count_watched(s, kind, arm) for s in valid) for arm in ARMS} for kind in WATCHED
+        },
+        "layers": _summarize_layers(layers),
+        "logits": _summarize_logits([(s.steps, known(s.logits)) for s in valid]),
+        "first_layer": _share_of_first_layer(layers),
+        "first": {segment: _count_first(valid, segment) for segment in SEGMENTS},
+        "path": _average_path(valid),
+        "repeated": {
+            "layers": _summarize_layers(repeated_layers),
+            "logits": _summarize_logits([(s.steps, found.logits) for s, found in repeated]),
+            "first_layer": _share_of_first_layer(repeated_layers),
+            "first_layer_against": _compare_first_layers(valid),
+            "compared": {tensor: _compare_to_repeated(valid, tensor) for tensor in TENSORS},
+        }
+        if repeated
+        else None,
+    }
+
+
+def _places(sample: DriftRecord, segment: str) -> int:
+    return int(getattr(sample.places, segment))
+
+
+def _count_watched(sample: DriftRecord, kind: str, arm: str) -> int:
+    return int(getattr(getattr(sample.instrumented_bit_equal, kind), arm))
+
+
+def _with_places(samples: Sequence[DriftRecord], segment: str) -> list[DriftRecord]:
+    return [s for s in samples if _places(s, segment)]
+
+
+def _columns(layers: Layers, tensor: str, segment: str) -> Columns:
+    found: Columns = getattr(getattr(layers, tensor), segment)
+    return found
+
+
+Measured = Sequence[tuple[DriftRecord, Layers]]  # samples with layers of theirs
+
+
+def _summarize_layers(measured: Measured) -> dict[str, Any]:
+    def summarize(tensor: str, segment: str) -> dict[str, Any] | None:
+        kept = [(s, layers) for s, layers in measured if _places(s, segment)]
+        if not kept:
+            return None
+        sizes = [_places(s, segment) for s, _ in kept]
+        columns = [_columns(layers, tensor, segment) for _, layers in kept]
+
+        def means(figure: str) -> list[dict[str, Any]]:
+            layers = zip(*(getattr(c, figure) for c in columns), strict=True)
+            return [mean_over_problems(np.multiply(values, sizes).tolist(), sizes) for values in layers]
+
+        return {
+            "relative": means("relative"),
+            "cosine": [entry["mean"] for entry in means("cosine")],
+            "max_abs": np.max([c.max_abs for c in columns], axis=0).tolist(),
+            "bit_equal": np.sum([c.bit_equal for c in columns], axis=0).tolist(),
+            "places": sum(sizes),
+        }
+
+    return {tensor: {segment: summarize(tensor, segment) for segment in SEGMENTS} for tensor in TENSORS}
+
+
+def _summarize_logits(samples: Sequence[tuple[int, LogitSums]]) -> dict[str, Any] | None:
+    """Figures of samples with so many steps."""
+    kept = [(steps, logits) for steps, logits in samples if steps]
+    if not kept:
+        return None
+    return {
+        "kl": mean_over_problems([logits.kl for _, logits in kept], [steps for steps, _ in kept]),
+        "flips": sum(logits.flips for _, logits in kept),
+        "bit_equal": sum(logits.bit_equal for _, logits in kept),
+        "max_abs": max(logits.max_abs for _, logits in kept),
+    }
+
+
+def _leaving(measured: Measured) -> tuple[list[float], list[float]]:
+    """The drift that leaves the first layer and the last one, summed over the decoded positions of each problem."""
+    kept = [(s, layers) for s, layers in measured if _places(s, "decoded")]
+    first, last = (
+        [_columns(layers, "resid_pre", "decoded").relative[n] * _places(s, "decoded") for s, layers in kept]
+        for n in (1, -1)
+    )
+    return first, last
+
+
+def _share_of_first_layer(measured: Measured) -> dict[str, Any] | None:
+    """How much of the drift that leaves the last layer leaves the first one; None where there is no drift."""
+    first, last = _leaving(measured)
+    return (
+        mean_over_problems(first, last) | {"estimate": statistics.to_record(statistics.estimate_mean(first, last))}
+        if sum(last)
+        else None
+    )
+
+
+def _compare_first_layers(samples: Sequence[DriftRecord]) -> dict[str, Any] | None:
+    """The share of the drift that leaves the first layer, the model's against that with repeated heads, by problem.
+
+    Returns:
+      `difference` of the shares and `ratio`, each with an interval paired by problem (None where there is none) and
+      what its tests are made of; None without drift in one of the two.
+    """
+    kept = [(s, s.repeated) for s in samples if s.repeated is not None]
+    sides = [_leaving([(s, known(s.layers)) for s, _ in kept]), _leaving([(s, other.layers) for s, other in kept])]
+    shares = [sum(first) / sum(last) if sum(last) else 0.0 for first, last in sides]
+    if not all(shares):
+        return None
+    found: dict[str, Any] = {}
+    for name, value, estimate in (
+        ("difference", shares[0] - shares[1], statistics.estimate_difference(sides[0], sides[1])),
+        ("ratio", shares[0] / shares[1], statistics.estimate_ratio(sides[0], sides[1])),
+    ):
+        found[name] = {
+            "mean": value,
+            "interval": statistics.ends(estimate),
+            "estimate": statistics.to_record(estimate),
+        }
+    return found
+
+
+def _count_first(samples: Sequence[DriftRecord], segment: str) -> dict[str, Any]:
+    """Where values first differ, most frequent first, and in how many problems nowhere."""
+    kept = _with_places(samples, segment)
+    found: list[Difference] = [d for s in kept if (d := getattr(s.first, segment)) is not None]
+    counts = Counter((d.op, d.layer, *d.dtypes) for d in found)
+
+    def largest(place: tuple, figure: str) -> float:
+        return max(getattr(d, figure) for d in found if (d.op, d.layer, *d.dtypes) == place)
+
+    return {
+        "problems": len(kept),
+        "equal": len(kept) - len(found),
+        "places": [
+            {
+                "op": place[0],
+                "layer": place[1],
+                "dtypes": list(place[2:]),
+                "problems": count,
+                "max_abs": largest(place, "max_abs"),
+                "relative": largest(place, "relative"),
+            }
+            for place, count in counts.most_common()
+        ],
+    }
+
+
+def _average_path(samples: Sequence[DriftRecord]) -> list[dict[str, Any]]:
+    """Every value from the first that differs in any problem to the logits; where it does not differ yet it is 0."""
+    there = _with_places(samples, "decoded")
+    kept = [(s, path) for s in there if (path := known(s.path)).name]
+    if not kept:
+        return []
+    longest = max((path.name for _, path in kept), key=len)
+    total = sum(_places(s, "decoded") for s in there)
+    found: dict[str, dict[str, Any]] = {name: {"name": name, "relative": 0.0, "max_abs": 0.0} for name in longest}
+    for sample, path in kept:
+        places = _places(sample, "decoded")
+        for name, relative, max_abs in zip(path.name, path.relative, path.max_abs, strict=True):
+            found[name]["relative"] += relative * places / total
+            found[name]["max_abs"] = max(found[name]["max_abs"], max_abs)
+    return list(found.values())
+
+
+def _mean_over_layers(layers: Layers, tensor: str) -> float:
+    column = _columns(layers, tensor, "decoded").relative
+    return float(np.mean(column[1:] if tensor == "resid_pre" else column))  # the embedding has no drift
+
+
+def _compare_to_repeated(samples: Sequence[DriftRecord], tensor: str) -> dict[str, Any] | None:
+    """Drift of the model and of itself with repeated heads, mean over layers, paired by problem."""
+    kept = [(s, s.repeated) for s in _with_places(samples, "decoded") if s.repeated is not None]
+    if not kept:
+        return None
+    given = [_mean_over_layers(known(s.layers), tensor) for s, _ in kept]
+    repeated = [_mean_over_layers(other.layers, tensor) for _, other in kept]
+    interval = statistics.paired_interval(given, repeated)
+    return {
+        "given": float(np.mean(given)),
+        "repeated": float(np.mean(repeated)),
+        "difference": float(np.mean(given) - np.mean(repeated)),
+        "interval": None if interval is None else list(interval),
+    }
+
+
+def name_value(op: str, layer: int | None) -> str:
+    """'k of layer 3', 'logits'."""
+    return op if layer is None else f"{op} of layer {layer}"
+
+
+def conclude(summary: Summary) -> list[str]:
+    """What the figures allow to say, one sentence each; never more than their intervals do."""
+    if summary["status"] != "ok":
+        kind = "no sample yet" if summary["status"] == "empty" else "no sample with finite numbers"
+        return [f"There is {kind}, so nothing can be said of drift."]
+    lines = [*_conclude_watching(summary), *_conclude_embedding(summary)]
+    if not summary["places"]["decoded"]:
+        return [*lines, "No generated token was fed back, so the cached steps were not compared."]
+    lines += [_conclude_first(summary, segment) for segment in SEGMENTS]
+    if (first := summary["first_layer"]) is None:
+        return lines
+    last = summary["layers"]["resid_pre"]["decoded"]["relative"][-1]
+    lines.append(f"What leaves the last layer differs by {format_mean(last)} of its size; {_portion(first)} of that "
+                 "leaves the first layer already.")  # fmt: skip
+    return lines + _conclude_repeated(summary) + say_few(summary["problems"]["ok"])
+
+
+def _portion(entry: Mapping[str, Any]) -> str:
+    text = f"{format_number(100 * entry['mean'], 3)} %"
+    if entry["interval"] is None:
+        return text
+    low, high = entry["interval"]
+    return f"{text} [{format_number(100 * low, 3)}, {format_number(100 * high, 3)}]"
+
+
+def _conclude_watching(summary: Summary) -> list[str]:
+    steps, lines = summary["steps"], []
+    for kind, what in (("figures", "these values"), ("walk", "every value, for the first difference,")):
+        equal = summary["instrumented_bit_equal"][kind]
+        if all(equal[arm] == steps for arm in ARMS):
+            lines.append(f"Watching {what} changed no bit of either arm's logits at {steps} steps.")
+        else:
+            lines.append(f"Watching {what} left the logits of {equal['cached']} (cached) and {equal['uncached']} "
+                         f"(uncached) of {steps} steps as they were: the compiler made other programs of the watched "
+                         "arms, whose drift is of the same kind but not bit for bit that of the arms.")  # fmt: skip
+    return lines
+
+
+def _conclude_embedding(summary: Summary) -> list[str]:
+    columns = [summary["layers"]["resid_pre"][segment] for segment in SEGMENTS]
+    places = sum(column["places"] for column in columns if column)
+    equal = sum(column["bit_equal"][0] for column in columns if column)
+    if equal == places:
+        return [f"The embedding is equal in every bit at {places} of {places} positions, as it must be."]
+    return [f"THE EMBEDDING DIFFERS at {places - equal} of {places} positions: the arms were not fed the same tokens."]
+
+
+def _conclude_first(summary: Summary, segment: str) -> str:
+    found = summary["first"][segment]
+    what = {"prompt": "In the prompt", "decoded": "In decoded positions"}[segment]
+    if found["equal"] == found["problems"]:
+        return f"{what} no value of any operation differs in {found['problems']} problems."
+    place = found["places"][0]
+    others = len(found["places"]) - 1
+    text = (
+        f"{what} the first value that differs is {name_value(place['op'], place['layer'])} "
+        f"({' beside '.join(dict.fromkeys(place['dtypes']))}) in {place['problems']} of {found['problems']} problems, "
+        f"by at most {format_number(place['relative'])} of its size ({format_number(place['max_abs'])})"
+    )
+    return text + (f"; {others} other places come first elsewhere." if others else ".")
+
+
+def _conclude_repeated(summary: Summary) -> list[str]:
+    if (repeated := summary["repeated"]) is None:
+        return [f"The model has one K/V head for each of its {summary['heads']['query']} query heads; there is no "
+                "grouping to take out."]  # fmt: skip
+    lines = []
+    if repeated["first_layer"] is not None:
+        lines.append("With K/V heads repeated to one for each query head, a model of equal mathematics, "
+                     f"{_portion(repeated['first_layer'])} of the drift that leaves the last layer leaves the first; "
+                     f"as it is, {_portion(summary['first_layer'])}.")  # fmt: skip
+    for tensor in TENSORS:
+        found = repeated["compared"][tensor]
+        if found is None or found["interval"] is None:
+            continue
+        low, high = found["interval"]
+        if low <= 0 <= high:
+            verdict = "not distinguishable"
+        else:
+            verdict = "less with repeated heads" if low > 0 else "more with repeated heads"
+        lines.append(f"Drift of {LABELS[tensor]}, mean over layers: {format_number(found['given'])} as it is, "
+                     f"{format_number(found['repeated'])} with repeated heads (difference "
+                     f"{format_number(found['difference'])} [{format_number(low)}, {format_number(high)}]): "
+                     f"{verdict}.")  # fmt: skip
+    return lines
+
+
+HEADER = ["layer", *(LABELS[tensor] for tensor in TENSORS), "residual bit-equal"]
+
+
+def make_rows(summary: Summary) -> list[list[str]]:
+    """The cells of the table, a row a layer: mean relative distance over decoded positions."""
+    columns = {tensor: summary["layers"][tensor]["decoded"] for tensor in TENSORS}
+    if any(column is None for column in columns.values()):
+        return []
+    rows = []
+    for layer in range(summary["num_layers"] + 1):
+        cells = [
+            format_number(column["relative"][layer]["mean"]) if layer < len(column["relative"]) else "-"
+            for column in columns.values()
+        ]
+        equal = columns["resid_pre"]["bit_equal"][layer] / columns["resid_pre"]["places"]
+        rows.append([str(layer) if layer < summary["num_layers"] else "out", *cells, f"{format_percent(equal)} %"])
+    return rows
+
+
+def write_drift(summary: Summary) -> list[Block]:
+    """What is said of the drift, and its table by layer."""
+    blocks: list[Block] = [Paragraph(f"{describe_problems(summary)}."), Bullets(conclude(summary))]
+    if summary["status"] == "ok" and (rows := make_rows(summary)):
+        blocks.append(Fold("Relative distance by layer", [Table(HEADER, rows), Paragraph(NOTE)]))
+    return blocks
+
+
+REPORT = Report("Drift by layer", lambda run: summarize_drift(run.records, run.run), write_drift, draw_drift)

@@ -1,0 +1,322 @@
+"""Pairs of changes that differ in one thing, and what they say of the seed study's statements.
+
+How each statement is judged is told by `rules.SHEBEL`: one on pairs needs all of them either way, since errors that
+differ in one thing still differ in the shape of their law; one on every other method does not hold where one method
+refutes it, and bits count there as in `methods.weigh_bits`. A change with invalid samples decides nothing.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxkv.experiments.methods import is_published_kvarn, weigh_bits
+from jaxkv.experiments.record_parts import CLEAN
+from jaxkv.reporting import statistics
+from jaxkv.reporting.format import format_number, format_percent
+from jaxkv.reporting.rules import (
+    CONTROL_KEPT,
+    DOES_NOT_HOLD,
+    HALF,
+    HOLDS,
+    OPEN,
+    Evidence,
+    decide,
+    hold_all,
+    lies_above,
+    lies_below,
+)
+
+Summary = Mapping[str, Any]
+Values = Mapping[str, Mapping[str, Mapping[int, float]]]  # change -> 'score' or 'kl' -> problem -> value
+NOT_RUN = "not run"  # nothing that bears on the statement was
+SCOPE = ("layers", "heads", "positions")
+ROWS = ("kind", "correlate", "draw", "side", *SCOPE)  # what the errors of a pair share, but for what is compared
+CLOSE = 0.01  # moments this near, relative to the error, count as equal
+SOME_FLIPS, NO_FLIPS, MANY_FLIPS = 0.01, 1e-4, 0.1
+METHOD = "method"
+KVARN = "KVarN"
+LOW_BITS = 3  # an element, scales counted, windows not: methods with codes of 2 bits
+PACKED_ALIKE = 0.05  # shares of packed elements this near are compared
+WIDE, PLAIN = "uniform:-1.5,1.5", "uniform:-1,1"
+PAIRS = {
+    "flips": "sign flips, at equal mean and variance",
+    "mean": "mean against spread, at equal mean square",
+    "shift": "mean added, at equal spread",
+    "shape": "shape of the law alone: equal mean and variance, no flips",
+    "draw": "redrawn at each read against frozen at write",
+    "side": "K alone against V alone",
+    "correlate": "one error a (token, head) against one a channel, at equal mean square",
+    METHOD: "another method against KVarN: at most 3 bits each, the same first tokens, packed shares within 5 points, "
+    "rows being written read alike",
+}
+
+
+def _rms(spec: Summary) -> float:
+    return math.hypot(spec["mean"], spec["std"])
+
+
+def _same(first: Summary, second: Summary, but: str = "") -> bool:
+    return all(first[name] == second[name] for name in ROWS if name != but)
+
+
+def _matched(first: Summary, second: Summary) -> bool:
+    """Equal mean and variance, not both nothing: the mean relative to the error, the variance to itself."""
+    scale, spread = max(_rms(first), _rms(second)), max(first["std"], second["std"])
+    same_variance = abs(first["std"] ** 2 - second["std"] ** 2) <= CLOSE * spread**2
+    return scale > 0 and same_variance and abs(first["mean"] - second["mean"]) <= CLOSE * scale
+
+
+def _one_law(first: Summary, second: Summary) -> bool:
+    return all(first[name] == second[name] for name in ("law", "numbers", "bits", "sign"))
+
+
+def compare_specs(first: Summary, second: Summary) -> str | None:
+    """In what two errors differ, the first having more of it; None if in nothing, in two things, or the other way."""
+    drawn = all(spec["std"] or spec["mean"] for spec in (first, second))
+    if drawn and _same(first, second):
+        flips = first["flip_share"], second["flip_share"]
+        if _matched(first, second):
+            if flips[0] >= SOME_FLIPS and flips[1] <= NO_FLIPS:
+                return "flips"
+            other = first["law"], first["sign"]
+            return "shape" if max(flips) <= NO_FLIPS and other > (second["law"], second["sign"]) else None
+        scale = max(_rms(first), _rms(second))
+        apart = abs(first["mean"]) > 0.9 * _rms(first) and abs(second["mean"]) < 0.1 * _rms(second)
+        if apart and abs(_rms(first) - _rms(second)) <= CLOSE * scale:
+            return "mean"
+        spread = max(first["std"], second["std"])
+        more = abs(first["mean"]) > abs(second["mean"]) + CLOSE * scale
+        return "shift" if more and spread and abs(first["std"] - second["std"]) <= CLOSE * spread else None
+    if not _one_law(first, second):
+        return None
+    for name, values in (("draw", ("read", "write")), ("side", ("k", "v")), ("correlate", ("token", "none"))):
+        if _same(first, second, name) and (first[name], second[name]) == values:
+            return name
+    return None
+
+
+def _is_ours(entry: Summary) -> bool:
+    """Whether an entry is KVarN's cache as its authors have it, of 2-bit codes."""
+    return is_published_kvarn(entry["change"]) and bool(entry["cache"]) and _has_low_bits(entry)
+
+
+def _has_low_bits(entry: Summary) -> bool:
+    sides = [entry["spec"][side] for side in ("k", "v")]
+    return not any(side is None or side["bits"] > LOW_BITS for side in sides)
+
+
+def _why_no_rival(entry: Summary, ours: Summary) -> str:
+    """Why a cache of another method may not be set beside KVarN's; empty if it may.
+
+    Of 2-bit codes, as much of both packed. Both read the rows of a call alike, exactly or packed: a method that packs
+    them first pays in a prefill for what the other does not.
+    """
+    specs = entry["spec"], ours["spec"]
+    if any(specs[0][side] is None for side in ("k", "v")):
+        return "it leaves a side as it is"
+    if any(specs[0][side]["method"] == KVARN for side in ("k", "v")):
+        return "it is a form of KVarN"
+    if not entry["cache"] or not _has_low_bits(entry):
+        return f"it takes more than {LOW_BITS} bits an element"
+    if any(specs[0][side]["first"] != specs[1][side]["first"] for side in ("k", "v")):
+        return "it keeps other first tokens exactly"
+    if any(specs[0][side]["own"] != specs[1][side]["own"] for side in ("k", "v")):
+        return "it reads rows being written otherwise"
+    apart = abs(entry["cache"]["packed"] - ours["cache"]["packed"])
+    return "" if apart <= PACKED_ALIKE else f"its packed share is {format_percent(apart)} points away"
+
+
+def _list_unqualified(changes: Sequence[Summary]) -> list[str]:
+    """Quantizers that are not compared with KVarN's, with the reason."""
+    quantizers = [entry for entry in changes if entry["spec"] and entry["spec"]["family"] == "quant"]
+    lines = []
+    for ours in filter(_is_ours, quantizers):
+        for entry in quantizers:
+            why = "" if entry is ours else _why_no_rival(entry, ours)
+            if why:
+                lines.append(f"`{entry['change']}` is not compared with `{ours['change']}`: {why}")
+    return lines
+
+
+def _contrast(first: Mapping[int, float], second: Mapping[int, float], weight: float | None = 1.0) -> Any:
+    """Mean of first minus second over the problems that both have, with its paired interval.
+
+    Args:
+      first, second: by problem.
+      weight: of scores, what the second counts; None of KL, which is skewed.
+
+    Returns:
+      None without problems; `interval` and `estimate` are None where there is none.
+    """
+    problems = sorted(first.keys() & second.keys())
+    if not problems:
+        return None
+    a, b = (np.asarray([side[problem] for problem in problems], np.float64) for side in (first, second))
+    if weight is None:
+        estimate = statistics.estimate_paired(a, b, skewed=True)
+    else:
+        estimate = statistics.estimate_paired_share(a - weight * b, weight)
+    mean = float(np.mean(a - (1.0 if weight is None else weight) * b))
+    if abs(mean) < np.finfo(np.float64).eps * np.max(np.abs([a, b])):  # thirds, of three seeds, that should cancel
+        mean = 0.0
+    return {
+        "mean": mean,
+        "interval": statistics.ends(estimate),
+        "problems": len(problems),
+        "estimate": statistics.to_record(estimate),
+    }
+
+
+def _read(found: Summary | None) -> statistics.Estimate | None:
+    return statistics.read_estimate(found["estimate"]) if found and found["estimate"] else None
+
+
+def find_pairs(changes: Sequence[Summary], values: Values) -> list[dict[str, Any]]:
+    """All pairs that differ in one thing, with the differences of score and of KL, first minus second."""
+    pairs = []
+    for first, second in itertools.permutations([entry for entry in changes if entry["spec"]], 2):
+        families = {first["spec"]["family"], second["spec"]["family"]}
+        kind = None
+        if families == {"error"}:
+            kind = compare_specs(first["spec"], second["spec"])
+        elif families == {"quant"} and _is_ours(second) and not _why_no_rival(first, second):
+            kind = METHOD
+        if kind is not None:
+            names = first["change"], second["change"]
+            found = {
+                measure: _contrast(values[names[0]][measure], values[names[1]][measure], weight)
+                for measure, weight in (("score", 1.0), ("kl", None))
+            }
+            broken = bool(first["invalid"] or second["invalid"])
+            more = first["cache"]["bits"] - second["cache"]["bits"] if kind == METHOD else None
+            pairs.append(
+                {"kind": kind, "first": names[0], "second": names[1], "invalid": broken, "more_bits": more, **found}
+            )
+    return sorted(pairs, key=lambda pair: list(PAIRS).index(pair["kind"]))
+
+
+def _span(interval: Sequence[float] | None) -> str:
+    return "no interval" if interval is None else f"[{format_number(interval[0])}, {format_number(interval[1])}]"
+
+
+Found = tuple[Evidence | None, list[str]]  # None where nothing that bears on the statement was run
+
+
+def _judge_pairs(pairs: Sequence[Summary], kind: str, measure: str, sign: int) -> Found:
+    """Whether the first of each pair is worse by a measure: lower in score (sign -1), higher in KL (sign 1)."""
+    chosen = [pair for pair in pairs if pair["kind"] == kind]
+    if not chosen:
+        return None, ["no pair of changes that differ in this alone"]
+    parts = []
+    lines = [f"{len(chosen)} pair{'s' if len(chosen) > 1 else ''} of {PAIRS[kind]}"]
+    for pair in chosen:
+        found = pair[measure]
+        if not found:
+            parts.append(OPEN)
+            continue
+        evidence = (lies_above if sign > 0 else lies_below)(_read(found))
+        interval = found["interval"]
+        why, counts = ("", True)
+        if kind == METHOD:
+            why, counts = weigh_bits(pair["more_bits"], sign * found["mean"], evidence.verdict == HOLDS)
+        if pair["invalid"]:
+            why, counts = "invalid samples, so it decides nothing", True
+        if counts:
+            parts.append(OPEN if why else evidence)
+        text = f"`{pair['first']}` - `{pair['second']}`: {format_number(found['mean'])} {_span(interval)}"
+        lines.append(f"{text} over {found['problems']} problems" + (f"; {why}" if why else ""))
+    return hold_all(parts, one_refutes=kind == METHOD), lines
+
+
+def _of_control(entry: Summary | None, primary: str) -> tuple[float | None, Sequence[float] | None]:
+    score = entry["score"].get(primary) if entry else None
+    return (None, None) if score is None else (score["of_control"], score["of_control_interval"])
+
+
+def _say_share(entry: Summary, primary: str) -> str:
+    share, interval = _of_control(entry, primary)
+    if share is None:
+        return f"`{entry['change']}`: no share, the control scores 0"
+    span = "no interval" if interval is None else f"[{format_percent(interval[0])}, {format_percent(interval[1])}] %"
+    return f"`{entry['change']}` keeps {format_percent(share)} % of control {span}"
+
+
+def _judge_share(entry: Summary | None, values: Values, primary: str, least: float) -> Evidence:
+    """Whether a change keeps at least a share of control, by the paired difference; the ratio's interval must agree."""
+    share, interval = _of_control(entry, primary)
+    if entry is None or share is None or interval is None or entry["invalid"]:
+        return OPEN
+    evidence = lies_above(_read(_contrast(values[entry["change"]]["score"], values[CLEAN]["score"], least)))
+    agrees = interval[0] >= least if evidence.holds else interval[1] < least
+    return evidence if agrees else OPEN
+
+
+def _judge_catastrophe(changes: Sequence[Summary], values: Values, pairs: Sequence[Summary], primary: str) -> Found:
+    """Flips are catastrophic where those who flip keep less than half of control and a partner more."""
+    named = {entry["change"]: entry for entry in changes}
+    parts, lines = [], []
+    for entry in changes:
+        spec = entry["spec"]
+        if not spec or spec["family"] != "error" or spec["flip_share"] < MANY_FLIPS or spec["side"] != "kv":
+            continue
+        if any(spec[name] is not None for name in SCOPE):
+            continue  # what is changed in part of the cache alone says nothing of what flips do to all of it
+        keeps = _judge_share(entry, values, primary, HALF)
+        partners = [pair["second"] for pair in pairs if pair["kind"] == "flips" and pair["first"] == entry["change"]]
+        spared = [_judge_share(named[name], values, primary, HALF).supports for name in partners]
+        supports = max(keeps.refutes, min(1.0, len(spared) * min(spared))) if spared else 1.0
+        parts.append(Evidence(supports, keeps.supports))
+        lines.append(f"{_say_share(entry, primary)}, {format_percent(spec['flip_share'])} % of signs flipped")
+        lines += [f"beside it, without flips: {_say_share(named[name], primary)}" for name in partners]
+    if not parts:
+        return None, [f"no change of all of K and V that flips {format_percent(MANY_FLIPS)} % of signs"]
+    return hold_all(parts), lines
+
+
+def _judge_wide(wide: Summary | None, plain: Summary | None, values: Values) -> Found:
+    """Whether U(-1.5, 1.5) scores above U(-1, 1)."""
+    if wide is None or plain is None:
+        return None, ["not both run"]
+    found = _contrast(values[WIDE]["score"], values[PLAIN]["score"])
+    if found is None:
+        return OPEN, ["-"]
+    lines = [f"score of `{WIDE}` - `{PLAIN}`: {format_number(found['mean'])} {_span(found['interval'])}"]
+    return OPEN if wide["invalid"] or plain["invalid"] else lies_above(_read(found)), lines
+
+
+def judge(changes: Sequence[Summary], values: Values, primary: str) -> dict[str, Any]:
+    """The pairs, and the studies' statements with verdict and figures.
+
+    Args:
+      changes: their summaries.
+      values: score and KL of each problem.
+      primary: the scorer that `values` has.
+    """
+    pairs = find_pairs(changes, values)
+    named = {entry["change"]: entry for entry in changes}
+    wide, plain = named.get(WIDE), named.get(PLAIN)
+    kept: Found = (None, [f"`{WIDE}` was not run"])
+    if wide is not None:
+        kept = _judge_share(wide, values, primary, CONTROL_KEPT), [_say_share(wide, primary)]
+    unqualified = _list_unqualified(changes)
+    scored, diverged = (_judge_pairs(pairs, METHOD, *by) for by in (("score", -1), ("kl", 1)))
+    found: dict[str, Found] = {
+        "E1a": _judge_catastrophe(changes, values, pairs, primary),
+        "E1b": _judge_pairs(pairs, "flips", "score", -1),
+        "E1c": _judge_pairs(pairs, "flips", "kl", 1),
+        "E2a": _judge_pairs(pairs, "mean", "score", -1),
+        "E2b": _judge_pairs(pairs, "mean", "kl", 1),
+        "E2c": _judge_pairs(pairs, "shift", "score", -1),
+        "E2d": _judge_pairs(pairs, "shift", "kl", 1),
+        "E3": kept,
+        "E4": _judge_wide(wide, plain, values),
+        "E5a": _judge_pairs(pairs, "correlate", "score", -1),
+        "E5b": _judge_pairs(pairs, "correlate", "kl", 1),
+        "E6a": (scored[0], [*scored[1], *unqualified]),
+        "E6b": (diverged[0], [*diverged[1], *unqualified]),
+    }
+    claims = [{"id": name, "evidence": evidence, "figure": lines} for name, (evidence, lines) in found.items()]
+    return {"pairs": pairs, "claims": decide(claims, (HOLDS, DOES_NOT_HOLD), NOT_RUN)}

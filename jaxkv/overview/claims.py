@@ -1,0 +1,352 @@
+"""The claims of arXiv 2604.15409 against a study's figures: a verdict each, never stronger than its interval.
+
+Every function is pure: the summary of a study (jaxkv.overview.study) in, a claim with its verdict out. The models are
+those of the study, not those of the paper: 'not reproduced' says that it does not hold here.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxkv.experiments.divergence import cause
+from jaxkv.experiments.report_parts import base_precision
+from jaxkv.overview.claims_common import (
+    NOT_REPRODUCED,
+    REPRODUCED,
+    Claim,
+    Study,
+    by_model,
+    describe_aligned,
+    describe_reruns,
+    make_claim,
+    say_count,
+    select,
+)
+from jaxkv.overview.claims_layers import judge_c4, judge_c4b, judge_c5a, judge_c5b
+from jaxkv.overview.contrasts import BUILD, PROCESS
+from jaxkv.reporting import statistics
+from jaxkv.reporting.format import (
+    format_count,
+    format_counted_share,
+    format_number,
+    format_points,
+)
+from jaxkv.reporting.rules import (
+    ALMOST_ALL,
+    FAMILY,
+    OPEN,
+    ORDERS,
+    ZERO_PERCENT,
+    Evidence,
+    decide,
+    hold_all,
+    lies_above,
+)
+
+
+def judge_c1(study: Study) -> Claim:
+    """All FP16 generations diverge: refuted by one that ended with the arms together, not by one that was cut."""
+    conditions = [c for c in select(study, "fp16") if c["divergence"]["free_running"]]
+    shares = [(c, c["divergence"]["free_running"]["diverged"]) for c in conditions]
+    control = [*describe_reruns(study), *describe_aligned(study)]
+    if not shares:
+        return make_claim("C1", None, ["no valid FP16 run of the plain regime"], control)
+    lines = _list_diverged(conditions)
+    theirs = [c for c in select(study, "fp16", framework="torch") if c["divergence"]["free_running"]]
+    lines += [f"PyTorch, {line}" for line in _list_diverged(theirs)]
+    together = [c["divergence"]["free_running"]["together"] for c in conditions]
+    ended, cut = (sum(found[kind] for found in together) for kind in ("ended", "cut"))
+    if ended:
+        evidence = Evidence(refutes=0.0)
+        lines.append(f"ended by themselves, the arms together: {ended}")
+    elif cut:
+        evidence = OPEN
+    else:
+        least = max(statistics.share_p_above(s["count"], s["total"], ALMOST_ALL) for _, s in shares)
+        evidence = Evidence(least, sides=1)
+        if evidence.p > FAMILY:
+            lines.append("all part, but the bounds of so few sequences do not tell 100 % from less")
+    if cut:
+        lines.append(f"cut by length, the arms together, so that they might part yet: {cut}")
+    rates = {c["name"]: s["rate"] for c, s in shares}
+    return make_claim("C1", evidence, lines, control, diverged=rates)
+
+
+def _list_diverged(conditions: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Sequences that part, a line for each model and precision."""
+    lines = []
+    for name, members in by_model(conditions).items():
+        tokens = sorted({c["new_tokens"] for c in members if c["new_tokens"]})
+        within = f" within {' or '.join(map(str, tokens))} tokens" if tokens else ""
+        shares = [
+            f"{c['sampler']} {format_counted_share(c['divergence']['free_running']['diverged'])}" for c in members
+        ]
+        lines.append(f"{name}, sequences that part{within}: {', '.join(shares)}")
+    return lines
+
+
+def _describe_truth(study: Study, precision: str) -> list[str]:
+    lines = []
+    for found in study["truth"]:
+        if base_precision({"precision": found["variant"]}) != precision or found["tile"] is not None:
+            continue
+        nearer = {m: found["nearer"][m]["nearer"] for m in ("rms", "kl")}
+        told = {None: "cannot tell which arm is nearer", "same": "no difference seen"}
+        said = ", ".join(f"{told.get(n) or f'the {n} arm is nearer'} by {m.upper()}" for m, n in nearer.items())
+        lines.append(f"distance to fp64, {found['model']} {found['variant']}: {said}")
+    for condition in select(study, precision):
+        if (found := cause.read_distance(condition["divergence"])) is not None:
+            lines.append(f"distance to fp64, {condition['name']}: {cause.describe_distance(found)}")
+    return lines or ["no fp64 run, so which arm is nearer the truth is not measured"]
+
+
+def _judge_accuracy(study: Study, name: str, precision: str) -> Claim:
+    """More accurate with the cache: the exact sign-flip test over problems, conditions of a problem added up."""
+    pooled = study["accuracy"].get(precision, {}).get("numeric")
+    control = _describe_truth(study, precision)
+    if wide := study["accuracy"].get("fp32", {}).get("numeric"):
+        control.append(f"FP32, where the arms hardly differ: {format_points(wide['difference'])} points")
+    if not pooled:
+        return make_claim(name, None, [f"no valid {precision.upper()} run of the plain regime"], control)
+    found = pooled["conditions"]
+    only = [sum(table[side] for table in pooled["tables"]) for side in ("only_cached", "only_uncached")]
+    lines = [
+        f"cached minus uncached {format_points(pooled['difference'])} points over "
+        f"{say_count(pooled['problems'], 'problem')}",
+        f"right in the cached arm alone {only[0]}, in the uncached alone {only[1]}: p = "
+        f"{format_number(pooled['p'])}, two-sided, by the exact "
+        + ("McNemar test" if sum(found.values()) == 1 else "sign-flip test over problems"),
+        f"ahead in {found['cached_ahead']} of {sum(found.values())} conditions, behind in {found['uncached_ahead']}, "
+        f"equal in {found['equal']}",
+    ]
+    evidence = Evidence(pooled["p_cached"], pooled["p_uncached"])
+    if evidence.holds and found["cached_ahead"] <= sum(found.values()) / 2:
+        evidence = Evidence(1.0, evidence.refutes)
+        lines.append("on average ahead, but not in most conditions")
+    return make_claim(name, evidence, lines, control, difference=pooled["difference"], conditions=found)
+
+
+def judge_c2(study: Study) -> Claim:
+    """In FP16, of which the paper speaks."""
+    return _judge_accuracy(study, "C2", "fp16")
+
+
+def judge_c2b(study: Study) -> Claim:
+    """In BF16."""
+    return _judge_accuracy(study, "C2b", "bf16")
+
+
+def _orders(entry: Mapping[str, Any]) -> str:
+    if entry["orders"] is None:
+        return "not defined, since the arms do not differ at all in one of the two"
+    text = f"{entry['orders']:.1f}"
+    return text if entry["interval"] is None else f"{text} [{entry['interval'][0]:.1f}, {entry['interval'][1]:.1f}]"
+
+
+def _list_orders(pairs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """By how much KL falls, a line for each model and precision."""
+    return [
+        f"{name}, orders of ten by which mean KL falls: "
+        + ", ".join(f"{p['sampler']} {_orders(p['metrics']['kl'])}" for p in members)
+        for name, members in by_model(pairs).items()
+    ]
+
+
+def judge_c3a(study: Study) -> Claim:
+    """Eight orders, by KL, the metric that falls fastest: quadratic in the error of the logits."""
+    pairs = [p for p in study["precisions"] if base_precision(p) == "fp16" and p["regime"] == "plain"]
+    ours = [p for p in pairs if p["framework"] == "jax"]
+    control = [
+        "KL and JS are quadratic in the logits' error, so that eight orders of KL are four of a logit difference"
+    ]
+    accumulators = sorted({p["products"] for p in ours if p["products"]})
+    if accumulators:
+        control.append(f"products returned in {', '.join(accumulators)}")
+    if not ours:
+        return make_claim("C3a", None, ["no FP16 and FP32 run of one condition"], control)
+    found = [pair["metrics"]["kl"]["estimate"] for pair in ours]
+    evidence = hold_all([lies_above(each and statistics.read_estimate(each), 10**ORDERS) for each in found])
+    lines = _list_orders(ours)
+    linear = [p["metrics"]["max_abs"]["orders"] for p in ours if p["metrics"]["max_abs"]["orders"] is not None]
+    if linear:
+        lines.append(f"the largest logit difference falls by {min(linear):.1f} to {max(linear):.1f} orders")
+    control += [f"PyTorch, {line}" for line in _list_orders([p for p in pairs if p["framework"] == "torch"])]
+    return make_claim("C3a", evidence, lines, control, orders=[p["metrics"]["kl"] for p in ours])
+
+
+def _count_parted(study: Study) -> tuple[int, int] | None:
+    """Sequences that part by a token running free, of all, in every fp32 run of the plain regime."""
+    found = [
+        c["divergence"]["free_running"]["diverged"] for c in select(study, "fp32") if c["divergence"]["free_running"]
+    ]
+    return (sum(s["count"] for s in found), sum(s["total"] for s in found)) if found else None
+
+
+def _sort_flips(study: Study) -> str | None:
+    """How near the two tokens were at the flips of the FP32 runs; None in records of before."""
+    compared = [c["divergence"]["teacher_forced"] for c in select(study, "fp32") if c["divergence"]["teacher_forced"]]
+    kinds = [found["law"]["kinds"] for found in compared if found.get("law")]
+    if len(kinds) < len(compared):
+        return None
+    counts = {name: sum(kind[name] for kind in kinds) for name in kinds[0]}
+    return (
+        f"of the flips of all FP32 runs {counts['tie_in_one'] + counts['tie_in_both']} are at exact ties, "
+        f"{counts['swap_by_one_unit']} swaps by one unit, {counts['more']} more"
+    )
+
+
+def _say_flips(found: Mapping[str, Any]) -> str:
+    text = f"tokens that flip: {format_counted_share(found['flips'])}"
+    return f"{text}, in {format_counted_share(found['problems_with_flip'], 'problems')}" if found["most"] else text
+
+
+def _describe_fp32(study: Study) -> tuple[list[str], list[str]]:
+    """Figure and control of flips in FP32; no figure without a run."""
+    found, narrow = study["flips"]["fp32"], study["flips"]["fp16"]
+    control = [f"FP16, the same problems: {_say_flips(narrow)}; at most {narrow['most']} in one"] if narrow else []
+    control += [
+        f"{c['model']} holds FP32 operands in {c['held']}"
+        for c in select(study, "fp32")
+        if c.get("held") not in (None, "float32")
+    ]
+    control += [sentence for found_at in study["processes"] for sentence in found_at["fp32"]]
+    if not found:
+        return [], control
+    lines = [f"{_say_flips(found)}; {say_count(found['conditions'], 'condition')}"]
+    if (parted := _count_parted(study)) and parted[0]:
+        lines.append(f"running free, {parted[0]} of {parted[1]} sequences of all FP32 runs part")
+    if found["flips"]["count"]:
+        lines += [said] if (said := _sort_flips(study)) else []
+    return lines, control
+
+
+NO_TEST = "FP16 is not seen to flip more on the same problems, so that this tests nothing"
+NO_FP32 = ["no valid FP32 run of the plain regime"]
+
+
+def _flips_more(found: Mapping[str, Any], narrow: Mapping[str, Any] | None) -> bool:
+    """Whether FP16 flips in more of the same problems than FP32 can."""
+    problems = found["problems_with_flip"]
+    most = problems.get("upper_bound", problems["interval"][1])
+    return narrow is not None and narrow["problems_with_flip"]["interval"][0] > most
+
+
+def judge_c3b(study: Study) -> Claim:
+    """Flips in FP32 round to 0.0 %, where FP16 flips in more of the same problems.
+
+    After a first flip more may follow in its text, and near-ties come together: problems are the trials. The rate per
+    token is the share of problems with a flip, times the flips of one of these, over its tokens. Of these flips it has
+    at most as many as any problem in either precision.
+    """
+    lines, control = _describe_fp32(study)
+    if not lines:
+        return make_claim("C3b", None, NO_FP32, control)
+    found, narrow = study["flips"]["fp32"], study["flips"]["fp16"]
+    problems, worth = found["problems_with_flip"], found["worth"]
+    allowed = ZERO_PERCENT * found["flips"]["total"] / found["problems"]  # flips of a problem
+    most = max(1, found["most"], narrow["most"] if narrow else 0)
+    evidence = Evidence(
+        statistics.share_p_below(problems["count"], problems["total"], min(1.0, allowed / most)),
+        statistics.share_p_above(found["flips"]["rate"] * worth, worth, ZERO_PERCENT),
+    )
+    if evidence.holds and not _flips_more(found, narrow):
+        evidence = Evidence(1.0, evidence.refutes)
+        lines.append(NO_TEST)
+    return make_claim("C3b", evidence, lines, control, flips=found["flips"])
+
+
+def judge_c3c(study: Study) -> Claim:
+    """No flip in FP32: one refutes it, and none is worth something where as many problems flip one in FP16."""
+    lines, control = _describe_fp32(study)
+    if not lines:
+        return make_claim("C3c", None, NO_FP32, control)
+    found, narrow = study["flips"]["fp32"], study["flips"]["fp16"]
+    if found["most"]:
+        evidence = Evidence(refutes=0.0)
+    elif narrow and narrow["most"]:
+        share = narrow["problems_with_flip"]["interval"][0]
+        evidence = Evidence(statistics.share_p_below(0, found["problems"], share), sides=1)
+        lines.append("of these problems: no sample shows that a rate is zero")
+    else:
+        evidence = OPEN
+        lines.append(NO_TEST)
+    return make_claim("C3c", evidence, lines, control, flips=found["flips"])
+
+
+RARE = 1 - ALMOST_ALL  # of runs: more that differ would be seen
+
+
+def judge_c6a(study: Study) -> Claim:
+    """Each arm run again in its process; a run is a trial, since its steps come out of one set of programs."""
+    again = {arm: found for arm, found in study["reruns"].items() if found is not None}
+    lines = describe_reruns(study)
+    if not again:
+        return make_claim("C6a", None, lines, [])
+    if any(found["count"] for found in again.values()):
+        evidence = Evidence(refutes=0.0)
+        lines.append("other bits alone do not say that the direction is another")
+    else:
+        most = max(statistics.share_p_below(0, found["total"], RARE) for found in again.values())
+        evidence = Evidence(most, sides=1)
+        if len(again) < 2:
+            evidence = OPEN
+            lines.append("one arm alone was run again")
+    return make_claim("C6a", evidence, lines, [], reruns=again)
+
+
+def _judge_replicates(study: Study, name: str, kind: str, noun: str, plural: str) -> Claim:
+    """Runs of one configuration made more than once, and for processes what the doctor compiled twice.
+
+    Each further process, or build, is a trial: its kernels are chosen once for all of its problems.
+    """
+    pairs = [pair for pair in study["replicates"] if pair["kind"] == kind]
+    lines, control = [], []
+    for pair in pairs:
+        names, turned = " and ".join(pair["runs"]), pair["signs"][0] != pair["signs"][1]
+        if pair["other_tokens"]["count"] or pair["other_figures"]["count"]:
+            lines.append(
+                f"{names}: {format_count(pair['other_tokens'])} problems have other tokens, "
+                f"{format_count(pair['other_figures'])} other figures"
+            )
+        lines += [f"and the more accurate arm is not the same one ({names})"] if turned else []
+    equal = True
+    if kind == PROCESS:
+        for found in study["processes"]:
+            dtypes = ", ".join(f"{dtype} {said}" for dtype, said in found["process"].items())
+            control.append(f"another process, compiling for itself, on {found['device']}: {dtypes}")
+            equal = equal and found["process"].get("fp16", "equal") == "equal"
+    if not pairs:
+        said = f"no configuration was run again in another {noun}, so that no direction was seen to return"
+        return make_claim(name, None, [said], control)
+    others = len({pair["another"] for pair in pairs})
+    said = f"{others} other {noun if others == 1 else plural}"
+    apart = sum(pair["other_tokens"]["count"] > 0 for pair in pairs)
+    lines.insert(0, f"{say_count(len(pairs), 'pair')} of runs of one configuration, in {said}; other tokens in {apart}")
+    if any(pair["signs"][0] * pair["signs"][1] < 0 for pair in pairs):
+        evidence = Evidence(refutes=0.0)
+    elif equal and not any(p["other_tokens"]["count"] or p["signs"][0] != p["signs"][1] for p in pairs):
+        evidence = Evidence(statistics.share_p_below(0, others, RARE), sides=1)
+    else:
+        evidence = OPEN
+        lines.append("runs differ, which alone does not say that the direction does")
+    return make_claim(name, evidence, lines, control, pairs=len(pairs))
+
+
+def judge_c6b(study: Study) -> Claim:
+    """Run again in another process of one build."""
+    return _judge_replicates(study, "C6b", PROCESS, "process", "processes")
+
+
+def judge_c6c(study: Study) -> Claim:
+    """Run again under other versions."""
+    return _judge_replicates(study, "C6c", BUILD, "build", "builds")
+
+
+JUDGES = (
+    judge_c1, judge_c2, judge_c2b, judge_c3a, judge_c3b, judge_c3c, judge_c4, judge_c4b, judge_c5a, judge_c5b,
+    judge_c6a, judge_c6b, judge_c6c,
+)  # fmt: skip
+
+
+def judge(study: Study) -> list[Claim]:
+    """All claims in order, with verdicts that hold together."""
+    return decide([judge_claim(study) for judge_claim in JUDGES], (REPRODUCED, NOT_REPRODUCED))

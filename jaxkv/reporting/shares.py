@@ -1,0 +1,93 @@
+"""Shares and means with their intervals, as plain values for a summary.
+
+A share is a dict ``{"count", "total", "rate"}`` with ``interval`` ``[low, high]`` (95 %) and ``method``. A count of 0
+also has ``upper_bound``, a count of everything ``lower_bound`` (one-sided 95 %, exact). Where trials come in clusters,
+as tokens do in sequences, ``clusters`` says how many and ``unit`` what they are; the bound is of the share of these.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxkv.reporting import statistics
+
+EXACT = "Clopper & Pearson 1934"
+CLUSTERED = "Clopper & Pearson, of as many trials as the clusters are worth (Korn & Graubard 1998)"
+PAIRED = "paired, Bonett & Price 2012"
+
+
+def share(count: int, total: int) -> dict[str, Any] | None:
+    """A share of independent trials with its exact interval, of 0 or 1 with its bound; None if there were no trials."""
+    if total == 0:
+        return None
+    interval = list(statistics.clopper_pearson(count, total))
+    entry = {"count": count, "total": total, "rate": count / total, "interval": interval, "method": EXACT}
+    return entry | _bound(count, total, total)
+
+
+def _bound(count: int, total: int, independent: int) -> dict[str, float]:
+    bound = statistics.zero_upper_bound(independent)
+    return {"upper_bound": bound} if count == 0 else {"lower_bound": 1 - bound} if count == total else {}
+
+
+def clustered_share(
+    counts: Sequence[int], sizes: Sequence[int], independent: int | None = None, unit: str = "sequences"
+) -> dict[str, Any] | None:
+    """A share of tokens with an interval over sequences, never narrower than if tokens were independent.
+
+    None and all of the tokens say nothing of how flips cluster, so that their bound is of the share of sequences in
+    which there is one, or in which not all are.
+
+    Args:
+      counts: counted tokens of each sequence.
+      sizes: tokens of each sequence.
+      independent: how many trials would be independent if clusters were of no account; all unless said.
+      unit: what a sequence is called.
+    """
+    count, total, clusters = int(sum(counts)), int(sum(sizes)), sum(size > 0 for size in sizes)
+    if total == 0:
+        return None
+    return {
+        "count": count,
+        "total": total,
+        "rate": count / total,
+        "interval": list(statistics.clustered_share_interval(counts, sizes, independent)),
+        "method": CLUSTERED,
+        "clusters": clusters,
+        "unit": unit,
+    } | _bound(count, total, clusters)
+
+
+def take_rest(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The share of the trials that a share does not count."""
+    turned = dict(entry) | {"count": entry["total"] - entry["count"], "rate": 1 - entry["rate"]}
+    turned["interval"] = [1 - end for end in reversed(entry["interval"])]
+    for name, other in (("upper_bound", "lower_bound"), ("lower_bound", "upper_bound")):
+        turned.pop(name, None)
+        if other in entry:
+            turned[name] = 1 - entry[other]
+    return turned
+
+
+def describe_column(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> dict[str, Any]:
+    """Mean over all tokens with its interval over sequences (None below three sequences), and the largest value."""
+    sums = [float(c.sum()) for c in columns]
+    found = statistics.estimate_mean(sums, sizes)
+    return {
+        "mean": sum(sums) / sum(sizes),
+        "interval": statistics.ends(found),
+        "median": float(np.median(np.concatenate(columns))),
+        "max": max(float(c.max()) for c in columns),
+    }
+
+
+def mean_over_problems(sums: Sequence[float], sizes: Sequence[float]) -> dict[str, Any]:
+    """sum(sums) / sum(sizes) with an interval over problems, None below three problems, and the largest of one."""
+    found = statistics.estimate_mean(sums, sizes)
+    largest = max((total / size for total, size in zip(sums, sizes, strict=True) if size), default=0.0)
+    return {
+        "mean": float(np.sum(sums) / np.sum(sizes)),
+        "interval": statistics.ends(found),
+        "max": float(largest),
+    }

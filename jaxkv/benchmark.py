@@ -20,7 +20,6 @@ import pathlib
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,9 +36,11 @@ from jaxkv.checkpoints.hf_config import transformers_config
 from jaxkv.cli import run_command
 from jaxkv.config import ModelConfig, Precision, make_precision
 from jaxkv.decode import COMPILER_OPTIONS, Arms, Layout, Rows, make_layout, make_rows, start_rollout
-from jaxkv.drafts import Forced, free_by_drafts
 from jaxkv.errors import UserError
-from jaxkv.generate import make_cache, run_cached, run_forced, run_uncached
+from jaxkv.experiments.batches import Item, RunSpec, plan_batches, timed
+from jaxkv.experiments.cost import measure_cost, time_runs
+from jaxkv.experiments.divergence.run import run_batches
+from jaxkv.generate import make_cache
 from jaxkv.interventions.quantized_cache import Quantization, cache_bytes, effective_bits, make_plans
 from jaxkv.interventions.quantizers import parse_cache_quant
 from jaxkv.models.decoder import Decoder
@@ -52,7 +53,6 @@ from jaxkv.writing import write_error
 
 FLAGS = flags.FLAGS
 BLOCKS_A_RUN = 8  # blocks that one timed loop packs
-Batches = list[list[list[int]]]
 Figures = dict[str, Any]
 
 
@@ -109,7 +109,7 @@ class Work:
         layout = make_layout([prompt], self.new_tokens, self.prompt_tokens, self.config, tile)
         return *make_rows([prompt], [0], 0, layout), layout
 
-    def load(self) -> tuple[Checkpoint, Batches]:
+    def load(self) -> tuple[Checkpoint, list[list[int]]]:
         """The checkpoint and the prompts of the first problems, of which the first batch is there to warm up."""
         if self.checkpoint is None:
             raise UserError("this benchmark needs real weights; give --checkpoint")
@@ -121,47 +121,19 @@ class Work:
         for problem in task.problems[: (self.batches + 1) * self.batch_size]:
             prompt = task.prompt(problem)
             prompts.append(model.tokenizer.encode(prompt) if isinstance(prompt, str) else model.tokenizer.chat(prompt))
-        return model, [prompts[i : i + self.batch_size] for i in range(0, len(prompts), self.batch_size)]
+        return model, prompts
 
 
-def sorted_seconds(run: Callable[..., Any], repeats: int, prepare: Callable[[], Any] = tuple) -> list[float]:
-    """Wall times of `run`, least first, after one run to warm up. It waits for what `run` and `prepare` give.
-
-    `prepare` makes the arguments of each run, which does not count.
-    """
-    times = []
-    for _ in range(repeats + 1):
-        arguments = jax.block_until_ready(prepare())
-        begin = time.perf_counter()
-        jax.block_until_ready(run(*arguments))
-        times.append(time.perf_counter() - begin)
-    return sorted(times[1:])
-
-
-def median_ms(run: Callable[..., Any], repeats: int, prepare: Callable[[], Any] = tuple) -> float:
-    """The median of `sorted_seconds` (of an even number, the upper one) in milliseconds."""
-    return 1e3 * sorted_seconds(run, repeats, prepare)[repeats // 2]
+def median(times: Sequence[float]) -> float:
+    """The median; of an even number, the upper one."""
+    return sorted(times)[len(times) // 2]
 
 
 def copy_bandwidth(bytes_each: int) -> float:
     """Bytes a second of a device-to-device copy, read plus written: the best of ten, by a memory copy or a kernel."""
     source = jnp.arange(bytes_each // 4, dtype=jnp.uint32)
     copies = (jax.jit(lambda x: x ^ jnp.uint32(1)), lambda x: jnp.array(x, copy=True))
-    return 2 * source.nbytes / min(sorted_seconds(copy, 10, lambda: (source,))[0] for copy in copies)
-
-
-def time_tiles(work: Work, state: nnx.State, tile: int) -> float:
-    """Milliseconds of a step of the cached arm in the aligned regime."""
-    arms = work.arms(tile=tile)
-    tokens, rows, layout = work.prompt(tile)
-
-    def loop(run: Any, cache: Any, end: int = layout.prompt + work.new_tokens) -> Any:
-        return arms.tile_loop(state, run, rows, end, cache, False, False, tile=tile)
-
-    def prepare() -> Any:
-        return loop(start_rollout(arms, tokens, rows, layout), make_cache(arms, rows, layout), layout.prompt + 1)
-
-    return median_ms(loop, work.repeats, prepare) / (work.new_tokens - 1)
+    return 2e3 * source.nbytes / min(min(time_runs(copy, 10, lambda: (source,))) for copy in copies)
 
 
 def time_steps(work: Work, packed: bool = False) -> Figures:
@@ -169,28 +141,22 @@ def time_steps(work: Work, packed: bool = False) -> Figures:
     arms = work.arms(packed)
     bandwidth = copy_bandwidth(1 << 32 if jax.default_backend() != "cpu" else 1 << 29)
     state = arms.prepare(nnx.split(Decoder(work.config, work.policy, nnx.Rngs(0)))[1])
-    tokens, rows, layout = work.prompt()
 
-    def prefill() -> Any:
-        return arms.prefill(state, jnp.asarray(tokens[:, : layout.prefill]), rows, make_cache(arms, rows, layout))
+    def measure(tile: int | None = None) -> Figures:
+        given = work.arms(tile=tile) if tile else arms
+        return measure_cost(given, state, *work.prompt(tile), work.repeats)
 
-    def prepare() -> Any:
-        return *prefill(), start_rollout(arms, tokens, rows, layout)
-
-    def loop(logits: Any, cache: Any, start: Any) -> Any:
-        return arms.cached_loop(state, logits, start, rows, layout.prompt + work.new_tokens, cache)
-
-    # The loop takes one step less than it fills slots: the first comes from the prefill's logits.
-    step = median_ms(loop, work.repeats, prepare) / (work.new_tokens - 1)
-    weights = sum(x.nbytes for x in jax.tree.leaves(state))
+    cost = measure()
+    step, weights = median(cost["ms_a_token"]), cost["bytes"]["weights"]
     if not work.config.tie_embeddings:
         weights -= flat_paths(state)["embed"].get_value().nbytes  # one row of it is read
+    _, rows, layout = work.prompt()
     cache = cache_bytes(jax.eval_shape(lambda: make_cache(arms, rows, layout)))
     return {
         "ms_a_step": step,
         "tokens_a_second": 1e3 / step,
-        "aligned_ms_a_step": {tile: time_tiles(work, state, int(tile)) for tile in work.tiles},
-        "prefill_ms": median_ms(prefill, work.repeats),
+        "aligned_ms_a_step": {tile: median(measure(int(tile))["ms_a_token"]) for tile in work.tiles},
+        "prefill_ms": median(cost["prefill_ms"]),
         "copy_bandwidth_gb_s": bandwidth / 1e9,
         "weight_bytes": weights,
         "cache_bytes": cache,
@@ -224,7 +190,7 @@ def time_transformers(work: Work) -> Figures:
     def generate(count: int) -> float:
         run = functools.partial(torch_generate, net, ids, torch.ones_like(ids), count, **options)
         run()  # one run more to warm up, for torch.compile
-        return median_ms(run, work.repeats)
+        return median(time_runs(run, work.repeats))
 
     step = (generate(work.new_tokens) - generate(1)) / (work.new_tokens - 1)
     found = {"attention": net.config._attn_implementation, "ms_a_step": step, "tokens_a_second": 1e3 / step}
@@ -240,44 +206,30 @@ def time_uncached(work: Work) -> Figures:
     Raises:
       UserError: draft and check took other tokens than stepping.
     """
-    model, batches = work.load()
+    model, prompts = work.load()
     arms = Arms(model.config, work.policy)
     state = arms.prepare(model.state)
-    totals: dict[str, float] = {}
-    longest = max(len(prompt) for batch in batches for prompt in batch)
-
-    def timed(name: str, run: Callable[..., Any], *args: Any) -> Any:
-        begin = time.perf_counter()
-        result = jax.block_until_ready(run(arms, state, *args))
-        totals[name] = totals.get(name, 0.0) + time.perf_counter() - begin
-        return result
-
-    def generate(batches: Batches) -> tuple[list[Any], list[Any], list[Any]]:
-        """The cached runs, the uncached ones by drafts with their counts, and those by steps."""
-        cached, forced, stepped = [], [], []
-        for prompts in batches:
-            layout = make_layout(prompts, work.new_tokens, longest, model.config)
-            tokens, rows = make_rows(prompts, list(range(len(prompts))), 0, layout)
-            cached.append(timed("cached", run_cached, tokens, rows, layout))
-            forced.append(Forced(timed("check", run_forced, cached[-1], rows, layout), rows, layout))
-            start = start_rollout(arms, tokens, rows, layout)
-            stepped.append(timed("uncached_stepwise", run_uncached, start, rows, layout))
-        return cached, timed("uncached_by_drafts", free_by_drafts, forced), stepped
-
-    generate(batches[:1])
-    totals.clear()
-    cached, free, stepped = generate(batches[1:])
-    if any(not np.array_equal(own.tokens, brute.tokens) for (own, _), brute in zip(free, stepped, strict=True)):
+    items = [Item(number, tuple(prompt), "") for number, prompt in enumerate(prompts)]
+    longest = max(map(len, prompts))
+    spec = RunSpec(
+        work.new_tokens, batch_size=work.batch_size, padding="left", bucket=longest, control_problems=0,
+        stepwise_problems=len(items),
+    )  # fmt: skip
+    batches = plan_batches(items, spec)
+    run_batches(arms, state, batches[:1], spec)
+    runs = [ran.runs for ran in run_batches(arms, state, batches[1:], spec)]
+    if any(run.stepwise is None or not np.array_equal(run.free.tokens, run.stepwise.tokens) for run in runs):
         raise UserError("draft and check gave other tokens than stepping; report it")
-    parted = [np.any(own.tokens != c.tokens, axis=1) for (own, _), c in zip(free, cached, strict=True)]
-    totals["uncached_by_drafts"] += totals["check"]
-    seconds = {name: total / len(cached) for name, total in totals.items()}
-    drafts = seconds["uncached_by_drafts"]
+    taken = {name: sum(run.seconds[name] for run in runs) / len(runs) for name in runs[0].seconds}
+    seconds = {"cached": taken["cached"], "check": taken["uncached_forced"]}
+    seconds["uncached_by_drafts"] = drafts = taken["uncached_free"] + seconds["check"]
+    seconds["uncached_stepwise"] = taken["uncached_stepwise"]
+    parted = [np.any(run.free.tokens != run.cached.tokens, axis=1) for run in runs]
     return {
         "longest_prompt": longest,
         "seconds_a_batch": seconds,
         "rows_that_part": int(np.sum(parted)),
-        "most_drafts_of_a_batch": 1 + max(count for _, count in free),
+        "most_drafts_of_a_batch": 1 + max(run.drafts for run in runs),
         "drafts_over_cached": drafts / seconds["cached"],
         "drafts_with_the_first_over_cached": 1 + drafts / seconds["cached"],
         "stepwise_over_drafts": seconds["uncached_stepwise"] / drafts,
@@ -290,7 +242,8 @@ def time_uncached_transformers(work: Work) -> Figures:
     Two batches, one to warm up: the time depends on shapes alone, since every row takes all its tokens.
     """
     torch = import_torch()
-    checkpoint, batches = work.load()
+    checkpoint, found = work.load()
+    batches = [found[i : i + work.batch_size] for i in range(0, len(found), work.batch_size)]
     attention = "eager" if checkpoint.config.attn_softcap is not None else "sdpa"
     model = TorchModel(checkpoint, work.policy, attention)
     seconds: dict[str, float] = {}
@@ -299,10 +252,9 @@ def time_uncached_transformers(work: Work) -> Figures:
             layout = make_layout(prompts, work.new_tokens, 1, checkpoint.config)
             tokens, rows = make_rows(prompts, [0] * len(prompts), 0, layout)
             mask = np.arange(layout.prompt) >= np.asarray(rows.first)[:, None]
-            begin = time.perf_counter()
             ids, seen = (torch.tensor(x, device=model.device).long() for x in (tokens[:, : layout.prompt], mask))
-            torch_generate(model.net, ids, seen, work.new_tokens, use_cache=cache)
-            seconds[name] = time.perf_counter() - begin
+            run = functools.partial(torch_generate, model.net, ids, seen, work.new_tokens, use_cache=cache)
+            _, seconds[name] = timed(run)
     return {"attention": attention, "seconds_a_batch": seconds}
 
 
@@ -342,7 +294,7 @@ def time_blocks(work: Work) -> Figures:
         return jax.lax.fori_loop(0, count, body, storage)
 
     run = jax.jit(loop, donate_argnums=0, compiler_options=COMPILER_OPTIONS)
-    total = median_ms(run, work.repeats, lambda: (jax.tree.map(jnp.copy, empty), rows, BLOCKS_A_RUN))
+    total = median(time_runs(run, work.repeats, lambda: (jax.tree.map(jnp.copy, empty), rows, BLOCKS_A_RUN)))
     milliseconds = total / BLOCKS_A_RUN
     return {"block": block, "ms_a_block": milliseconds, "ms_a_token": milliseconds / block, "packings": len(used)}
 

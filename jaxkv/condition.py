@@ -5,7 +5,8 @@ from typing import Any
 
 from jaxkv.config import ModelConfig, Precision, make_precision
 from jaxkv.errors import UserError
-from jaxkv.options import DOCTOR, OWN_PRECISIONS, TEXT_EXPERIMENT, DataOptions, Options, PrecisionOptions, name_values
+from jaxkv.experiments.experiment import EXPERIMENTS, Experiment
+from jaxkv.options import DataOptions, Options, PrecisionOptions, name_values
 from jaxkv.records import fingerprint
 from jaxkv.sampling import Sampler, make_sampler
 
@@ -28,9 +29,19 @@ def read_sampler(options: Options) -> Sampler:
     return make_sampler(asked.sampler, asked.temperature, asked.top_k, asked.top_p)
 
 
-def reads_text(options: Options) -> bool:
-    """Whether a text is read instead of problems."""
-    return options.run.experiments == (TEXT_EXPERIMENT,)
+def asked(options: Options) -> list[Experiment]:
+    """The experiments that are run."""
+    return [EXPERIMENTS[name] for name in options.run.experiments]
+
+
+def is_of(options: Options, what: str) -> bool:
+    """Whether what is run is of a text or a device rather than of problems; it is then the only one."""
+    return any(one.of == what for one in asked(options))
+
+
+def needs_torch(options: Options) -> bool:
+    """Whether PyTorch runs too."""
+    return options.run.framework == "torch" or any(one.torch == "beside" for one in asked(options))
 
 
 def name_model(options: Options) -> str:
@@ -40,7 +51,7 @@ def name_model(options: Options) -> str:
 
 def name_condition(options: Options) -> str:
     """What tells a condition from the others of a grid, e.g. ``gemma2-2b-fp16-greedy``."""
-    precision = read_precision(options.precision).name if options.precision.name else OWN_PRECISIONS
+    precision = read_precision(options.precision).name if options.precision.name else "-".join(options.run.experiments)
     torch = [options.run.framework, options.run.attention or ""] if options.run.framework == "torch" else []
     return "-".join([name_model(options), precision, options.decoding.sampler, *torch])
 
@@ -49,8 +60,8 @@ def run_path(options: Options) -> pathlib.Path:
     """The run directory: --out, or a name of what is run with a hash of all that decides numbers."""
     if options.output.out:
         return pathlib.Path(options.output.out).expanduser()
-    if options.run.experiments == (DOCTOR,):
-        return pathlib.Path("runs") / DOCTOR
+    if is_of(options, "device"):
+        return pathlib.Path("runs", *options.run.experiments)
     return pathlib.Path("runs") / f"{name_condition(options)}-{fingerprint(name_values(options))[:8]}"
 
 
@@ -59,7 +70,7 @@ def check_lengths(options: Options, config: ModelConfig) -> None:
     most, model = config.context_length, config.name
     decoding, context = options.decoding, options.data.context
     new = decoding.max_new_tokens
-    if reads_text(options) and context + new > most:
+    if is_of(options, "text") and context + new > most:
         raise UserError(
             f"--context={context} and --max_new_tokens={new} exceed the context of {most} of {model}; use smaller ones"
         )

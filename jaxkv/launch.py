@@ -24,11 +24,12 @@ from typing import Any
 from absl import flags
 
 from jaxkv.checkpoints.shipped import SHIPPED
-from jaxkv.checks import check_condition, check_data
+from jaxkv.checks import check_condition, check_data, check_options
 from jaxkv.cli import parse_flags, read_flagfile, run_command
-from jaxkv.condition import name_condition, reads_text
+from jaxkv.condition import is_of, name_condition, needs_torch
 from jaxkv.errors import UserError
-from jaxkv.options import DOCTOR, OPTIONS, OWN_PRECISIONS, Option, Options, check_options, make_options, needs_torch
+from jaxkv.experiments.experiment import EXPERIMENTS
+from jaxkv.options import OPTIONS, Option, Options, make_options
 from jaxkv.study import run_study
 from jaxkv.sweep import run_sweep
 
@@ -121,7 +122,7 @@ def _fill_usual(grid: Sequence[Options]) -> list[Options]:
         grid = [replace(one, model=replace(one.model, name="tiny-gemma2")) for one in grid]
     ours = first.model.checkpoint is None and all(one.model.name in SHIPPED for one in grid)
     task = first.data.task or ("arith" if ours else "gsm8k")
-    usual = NEW_TOKENS if reads_text(first) else NEW_TOKENS_OF.get(task, NEW_TOKENS)
+    usual = NEW_TOKENS if is_of(first, "text") else NEW_TOKENS_OF.get(task, NEW_TOKENS)
     numbers, count = first.data.problems, first.data.num_problems
     if numbers and count not in (None, len(numbers)):
         raise UserError(f"--num_problems={count} and --problems of {len(numbers)} say different things; drop one")
@@ -180,10 +181,10 @@ def spread(grid: Sequence[Options]) -> list[Options]:
     """
     check_options(grid)
     asked = grid[0].run.experiments
-    if asked == (DOCTOR,):
+    if is_of(grid[0], "device"):
         return [_fill(grid[0])]  # one device, whatever the models
-    own = tuple(name for name in asked if name == OWN_PRECISIONS)
-    rest = tuple(name for name in asked if name != OWN_PRECISIONS)
+    own = tuple(name for name in asked if EXPERIMENTS[name].policies)
+    rest = tuple(name for name in asked if not EXPERIMENTS[name].policies)
     found = [replace(one, run=replace(one.run, experiments=rest)) for one in grid if rest]
     found += dict.fromkeys(
         replace(one, run=replace(one.run, experiments=own), precision=replace(one.precision, name=None))

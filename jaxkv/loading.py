@@ -5,83 +5,28 @@ What takes long to import comes after what a typo can break.
 
 import contextlib
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxkv.condition import check_count, check_lengths, prompt_spec, read_precision, read_sampler, reads_text
-from jaxkv.config import Precision
+from rich.console import Console
+from rich.status import Status
+
+from jaxkv.condition import check_count, check_lengths, is_of, prompt_spec, read_precision, read_sampler
 from jaxkv.options import Options
+
+if TYPE_CHECKING:
+    from jaxkv.checkpoints.checkpoint import Checkpoint
+    from jaxkv.decode import Layout
+    from jaxkv.experiments.batches import Item
+    from jaxkv.experiments.driver import Condition
+    from jaxkv.tasks.perplexity import Window
+    from jaxkv.tasks.task import Task
 
 LOG_SECONDS = 30.0  # between lines about a download in a log
 
 
-@dataclasses.dataclass(frozen=True)
-class Study:
-    """What the experiments of a condition share. Programs and prepared weights are made when first asked for.
-
-    Attributes:
-      options: of the condition.
-      precision: policy.
-      checkpoint: model.
-      task: problems with prompts and scores.
-      items: the problems as token ids.
-      spec: RunSpec.
-      sampler: how tokens are chosen.
-      tile: rows of a tile in the aligned regime.
-      console: for progress.
-    """
-
-    options: Options
-    precision: Precision
-    checkpoint: Any
-    task: Any
-    items: list[Any]
-    spec: Any
-    sampler: Any
-    tile: int
-    console: Any
-
-    @property
-    def framework(self) -> str:
-        """'jax' or 'torch'."""
-        return self.options.run.framework
-
-    @functools.cached_property
-    def plain(self) -> Any:
-        """Arms of the plain regime."""
-        return self._make_arms(None)
-
-    @functools.cached_property
-    def aligned(self) -> Any:
-        """Arms of the aligned one."""
-        return self._make_arms(self.tile)
-
-    def _make_arms(self, tile: int | None) -> Any:
-        checkpoint = self.checkpoint
-        return _share_arms(checkpoint.config, self.precision, self.sampler, tuple(checkpoint.tokenizer.eos_ids), tile)
-
-    @property
-    def arms(self) -> Any:
-        """Arms of the regime asked for."""
-        return self.aligned if self.options.controls.regime == "aligned" else self.plain
-
-    @functools.cached_property
-    def state(self) -> Any:
-        """Weights as the arms take them, which the checkpoint then holds too: two copies may not fit."""
-        return self.arms.prepare_in_place(self.checkpoint.state)
-
-
-@functools.lru_cache(maxsize=2)  # the two regimes
-def _share_arms(config: Any, precision: Precision, sampler: Any, stop_ids: tuple[int, ...], tile: int | None) -> Any:
-    """Arms that conditions of one process share if they would compile the same: a program is compiled once for all."""
-    from jaxkv.decode import Arms
-
-    return Arms(config, precision, sampler, stop_ids, tile=tile)
-
-
-def load_study(options: Options, console: Any) -> Study:
+def load_condition(options: Options, console: Console) -> "Condition":
     """Loads model and problems, and finds out whether they fit together.
 
     Raises:
@@ -92,6 +37,7 @@ def load_study(options: Options, console: Any) -> Study:
     from jaxkv.checkpoints import load
     from jaxkv.decode import make_layout
     from jaxkv.experiments.batches import RunSpec
+    from jaxkv.experiments.driver import Condition
     from jaxkv.models.families import get_preset
     from jaxkv.tasks import load_task
 
@@ -103,9 +49,9 @@ def load_study(options: Options, console: Any) -> Study:
         checkpoint = load(
             source, precision=precision, config=preset, revision=asked.revision, tell=_teller(console, status)
         )
-    task: Any
+    task: Task | Text
     with console.status("loading the problems"):
-        if reads_text(options):
+        if is_of(options, "text"):
             task, items = _load_windows(options, checkpoint)
         else:
             task = load_task(
@@ -127,10 +73,10 @@ def load_study(options: Options, console: Any) -> Study:
     layout = make_layout([list(longest.prompt)], spec.new_tokens, spec.bucket, checkpoint.config)
     _check_uncached(options, layout)
     tile = controls.tile or (8 if jax.default_backend() == "cpu" else 16)
-    return Study(options, precision, checkpoint, task, items, spec, sampler, tile, console)
+    return Condition(options, precision, checkpoint, task, items, spec, sampler, tile)
 
 
-def _teller(console: Any, status: Any) -> Callable[[str], None]:
+def _teller(console: Console, status: Status) -> Callable[[str], None]:
     """Shows how far a download is: beside the spinner, or in a log as a line now and then."""
     if console.is_terminal:
         return status.update
@@ -156,7 +102,7 @@ def _weights_device(options: Options) -> contextlib.AbstractContextManager:
     return jax.default_device(find_host())
 
 
-def _check_uncached(options: Options, layout: Any) -> None:
+def _check_uncached(options: Options, layout: "Layout") -> None:
     """Raises UserError on an uncached length that is none of the framework's."""
     if options.run.framework == "torch":
         from jaxkv.torch_path import segments
@@ -177,11 +123,11 @@ class Text:
       provenance: as a task's.
     """
 
-    windows: list[Any]
+    windows: "list[Window]"
     provenance: dict[str, Any]
 
 
-def _load_windows(options: Options, checkpoint: Any) -> tuple[Text, list[Any]]:
+def _load_windows(options: Options, checkpoint: "Checkpoint") -> "tuple[Text, list[Item]]":
     """The text's windows, and each as an item whose prompt is what it is given."""
     from jaxkv.checkpoints.tokenizer import check_ids
     from jaxkv.experiments.batches import Item
@@ -201,7 +147,7 @@ def _load_windows(options: Options, checkpoint: Any) -> tuple[Text, list[Any]]:
     return Text(windows, {"problems": origin, "shots": None, "prompt": cut}), items
 
 
-def _items(task: Any, checkpoint: Any, chosen: Sequence[int]) -> list[Any]:
+def _items(task: "Task", checkpoint: "Checkpoint", chosen: Sequence[int]) -> "list[Item]":
     """The chosen problems as token ids."""
     from jaxkv.checkpoints.tokenizer import check_ids
     from jaxkv.experiments.batches import Item

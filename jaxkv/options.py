@@ -1,26 +1,19 @@
-"""Every option of the command once: its name, type, default, help and bounds, and what options say against each other.
+"""Every option of the command once: its name, type, default, help and bounds.
 
-Flags (jaxkv.launch), run.flags, the name of a run's directory and the checks are made from the dataclasses below: a new
-option is a new field. Its annotation is the type in a condition that `launch` has filled in; None as the default stands
-for what depends on other options. Imports nothing that takes long: registries are asked when they are needed.
+Flags (jaxkv.launch), run.flags and the name of a run's directory are made from the dataclasses below: a new option is a
+new field. Its annotation is the type in a condition that `launch` has filled in; None as the default stands for what
+depends on other options. What options say against each other is in jaxkv.checks. Imports nothing that takes long:
+registries are asked when they are needed.
 """
 
 import dataclasses
 import math
 import pathlib
 import pkgutil
-import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-
-from jaxkv.errors import UserError, nearest
-
-CHANGED = ("injection", "perplexity", "accumulation")  # experiments that may change the cache
-TEXT_EXPERIMENT = "perplexity"  # the experiment that reads a text instead of problems
-OWN_PRECISIONS = "mitigations"  # the experiment that compares policies; its conditions have no precision
-DOCTOR = "doctor"  # examines the device and has no model
 
 # Bounds of numbers: what lies beyond is a slip of the keyboard, and would fill memory before anything else refused it.
 MOST_TOKENS = 131072  # the longest context of a model that we have
@@ -138,7 +131,7 @@ class RunOptions:
         axis=("jax",))
     attention: str = option(None, "With torch: eager or sdpa; eager if not set.")
     experiments: tuple[str, ...] = option(
-        ("divergence",), "Which experiments: {choices}.", choices="jaxkv.catalog:NAMES")
+        ("divergence",), "Which experiments: {choices}.", choices="jaxkv.experiments.experiment:NAMES")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -310,99 +303,3 @@ def name_values(options: Options) -> dict[str, Any]:
         if not one.incidental and not (one.later and value == one.default):
             found[one.flag] = value if one.named_by is None else [one.named_by(item) for item in value]
     return found
-
-
-def check_options(grid: Sequence[Options]) -> None:
-    """Checks the conditions of a command, before what depends on the framework is filled in.
-
-    Raises:
-      UserError: a value that is not known, or options that say different things.
-    """
-    for one in grid:
-        _check_choices(one)
-    for one in grid:
-        if (fault := next(_find_conflicts(one), None)) is not None:
-            raise UserError(fault)
-    attention = grid[0].run.attention
-    if attention is not None and not any(needs_torch(one) for one in grid):
-        raise UserError(f"--attention={attention} has no effect without --framework=torch or parity; drop it")
-
-
-def needs_torch(options: Options) -> bool:
-    """Whether PyTorch runs too."""
-    return options.run.framework == "torch" or "parity" in options.run.experiments
-
-
-def _check_choices(options: Options) -> None:
-    for one in OPTIONS:
-        known = one.known()
-        for value in one.items(options) if known else ():
-            if value not in known:
-                raise UserError(
-                    f"--{one.flag}={value} is not known{nearest(value, list(known))}; known: {', '.join(known)}"
-                )
-
-
-def _find_conflicts(options: Options) -> Iterator[str]:
-    """What options say against each other."""
-    experiments = options.run.experiments
-    aligned, length = options.controls.regime == "aligned", options.decoding.uncached_length or "padded"
-    if not re.fullmatch(r"padded|growing|bucket:[1-9][0-9]{0,5}", length):
-        yield f"--uncached_length={length} is not understood; use padded or bucket:M, e.g. bucket:64"
-    if DOCTOR in experiments and len(experiments) > 1:
-        yield "--experiments=doctor examines the device, not a model; run it by itself"
-    if aligned and length != "padded":
-        yield f"--uncached_length={length} cannot be aligned: both arms need the same slots; use padded"
-    if OWN_PRECISIONS in experiments:
-        yield from _find_other_policies(options.precision, aligned)
-    if "attribution" in experiments and (aligned or length != "padded"):
-        flag = "--regime=aligned" if aligned else f"--uncached_length={length}"
-        yield f"{flag}: attribution explains the plain regime at one padded length; drop it"
-    yield from _find_idle_changes(options)
-    for name in ("drift", "patching", "parity"):
-        if name in experiments and length != "padded":
-            yield f"--uncached_length={length}: {name} looks at one padded length; drop it"
-        if name in experiments and name != "drift" and aligned:
-            yield f"--regime=aligned leaves {name} nothing to explain; drop it"
-    if options.run.framework == "torch":
-        yield from _find_what_torch_lacks(experiments, aligned)
-
-
-def _find_other_policies(precision: PrecisionOptions, aligned: bool) -> Iterator[str]:
-    """What cannot be asked of mitigations, which have policies of their own."""
-    if precision.name == "fp64":
-        yield (
-            "--precision=fp64 has no place in mitigations, which turn float64 on by themselves, for the truth "
-            "alone; drop it"
-        )
-    for name, part in dataclasses.asdict(dataclasses.replace(precision, name=None)).items():
-        if part is not None:
-            yield f"--{name}={part}: mitigations compare policies of their own; drop it"
-    if aligned:
-        yield "--regime=aligned: mitigations have the aligned regime as one of their variants; drop it"
-
-
-def _find_what_torch_lacks(experiments: Sequence[str], aligned: bool) -> Iterator[str]:
-    for name in experiments:
-        if name != "divergence":
-            yield f"--experiments={name} runs in JAX alone; with --framework=torch use divergence"
-    if aligned:
-        yield "--regime=aligned is not there in PyTorch; with --framework=torch use plain"
-
-
-def _find_idle_changes(options: Options) -> Iterator[str]:
-    """What options of a changed cache say against others."""
-    experiments, cache = options.run.experiments, options.cache
-    if TEXT_EXPERIMENT in experiments and len(experiments) > 1:
-        yield "--experiments=perplexity reads a text, the others problems; run it by itself"
-    for flag, given, users in (
-        ("cache_error", cache.cache_error, CHANGED[:2]),
-        ("cache_quant", cache.cache_quant, CHANGED),
-        ("error_seeds", cache.error_seeds, CHANGED[:2]),
-    ):
-        if given and not set(experiments) & set(users):
-            yield f"--{flag} has no effect without --experiments={' or '.join(users)}; drop it"
-    changing = next((name for name in CHANGED if name in experiments), None)
-    changed = changing != TEXT_EXPERIMENT or cache.cache_quant or cache.cache_error
-    if changing and options.controls.regime == "aligned" and changed:
-        yield f"--regime=aligned: a changed cache has no aligned regime; use plain with {changing}"

@@ -32,8 +32,8 @@ import numpy as np
 
 from jaxkv import run_file
 from jaxkv.errors import UserError
+from jaxkv.experiments.experiment import EXPERIMENTS
 from jaxkv.experiments.record_parts import Record
-from jaxkv.experiments.record_types import RECORDS
 from jaxkv.files import check, decode_json
 from jaxkv.locks import Busy, is_locked, wait_for_lock
 from jaxkv.run_file import FORMAT, check_samples, read_run_file
@@ -95,6 +95,7 @@ class OtherRecord(msgspec.Struct, frozen=True):
 
 
 AnyRecord = Record | OtherRecord
+RECORDS = {one.name: one.record for one in EXPERIMENTS.values()}
 _KNOWN: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Union[tuple(RECORDS.values())])  # noqa: UP007
 
 

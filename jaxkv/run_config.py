@@ -1,11 +1,15 @@
 """What run.json says of a condition: all that decides its numbers, and what else is known of a process."""
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxkv.condition import name_model, reads_text
-from jaxkv.loading import Study
+from jaxkv.condition import is_of, name_model
 from jaxkv.provenance import environment, git_revision
+
+if TYPE_CHECKING:
+    from jaxkv.decode import Arms
+    from jaxkv.experiments.batches import RunSpec
+    from jaxkv.experiments.driver import Condition
 
 
 def describe_device() -> dict[str, str]:
@@ -20,23 +24,23 @@ def describe_device() -> dict[str, str]:
     }
 
 
-def make_provenance(study: Study) -> dict[str, Any]:
+def make_provenance(condition: "Condition") -> dict[str, Any]:
     """What is known of this process and decides no number, or is in the config by its hash."""
     import jax
 
     return environment() | {
         "git": git_revision(),
-        "checkpoint": study.checkpoint.provenance.to_json(),
-        "data": study.task.provenance,
-        "generation_config_not_applied": study.checkpoint.generation,
+        "checkpoint": condition.checkpoint.provenance.to_json(),
+        "data": condition.task.provenance,
+        "generation_config_not_applied": condition.checkpoint.generation,
         "device_count": jax.device_count(),
-        "compilation_cache": study.options.output.compilation_cache,
+        "compilation_cache": condition.options.output.compilation_cache,
     }
 
 
-def make_run_config(study: Study) -> dict[str, Any]:
+def make_run_config(condition: "Condition") -> dict[str, Any]:
     """All that decides the numbers: contents and versions, not where files lie."""
-    here, options, task = environment(), study.options, study.task
+    here, options, task = environment(), condition.options, condition.task
     data = {
         part: {k: v for k, v in found.items() if k not in ("source", "fingerprint")}
         for part in ("problems", "shots")
@@ -44,15 +48,15 @@ def make_run_config(study: Study) -> dict[str, Any]:
     }
     config = {
         "experiments": options.run.experiments,
-        "framework": study.framework,
-        "model": study.checkpoint.config.to_json() | {"name": name_model(options)},
-        "checkpoint": study.checkpoint.provenance.identity(),
-        "task": "text" if reads_text(options) else options.data.task,
+        "framework": options.run.framework,
+        "model": condition.checkpoint.config.to_json() | {"name": name_model(options)},
+        "checkpoint": condition.checkpoint.provenance.identity(),
+        "task": "text" if is_of(options, "text") else options.data.task,
         "data": data,
         "prompt": task.provenance["prompt"],
-        "num_problems": len(study.items),
-        "sampling": study.sampler.to_json() | {"seed": study.spec.seed},
-        "decoding": _describe_decoding(study.spec) | {"stop_ids": list(study.checkpoint.tokenizer.eos_ids)},
+        "num_problems": len(condition.items),
+        "sampling": condition.sampler.to_json() | {"seed": condition.spec.seed},
+        "decoding": _describe_decoding(condition.spec) | {"stop_ids": list(condition.checkpoint.tokenizer.eos_ids)},
         "versions": {package: here["packages"][package] for package in ("jax", "jaxlib")},
         "variables": {k: v for k, v in here["variables"].items() if k != "JAX_PLATFORMS"},
     }
@@ -62,55 +66,57 @@ def make_run_config(study: Study) -> dict[str, Any]:
         config["scoring"] = task.provenance["scoring"]
     if "patching" in options.run.experiments:
         config["patching"] = {"layers": options.controls.patch_layers, "bins": options.controls.patch_bins}
-    return config | (_torch_config(study) if study.framework == "torch" else _jax_config(study, config["decoding"]))
+    return config | (
+        _torch_config(condition) if options.run.framework == "torch" else _jax_config(condition, config["decoding"])
+    )
 
 
-def _describe_decoding(spec: Any) -> dict[str, Any]:
+def _describe_decoding(spec: "RunSpec") -> dict[str, Any]:
     """What was run, less what decides no number of the arms."""
     return {name: value for name, value in dataclasses.asdict(spec).items() if name != "truth_problems"}
 
 
-def _torch_config(study: Study) -> dict[str, Any]:
+def _torch_config(condition: "Condition") -> dict[str, Any]:
     from jaxkv.torch_model import describe_torch
     from jaxkv.torch_path import find_chooser
 
-    kind, chooser = describe_torch()["device"], find_chooser(study.sampler)
-    found = _describe_torch(study) | {
-        "precision": study.precision.to_json(),
+    kind, chooser = describe_torch()["device"], find_chooser(condition.sampler)
+    found = _describe_torch(condition) | {
+        "precision": condition.precision.to_json(),
         "device": {"platform": "cpu" if kind == "cpu" else "gpu", "kind": kind},
     }
     return found if chooser.platform == "cpu" else found | {"tokens_chosen_on": chooser.device_kind}
 
 
-def _describe_torch(study: Study) -> dict[str, Any]:
+def _describe_torch(condition: "Condition") -> dict[str, Any]:
     from jaxkv.torch_model import describe_torch
 
     found = {name: value for name, value in describe_torch().items() if name != "device"}
-    return {"attention": study.options.run.attention, "torch": found}
+    return {"attention": condition.options.run.attention, "torch": found}
 
 
-def _jax_config(study: Study, decoding: dict[str, Any]) -> dict[str, Any]:
+def _jax_config(condition: "Condition", decoding: dict[str, Any]) -> dict[str, Any]:
     from jaxkv.decode import COMPILER_OPTIONS
 
-    if study.options.precision.name:
-        policies = {"precision": study.precision.to_json(), "held": _describe_held(study.arms)}
+    if condition.options.precision.name:
+        policies = {"precision": condition.precision.to_json(), "held": _describe_held(condition.arms)}
     else:
-        policies = {"variants": _describe_variants(study)}
-    if "parity" in study.options.run.experiments:
-        policies |= _describe_torch(study)
+        policies = {"variants": _describe_variants(condition)}
+    if "parity" in condition.options.run.experiments:
+        policies |= _describe_torch(condition)
     return policies | {
         # The tile is also that of the gate, of attribution and of mitigations, whatever the regime.
-        "decoding": decoding | {"regime": study.options.controls.regime, "tile": study.tile},
+        "decoding": decoding | {"regime": condition.options.controls.regime, "tile": condition.tile},
         "device": describe_device(),
         "compiler_options": COMPILER_OPTIONS,
     }
 
 
-def _describe_held(arms: Any) -> dict[str, str]:
+def _describe_held(arms: "Arms") -> dict[str, str]:
     return {part: arms.held.to_json()[part] for part in ("param", "operand")}
 
 
-def _describe_variants(study: Study) -> dict[str, Any]:
+def _describe_variants(condition: "Condition") -> dict[str, Any]:
     """The policies that mitigations compare, by name."""
     from jaxkv.decode import Arms
     from jaxkv.experiments.mitigations.run import make_variants
@@ -118,8 +124,8 @@ def _describe_variants(study: Study) -> dict[str, Any]:
     return {
         variant.name: {
             "precision": variant.precision.to_json(),
-            "held": _describe_held(Arms(study.checkpoint.config, variant.precision)),
+            "held": _describe_held(Arms(condition.checkpoint.config, variant.precision)),
             "tile": variant.tile,
         }
-        for variant in make_variants(study.tile)
+        for variant in make_variants(condition.tile)
     }

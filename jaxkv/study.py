@@ -1,26 +1,38 @@
-"""One condition of a study: from options to a finished run directory. The command's flags are in `launch`."""
+"""One condition, from options to a finished run directory. The command's flags are in `launch`."""
 
 import dataclasses
 import pathlib
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
-from jaxkv.catalog import EXPERIMENTS, Batches
-from jaxkv.condition import read_precision, run_path
-from jaxkv.config import Precision
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from jaxkv.condition import is_of, read_precision, run_path
 from jaxkv.errors import UserError
 from jaxkv.experiments.divergence.record import DivergenceRecord
+from jaxkv.experiments.experiment import EXPERIMENTS
 from jaxkv.experiments.record_parts import Invalid, Sample, known
-from jaxkv.loading import Study, load_study
-from jaxkv.options import DOCTOR, Options, to_flagfile
+from jaxkv.loading import load_condition
+from jaxkv.options import Options, to_flagfile
 from jaxkv.programs import release_programs
 from jaxkv.provenance import environment, git_revision, hash_tokens
 from jaxkv.records import RunDirectory, check_place, read_run
 from jaxkv.run_config import describe_device, make_provenance, make_run_config
 from jaxkv.writing import check_writable
+
+if TYPE_CHECKING:
+    from jaxkv.experiments.driver import Condition, Line
 
 
 def run_study(options: Options) -> pathlib.Path:
@@ -29,17 +41,14 @@ def run_study(options: Options) -> pathlib.Path:
     Raises:
       UserError: anything the user can mend.
     """
-    from rich.console import Console
-
     console = Console(stderr=True)
     path = run_path(options)
     check_place(path)
     check_writable(path)
-    _set_up_jax(read_precision(options.precision), options.output.compilation_cache)
-    if options.run.experiments == (DOCTOR,):
-        _run_doctor(options, path, console)
-    else:
-        _run_experiments(options, path, console)
+    _set_up_jax(options)
+    replayed = dataclasses.replace(options, output=dataclasses.replace(options.output, out=str(path.resolve())))
+    run = _run_doctor if is_of(options, "device") else _run_experiments
+    run(options, path, to_flagfile(replayed), console)
     _show(path)
     check_valid(path)
     return path
@@ -64,50 +73,47 @@ def _describe_fault(invalid: Invalid) -> str:
     return f"{invalid.op}{layer} ({invalid.value}, {invalid.arm} arm)"
 
 
-def _flagfile(options: Options, out: pathlib.Path) -> str:
-    """A flagfile that replays this run into the same directory."""
-    return to_flagfile(dataclasses.replace(options, output=dataclasses.replace(options.output, out=str(out.resolve()))))
-
-
-def _set_up_jax(precision: Precision, cache: str) -> None:
+def _set_up_jax(options: Options) -> None:
     import jax
 
-    jax.config.update("jax_enable_x64", "float64" in precision.to_json().values())
+    cache = options.output.compilation_cache
+    jax.config.update("jax_enable_x64", "float64" in read_precision(options.precision).to_json().values())
     if cache != "none":
         # Also pins the kernels that autotuning chose: a resumed run finds the executables it was begun with.
         jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(cache).expanduser()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-def _run_experiments(options: Options, path: pathlib.Path, console: Any) -> None:
+def _run_experiments(options: Options, path: pathlib.Path, flags: str, console: Console) -> None:
     begin = time.monotonic()
-    study = load_study(options, console)
-    with RunDirectory.open(path, make_run_config(study), _flagfile(options, path), make_provenance(study)) as run:
-        _check_prompts(study, run)
-        asked = {name: ask(study) for name in options.run.experiments if (ask := EXPERIMENTS[name].asked)}
-        if asked:
+    condition = load_condition(options, console)
+    with RunDirectory.open(path, make_run_config(condition), flags, make_provenance(condition)) as run:
+        from jaxkv.experiments.driver import run_missing
+
+        _check_prompts(condition, run)
+        runners = [EXPERIMENTS[name].make_runner(condition) for name in options.run.experiments]
+        if asked := {runner.name: list(runner.variants) for runner in runners if runner.grows}:
             run.record_provenance({"asked": asked})
-        for name in options.run.experiments:
-            experiment = EXPERIMENTS[name]
-            total = len(study.items) * experiment.count(study)
-            done = frozenset(key[1:] for key in run.done_keys() if key[0] == name)
-            if name == options.run.experiments[0] and len(done) < total:
-                _run_gate(study, run)
+        for number, runner in enumerate(runners):
+            total = len(condition.items) * len(runner.variants)
+            done = frozenset(key[1:] for key in run.done_keys() if key[0] == runner.name)
+            if not number and len(done) < total:
+                _run_gate(condition, run, console)
             if done:
-                console.print(f"{len(done)} of {total} records of {name} are done already", highlight=False)
-            _record(run, name, experiment.run(study, done), total, len(done), console)
-        if study.framework == "jax" and "divergence" in options.run.experiments:
-            _explain_overflow(study, run)
+                console.print(f"{len(done)} of {total} records of {runner.name} are done already", highlight=False)
+            _record(run, runner.name, run_missing(runner, condition.items, done), total, len(done), console)
+        if options.run.framework == "jax" and "divergence" in options.run.experiments:
+            _explain_overflow(condition, run, console)
         run.record_provenance({"seconds": round(time.monotonic() - begin, 1)})
 
 
-def _check_prompts(study: Study, run: RunDirectory) -> None:
+def _check_prompts(condition: "Condition", run: RunDirectory) -> None:
     """A chat template or a tokenizer's settings may have changed since the run began: hashes of weights do not tell.
 
     Raises:
       UserError: a problem that is done was put to the model in other tokens.
     """
-    items = {item.problem: item for item in study.items}
+    items = {item.problem: item for item in condition.items}
     for record in run.read():
         if not isinstance(record, DivergenceRecord) or (item := items.get(record.problem)) is None:
             continue
@@ -120,8 +126,6 @@ def _check_prompts(study: Study, run: RunDirectory) -> None:
 
 def _show(path: pathlib.Path) -> None:
     """Prints the report of a run directory, and writes it."""
-    from rich.console import Console
-
     from jaxkv.overview.reports import report_run
 
     shown = Console(file=sys.stdout)
@@ -130,22 +134,20 @@ def _show(path: pathlib.Path) -> None:
     shown.print(f"report: {path / 'report.md'} and report.html", highlight=False, soft_wrap=True)
 
 
-def _run_gate(study: Study, run: RunDirectory) -> None:
-    if study.framework == "torch":
+def _run_gate(condition: "Condition", run: RunDirectory, console: Console) -> None:
+    controls = condition.options.controls
+    if condition.options.run.framework == "torch":
         run.record_provenance({"gate": {"passed": None, "why": "not applicable: PyTorch has no aligned regime here"}})
-        return
-    if study.options.controls.gate == "off":
-        return
-    from jaxkv.experiments.gate import run_gate
+    elif controls.gate != "off":
+        from jaxkv.experiments.gate import run_gate
 
-    aligned, problems = study.aligned, study.options.controls.gate_problems
-    with study.console.status("gate: aligned arms, bit for bit"):
-        plain = study.plain if study.options.controls.gate == "full" else None
-        found = run_gate(aligned, aligned, study.state, study.items, study.spec, problems, plain=plain)
-    run.record_provenance({"gate": found})
+        aligned, plain = condition.aligned, condition.plain if controls.gate == "full" else None
+        given = (condition.state, condition.items, condition.spec, controls.gate_problems)
+        with console.status("gate: aligned arms, bit for bit"):
+            run.record_provenance({"gate": run_gate(aligned, aligned, *given, plain=plain)})
 
 
-def _explain_overflow(study: Study, run: RunDirectory) -> None:
+def _explain_overflow(condition: "Condition", run: RunDirectory, console: Console) -> None:
     """Where no sample is valid, finds the part of the policy that mends it, for the report."""
     records = [record for record in run.read() if isinstance(record, DivergenceRecord)]
     if not records or any(record.invalid is None for record in records):
@@ -153,28 +155,20 @@ def _explain_overflow(study: Study, run: RunDirectory) -> None:
     from jaxkv.experiments.overflow import describe_remedy, find_remedy
 
     def make(parts: Mapping[str, str]) -> tuple[Any, Any]:
-        tried = dataclasses.replace(
-            study, precision=read_precision(dataclasses.replace(study.options.precision, **parts))
-        )
-        return tried.arms, tried.arms.prepare(study.state)
+        precision = read_precision(dataclasses.replace(condition.options.precision, **parts))
+        tried = dataclasses.replace(condition, precision=precision)
+        return tried.arms, tried.arms.prepare(condition.state)
 
-    item = next(item for item in study.items if item.problem == records[0].problem)
-    with study.console.status("every sample is invalid: looking for a policy that runs"):
-        found = find_remedy(make, item, study.spec, known(records[0].invalid).step)
-    run.record_provenance({"remedy": describe_remedy(study.precision, found)})
+    item = next(item for item in condition.items if item.problem == records[0].problem)
+    with console.status("every sample is invalid: looking for a policy that runs"):
+        found = find_remedy(make, item, condition.spec, known(records[0].invalid).step)
+    run.record_provenance({"remedy": describe_remedy(condition.precision, found)})
 
 
-def _record(run: RunDirectory, name: str, batches: Batches, total: int, done: int, console: Any) -> None:
+def _record(
+    run: RunDirectory, name: str, batches: "Iterable[tuple[list[Line], Line]]", total: int, done: int, console: Console
+) -> None:
     """Records what is missing, with a progress bar that tells rates and the time left."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"),
         TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=False),
@@ -186,12 +180,12 @@ def _record(run: RunDirectory, name: str, batches: Batches, total: int, done: in
                 run.append(record)
             run.append_timing(timing)
             release_programs()
-            seconds, tokens = timing["seconds"], timing.get("tokens", {})
+            seconds, tokens = timing["seconds"], timing["tokens"]
             rates = [f"{arm.split('_')[0]} {tokens[arm] / seconds[arm]:.0f}" for arm in tokens if arm in seconds]
             bars.update(bar, advance=len(records), rate=f"{', '.join(rates)} tokens/s" if rates else "")
 
 
-def _run_doctor(options: Options, path: pathlib.Path, console: Any) -> None:
+def _run_doctor(options: Options, path: pathlib.Path, flags: str, console: Console) -> None:
     """Examines the device, once a directory."""
     from jaxkv.decode import COMPILER_OPTIONS
     from jaxkv.experiments.doctor.run import DoctorSpec, run_doctor
@@ -201,14 +195,13 @@ def _run_doctor(options: Options, path: pathlib.Path, console: Any) -> None:
         spec = dataclasses.replace(spec, seconds=seconds, child_seconds=max(spec.child_seconds, seconds))
     here = environment()
     config = {
-        "experiments": ["doctor"],
+        "experiments": options.run.experiments,
         "device": describe_device(),
         "versions": {package: here["packages"][package] for package in ("jax", "jaxlib")},
         "compiler_options": COMPILER_OPTIONS,
         "spec": spec.to_json(),
     }
-    provenance = here | {"git": git_revision()}
-    with RunDirectory.open(path, config, _flagfile(options, path), provenance) as run:
+    with RunDirectory.open(path, config, flags, here | {"git": git_revision()}) as run:
         if not run.done_keys():
             with console.status("examining the device, a minute or two"):
                 run.append(run_doctor(spec))

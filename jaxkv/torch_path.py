@@ -18,7 +18,7 @@ steps share their rows; there the comparison is with one forward over `padded` r
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -31,7 +31,8 @@ from jaxkv.decode import COMPILER_OPTIONS, PAD_ID, Layout, Rollout, Rows, emit, 
 from jaxkv.drafts import Forced, draft_freely, first_disagreement, step_freely
 from jaxkv.errors import UserError
 from jaxkv.experiments.batches import Batch, Item, RunSpec, Scoring, lay_out, plan_batches
-from jaxkv.experiments.divergence.run import BatchRun, Runs, control_length, make_record
+from jaxkv.experiments.divergence.run import BatchRun, Divergence, Runs, control_length
+from jaxkv.experiments.driver import Line, Runner
 from jaxkv.generate import force, start_forced, uncached_lengths
 from jaxkv.sampling import Sampler
 from jaxkv.torch_model import TorchModel, describe_torch, true_fp32
@@ -274,48 +275,48 @@ def run_batch(arms: TorchArms, batch: Batch, spec: RunSpec) -> BatchRun:
         return BatchRun(layout, jax.tree.map(np.asarray, rows), runs, findings, free_findings)
 
 
-def run_torch_divergence(
-    checkpoint: Checkpoint,
-    precision: Precision,
-    sampler: Sampler,
-    items: Sequence[Item],
-    spec: RunSpec,
-    scoring: Scoring,
-    attention: str = "eager",
-    done: frozenset[int] = frozenset(),
-    device: str | None = None,
-) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
-    """Yields, batch by batch, the records not yet done and the batch's timing, as `run_divergence` does.
+class TorchDivergence(Divergence):
+    """Both arms of every problem through transformers.
 
     Args:
       checkpoint: model, with its tokenizer.
       precision: fp16, bf16 or fp32, without overrides.
       sampler: how tokens are chosen.
-      items: the problems.
       spec: what to run. 'stepwise' with 'growing' is what transformers does; `stepwise_problems` run both forms of the
         uncached arm whichever is chosen.
       scoring: the task's scorers.
       attention: 'eager' or 'sdpa'.
-      done: problems that have a record; a batch is run whole if any of its problems lacks one.
       device: None takes a GPU where there is one.
 
     Raises:
-      UserError: what transformers cannot compute, or a prompt that does not fit the context.
+      UserError: what transformers cannot compute.
     """
-    batches = plan_batches(items, dataclasses.replace(spec, uncached="draft"))  # which would have no `stepwise` ones
-    batches = [batch for batch in batches if any(item.problem not in done for item in batch.items)]
-    if not batches:
-        return
-    arms = TorchArms(checkpoint, precision, sampler, attention, device)
-    like: Any = arms
-    origin = {"framework": "torch", "attention": attention, "versions": describe_torch()["versions"]}
-    for batch in batches:
-        ran = run_batch(arms, batch, spec)
-        records = [
-            make_record(like, item, row, ran, spec, checkpoint.tokenizer, scoring) | origin
-            for row, item in enumerate(batch.items)
-            if item.problem not in done
-        ]
-        steps = {"cached": int(ran.runs.cached.lengths.sum()), "uncached_forced": int(ran.runs.forced.lengths.sum())}
-        problems = [item.problem for item in batch.items]
-        yield records, {"problems": problems, "seconds": ran.runs.seconds, "tokens": steps, "drafts": ran.runs.drafts}
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        precision: Precision,
+        sampler: Sampler,
+        spec: RunSpec,
+        scoring: Scoring,
+        attention: str = "eager",
+        device: str | None = None,
+    ):
+        Runner.__init__(self, spec, {(): None})
+        self.tokenizer, self.scoring = checkpoint.tokenizer, scoring
+        self._given = (checkpoint, precision, sampler, attention, device)
+        self._origin = {"framework": "torch", "attention": attention, "versions": describe_torch()["versions"]}
+
+    @functools.cached_property
+    def arms(self) -> Any:  # type: ignore[override]
+        """The arms, in which torch holds the weights."""
+        return TorchArms(*self._given)
+
+    def plan(self, items: Sequence[Item]) -> list[Batch]:
+        return plan_batches(items, dataclasses.replace(self.spec, uncached="draft"))  # which would plan no `stepwise`
+
+    def begin_together(self, todo: Sequence[tuple[Batch, Sequence[None]]]) -> list[BatchRun]:
+        return [run_batch(self.arms, batch, self.spec) for batch, _ in todo]
+
+    def record(self, item: Item, row: int, begun: BatchRun, variant: None, ran: BatchRun) -> Line:
+        return super().record(item, row, begun, variant, ran) | self._origin

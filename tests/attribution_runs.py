@@ -5,14 +5,14 @@ import functools
 
 import jax.numpy as jnp
 import numpy as np
-from small_models import STOP_IDS, make_prompts, small_config, small_state
+from small_models import STOP_IDS, make_prompts, run_all, small_config, small_state
 
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.experiments.attribution import run as attribution
 from jaxkv.experiments.attribution.record import VARIANTS
-from jaxkv.experiments.attribution.run import align_arms, run_attribution, run_pair
+from jaxkv.experiments.attribution.run import Attribution, align_arms, run_pair
 from jaxkv.experiments.batches import Item, RunSpec
 from jaxkv.models.decoder import abstract_decoder
 
@@ -47,4 +47,4 @@ def small_run():
     """Records of every variant of a small model, with programs and weights."""
     arms = make_arms("mistral", "fp32")
     state = arms.prepare(small_state("mistral"))
-    return arms, state, [r for records, _ in run_attribution(arms, state, ITEMS, SPEC, TILE) for r in records]
+    return arms, state, run_all(Attribution(arms, state, SPEC, TILE), ITEMS)

@@ -35,9 +35,9 @@ def forget_programs():
 @pytest.fixture(autouse=True)
 def own_arms():
     """A test's commands trace for themselves, as in a process of their own: it may have broken the code."""
-    from jaxkv.loading import _share_arms
+    from jaxkv.experiments.driver import share_arms
 
-    _share_arms.cache_clear()
+    share_arms.cache_clear()
 
 
 @pytest.fixture(scope="session")

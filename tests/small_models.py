@@ -10,6 +10,7 @@ from flax import nnx
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.config import ModelConfig, make_precision
 from jaxkv.decode import Arms, Layout, Rollout, Rows, make_layout, make_rows, start_rollout
+from jaxkv.experiments.driver import run_missing
 from jaxkv.generate import run_uncached
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.families import get_preset
@@ -115,3 +116,8 @@ def same_bits(a, b) -> bool:
     """Whether two pytrees hold the same arrays bit for bit."""
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return all(x.dtype == y.dtype and np.array_equal(bits(x), bits(y)) for x, y in pairs)
+
+
+def run_all(runner, items, done=frozenset()):
+    """All records of an experiment that are not done."""
+    return [record for records, _ in run_missing(runner, items, done) for record in records]

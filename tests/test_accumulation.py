@@ -13,9 +13,9 @@ from small_models import SAMPLERS, make_prompts, same_bits
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
-from jaxkv.experiments.accumulation.run import Accumulation, list_regimes, plan_bins, run_accumulation, run_batches
+from jaxkv.experiments.accumulation.run import Accumulation, list_regimes, plan_bins
 from jaxkv.experiments.batches import Item, RunSpec, plan_batches
-from jaxkv.experiments.traced_runs import run_reference
+from jaxkv.experiments.driver import run_missing
 from jaxkv.interventions.quantizers import parse_cache_quant
 from jaxkv.interventions.repaired_cache import CHOICES, repair_tokens
 from jaxkv.records import to_line, to_record
@@ -35,27 +35,24 @@ def set_up():
     arms = wide_arms("mistral", "fp16", sampler=SAMPLERS["greedy"])
     state = arms.prepare(wide_state("mistral", "fp16"))
     runs = Accumulation(
-        arms, state, [parse_cache_quant(spec) for spec in (PACKED, PLAIN, PROMPT, HISTORY)], BLOCKS, repair=True
+        arms, state, SPEC, [parse_cache_quant(spec) for spec in (PACKED, PLAIN, PROMPT, HISTORY)], BLOCKS
     )
-    reference = run_reference(arms, state, plan_batches(ITEMS, SPEC)[0], SPEC)
-    return runs, reference, runs.trace(reference)
+    return runs, runs.begin(plan_batches(ITEMS, SPEC)[0])
 
 
 @functools.cache
 def ran(regime, quant=PACKED):
-    runs, reference, clean = set_up()
-    return runs.run(reference, clean, str(parse_cache_quant(quant)), regime)
+    runs, begun = set_up()
+    return runs.run(begun, (parse_cache_quant(quant), regime))
 
 
-def record_of(regime, quant=PACKED, row=1):
-    runs, reference, clean = set_up()
-    return runs.make_record(
-        ITEMS[row], row, reference, clean, ran(regime, quant), str(parse_cache_quant(quant)), regime, SPEC
-    )
+def record_of(regime, quant=PACKED, row=1, replay=None):
+    runs, begun = set_up()
+    return runs.record(ITEMS[row], row, begun, (parse_cache_quant(quant), regime), replay or ran(regime, quant))
 
 
 def valid_logits(logits):
-    lengths = np.asarray(set_up()[1].cached.lengths)
+    lengths = np.asarray(set_up()[1].reference.cached.lengths)
     return [logits[row, :length] for row, length in enumerate(lengths)]
 
 
@@ -67,7 +64,7 @@ def test_accumulated_1_is_decode(quant, own):
     blocks, decode = ran("accumulated:1", quant), ran("decode", quant)
     assert same_bits(valid_logits(blocks.replay.logits), valid_logits(decode.arm.logits))
     assert same_bits(blocks.replay.errors, decode.replay.errors)
-    assert not same_bits(valid_logits(blocks.replay.logits), valid_logits(set_up()[1].cached.logits))
+    assert not same_bits(valid_logits(blocks.replay.logits), valid_logits(set_up()[1].reference.cached.logits))
 
 
 def test_longer_blocks_see_other_things():
@@ -76,7 +73,7 @@ def test_longer_blocks_see_other_things():
 
 def test_saturated_elements_are_counted():
     """Values that fp8 e4m3 at this scale cannot hold; keys of KVarN have no such end."""
-    clean, record = set_up()[2], record_of("decode", PROMPT)
+    clean, record = set_up()[1].clean, record_of("decode", PROMPT)
     to_record(json.loads(to_line(record)))
     cache, over, elements = ran("decode", PROMPT).replay.cache, 0, 0
     for layer in range(record["num_layers"]):
@@ -165,14 +162,14 @@ def test_records_are_valid():
 
 def test_what_is_done_is_not_run_again():
     """Records come batch by batch, in order; what is left of a batch has the bytes it has in a whole run."""
-    runs, _, _ = set_up()
-    every = {(n, quant, regime) for n in (0, 1) for quant in runs.quants for regime in runs.regimes}
+    runs, begun = set_up()
+    every = {(n, *key) for n in (0, 1) for key in runs.variants}
     wanted = {(1, str(parse_cache_quant(PACKED)), "accumulated:5"), (0, str(parse_cache_quant(PACKED)), "static")}
-    found = list(run_batches(runs, ITEMS, SPEC, frozenset(every - wanted)))
+    found = list(run_missing(runs, ITEMS, frozenset(every - wanted)))
     assert [[tuple(r["key"][1:]) for r in records] for records, _ in found] == [[key] for key in sorted(wanted)]
     assert to_line(found[1][0][0]) == to_line(record_of("accumulated:5"))
-    assert found[1][1]["tokens"] == {"accumulated:5": int(set_up()[1].cached.lengths.sum())}
-    assert not list(run_batches(runs, ITEMS, SPEC, frozenset(every)))
+    assert found[1][1]["tokens"] == {"run": int(begun.reference.cached.lengths.sum())}
+    assert not list(run_missing(runs, ITEMS, frozenset(every)))
 
 
 @pytest.mark.parametrize(
@@ -203,13 +200,11 @@ def test_faulty_records_are_refused(path, value, fault):
 
 
 def test_invalid_samples_have_no_figures():
-    runs, reference, clean = set_up()
     broken = dataclasses.replace(ran("decode"), nonfinite_step=np.asarray([-1, 3]))
-    quant = str(parse_cache_quant(PACKED))
-    record = json.loads(to_line(runs.make_record(ITEMS[1], 1, reference, clean, broken, quant, "decode", SPEC)))
+    record = json.loads(to_line(record_of("decode", replay=broken)))
     assert record["invalid"]["step"] == 3
     to_record(record)
-    to_record(json.loads(to_line(runs.make_record(ITEMS[0], 0, reference, clean, broken, quant, "decode", SPEC))))
+    to_record(json.loads(to_line(record_of("decode", row=0, replay=broken))))
 
 
 def test_bins_and_regimes():
@@ -223,4 +218,4 @@ def test_bins_and_regimes():
         list_regimes((64, 0))
     arms = Arms(wide_config(), make_precision("fp16"), tile=8)
     with pytest.raises(UserError, match="plain regime"):
-        next(run_accumulation(arms, None, ITEMS, SPEC, [parse_cache_quant(PACKED)]))
+        Accumulation(arms, None, SPEC, [parse_cache_quant(PACKED)])

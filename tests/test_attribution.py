@@ -15,8 +15,9 @@ from jaxkv.decode import Arms
 from jaxkv.errors import UserError
 from jaxkv.experiments.attribution.record import ALL, ALL_BUT, ALONE, FENCED, OP_CLASSES, PLAIN, VARIANTS
 from jaxkv.experiments.attribution.report import conclude, write_attribution
-from jaxkv.experiments.attribution.run import run_attribution
-from jaxkv.experiments.divergence.run import run_divergence
+from jaxkv.experiments.attribution.run import Attribution
+from jaxkv.experiments.divergence.run import Divergence
+from jaxkv.experiments.driver import run_missing
 from jaxkv.models.alignment import CLASSES
 from jaxkv.records import RunDirectory, to_line, to_record
 
@@ -46,7 +47,7 @@ class NoScores:
 
 def test_none_is_the_plain_experiment():
     arms, state, records = small_run()
-    batches = run_divergence(arms, state, ITEMS, SPEC, NoScores(), NoScores())
+    batches = run_missing(Divergence(arms, state, SPEC, NoScores(), NoScores()), ITEMS)
     plain = {r["problem"]: r["teacher_forced"] for batch, _ in batches for r in batch}
     for comparison in plain.values():
         del comparison["choice_flip"]  # attribution follows given tokens and chooses none
@@ -80,15 +81,15 @@ def test_a_stopped_run_resumes_with_the_same_bytes(tmp_path):
         for record in records[:cut]:
             run.append(record)
     with RunDirectory.open(tmp_path, {"a": 1}) as run:
-        done = frozenset((int(key[1]), str(key[2])) for key in run.done_keys())
-        for batch, timing in run_attribution(arms, state, ITEMS, SPEC, TILE, done):
+        done = frozenset(key[1:] for key in run.done_keys())
+        for batch, timing in run_missing(Attribution(arms, state, SPEC, TILE), ITEMS, done):
             for record in batch:
                 run.append(record)
             run.append_timing(timing)
             assert timing["tokens"]["cached"] > 0
     assert b"".join(lines) == (tmp_path / "samples.jsonl").read_bytes()
     every = frozenset((r["problem"], r["variant"]) for r in records)
-    assert list(run_attribution(arms, state, ITEMS, SPEC, TILE, every)) == []
+    assert list(run_missing(Attribution(arms, state, SPEC, TILE), ITEMS, every)) == []
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_a_problem_that_overflows_has_no_figures():
     broken = changed_state(state, "embed", (token, 0), np.inf)
 
     def run(items):
-        batches = run_attribution(arms, broken, items, SPEC, TILE, variants=[PLAIN, ALL])
+        batches = run_missing(Attribution(arms, broken, SPEC, TILE, [PLAIN, ALL]), items)
         records = [record for batch, _ in batches for record in batch]
         for record in records:
             to_record(record)
@@ -137,7 +138,7 @@ def test_a_problem_that_overflows_has_no_figures():
 def test_the_aligned_regime_is_refused():
     arms = Arms(small_config(), make_precision("fp16"), tile=TILE)
     with pytest.raises(UserError, match="plain regime"):
-        next(run_attribution(arms, small_state(), ITEMS, SPEC, TILE))
+        Attribution(arms, small_state(), SPEC, TILE)
 
 
 # What is said of them.

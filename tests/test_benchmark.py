@@ -14,6 +14,7 @@ from quantized_models import HEAD_DIM, wide_config
 from jaxkv import benchmark
 from jaxkv.benchmark import Work, compare_caches, measure_memory, time_blocks, time_steps, write_figures
 from jaxkv.errors import UserError
+from jaxkv.experiments import cost
 
 SMALL = {"model": "wide", "prompt_tokens": 12, "new_tokens": 24, "memory_tokens": 256, "repeats": 1}
 
@@ -67,7 +68,7 @@ def test_steps_and_blocks_are_timed(small_work):
 
 def test_timed_runs_get_fresh_arguments_and_the_upper_median(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(benchmark, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(cost, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
 
     def wait(seconds):
         clock[0] += seconds
@@ -77,7 +78,7 @@ def test_timed_runs_get_fresh_arguments_and_the_upper_median(monkeypatch):
         return (next(waits),)
 
     waits = iter([16, 4, 1, 2, 8])  # nor does the first run
-    assert benchmark.median_ms(wait, 4, prepare) == 4000
+    assert benchmark.median(cost.time_runs(wait, 4, prepare)) == 4000
     assert next(waits, None) is None
 
 

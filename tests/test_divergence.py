@@ -16,7 +16,8 @@ from jaxkv.decode import Arms, Layout
 from jaxkv.errors import UserError
 from jaxkv.experiments.batches import Item, RunSpec, plan_batches
 from jaxkv.experiments.divergence.record import CONTROLS
-from jaxkv.experiments.divergence.run import control_length, run_divergence
+from jaxkv.experiments.divergence.run import Divergence, control_length
+from jaxkv.experiments.driver import run_missing
 from jaxkv.generate import uncached_lengths
 from jaxkv.records import to_record
 
@@ -87,7 +88,8 @@ def run(spec=SPEC, items=None, done=(), precision="fp16", sampler="greedy", stat
     """All records of a run, each checked against the schema, and the problems of each batch that was run."""
     arms = arms or make_arms(precision, sampler)
     state = arms.prepare(state or make_state(precision))
-    batches = run_divergence(arms, state, items or make_items(), spec, TOKENIZER, Scoring(), frozenset(done))
+    runner, done = Divergence(arms, state, spec, TOKENIZER, Scoring()), frozenset((problem,) for problem in done)
+    batches = run_missing(runner, items or make_items(), done)
     records, batched = [], []
     for new, timing in batches:
         records += new

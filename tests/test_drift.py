@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from plain_records import summarize_drift
 from shown import as_markdown, on_terminal
-from small_models import WINDOWED, changed_state, make_prompts, small_config, small_state
+from small_models import WINDOWED, changed_state, make_prompts, run_all, small_config, small_state
 
 from jaxkv.cache import empty_cache
 from jaxkv.checkpoints.fill import flat_paths
@@ -23,7 +23,8 @@ from jaxkv.experiments.batches import Item, RunSpec, plan_batches
 from jaxkv.experiments.drift import run as drift
 from jaxkv.experiments.drift.record import SEGMENTS, TENSORS
 from jaxkv.experiments.drift.report import conclude, write_drift
-from jaxkv.experiments.drift.run import plan_bins, repeat_kv_heads, run_drift, trace_pair
+from jaxkv.experiments.drift.run import Drift, plan_bins, repeat_kv_heads, trace_pair
+from jaxkv.experiments.driver import run_missing
 from jaxkv.experiments.first_difference import fed_slots
 from jaxkv.experiments.traced_runs import run_reference
 from jaxkv.generate import force
@@ -63,7 +64,9 @@ def make_arms(family, precision, tile=None):
 
 @functools.cache
 def small_run(family="mistral", precision="fp32", tile=None):
-    return [record for batch, _ in run_drift(*make_arms(family, precision, tile), ITEMS, SPEC) for record in batch]
+    return [
+        record for batch, _ in run_missing(Drift(*make_arms(family, precision, tile), SPEC), ITEMS) for record in batch
+    ]
 
 
 def numbers(value):
@@ -219,8 +222,8 @@ def test_a_grid_stays_within_its_room():
 
 def test_done_problems_are_left_out():
     given = make_arms("mistral", "fp32")
-    assert list(run_drift(*given, ITEMS, SPEC, frozenset({4, 7}))) == []
-    again = [record for batch, _ in run_drift(*given, ITEMS, SPEC, frozenset({4})) for record in batch]
+    assert list(run_missing(Drift(*given, SPEC), ITEMS, frozenset({(4,), (7,)}))) == []
+    again = run_all(Drift(*given, SPEC), ITEMS, frozenset({(4,)}))
     assert to_line(again[0]) == to_line(small_run()[1])
     assert len(again) == 1
 
@@ -229,14 +232,14 @@ def test_a_problem_that_overflows_has_no_figures():
     arms, state = make_arms("mistral", "fp32")
     place, token = next((i, t) for i, t in enumerate(ITEMS[0].prompt) if t not in ITEMS[1].prompt)
     broken = changed_state(state, "embed", (token, 0), np.inf)
-    records = [record for batch, _ in run_drift(arms, broken, ITEMS, SPEC) for record in batch]
+    records = run_all(Drift(arms, broken, SPEC), ITEMS)
     for record in records:
         to_record(json.loads(to_line(record)))
     assert [record["status"] for record in records] == ["invalid", "ok"]
     assert records[0]["invalid"]["op"] == "resid_pre"
     assert records[0]["invalid"]["position"] == place
     both = [dataclasses.replace(ITEMS[0], problem=problem) for problem in (1, 2)]
-    alone = [record for batch, _ in run_drift(arms, broken, both, SPEC) for record in batch]
+    alone = run_all(Drift(arms, broken, SPEC), both)
     assert [record["status"] for record in alone] == ["invalid", "invalid"]
     summary = summarize_drift(alone, RUN)
     assert summary["status"] == "invalid"
@@ -245,7 +248,7 @@ def test_a_problem_that_overflows_has_no_figures():
 
 def test_an_uncached_arm_of_several_lengths_is_refused():
     with pytest.raises(UserError, match="--uncached_length"):
-        next(run_drift(*make_arms("mistral", "fp32"), ITEMS, dataclasses.replace(SPEC, uncached_length="bucket:8")))
+        Drift(*make_arms("mistral", "fp32"), dataclasses.replace(SPEC, uncached_length="bucket:8"))
 
 
 def altered(path, value):

@@ -14,7 +14,6 @@ from quantized_models import wide_config
 from small_models import SAMPLERS
 from test_divergence import Scoring
 
-from jaxkv.catalog import EXPERIMENTS
 from jaxkv.checkpoints import ByteTokenizer
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.config import make_precision
@@ -22,8 +21,10 @@ from jaxkv.decode import Arms
 from jaxkv.errors import UserError
 from jaxkv.experiments.batches import Item, RunSpec, lay_out, plan_batches
 from jaxkv.experiments.changes import ERROR_SEEDS, SEED_ERRORS, SEED_QUANTS, change_cache, make_changes
+from jaxkv.experiments.driver import run_missing
+from jaxkv.experiments.experiment import EXPERIMENTS
 from jaxkv.experiments.injection.report import SEED_TABLE
-from jaxkv.experiments.injection.run import run_injection
+from jaxkv.experiments.injection.run import Injection
 from jaxkv.experiments.record_parts import CLEAN
 from jaxkv.generate import run_cached_keeping
 from jaxkv.models.decoder import Decoder
@@ -59,10 +60,8 @@ def make_state():
 
 def run(errors=(), quants=(), seeds=(0,), sampler="greedy", lengths=LENGTHS, done=frozenset(), spec=SPEC):
     changes = make_changes(errors, quants, CONFIG)
-    batches = run_injection(
-        make_arms(sampler), make_state(), make_items(lengths), spec, changes, seeds, TOKENIZER, Scoring(), done
-    )
-    found = [(to_plain(records), timing) for records, timing in batches]
+    runner = Injection(make_arms(sampler), make_state(), spec, changes, seeds, TOKENIZER, Scoring())
+    found = [(to_plain(records), timing) for records, timing in run_missing(runner, make_items(lengths), done)]
     records = [record for part, _ in found for record in part]
     for record in records:
         to_record(record)
@@ -245,18 +244,16 @@ def test_changes_that_cannot_be_made(errors, quants, said):
     assert said in str(caught.value)
 
 
-def test_the_catalog_runs_what_is_asked_for_and_the_seed_study_by_default(some_records):
+def test_the_command_runs_what_is_asked_for_and_the_seed_study_by_default(some_records):
     asked = CacheOptions(("normal:0,0.5", "truncate:2"), ("int4,first=4",), error_seeds=(4, 5))
     checkpoint = types.SimpleNamespace(config=CONFIG, tokenizer=TOKENIZER)
-    parts = {"arms": make_arms("greedy"), "state": make_state(), "items": make_items(), "spec": SPEC, "task": Scoring()}
-    study = types.SimpleNamespace(options=Options(cache=asked), checkpoint=checkpoint, **parts)
-    experiment = EXPERIMENTS["injection"]
-    assert experiment.count(study) * len(LENGTHS) == len(some_records)
-    records = [record for part, _ in experiment.run(study, frozenset()) for record in to_plain(part)]
-    assert by_key(records) == by_key(some_records)
-    study.options = Options()
+    parts = {"arms": make_arms("greedy"), "state": make_state(), "spec": SPEC, "task": Scoring()}
+    condition = types.SimpleNamespace(options=Options(cache=asked), checkpoint=checkpoint, **parts)
+    make_runner = EXPERIMENTS["injection"].make_runner
+    assert make_runner(condition).variants.keys() == {key[1:] for key in by_key(some_records)}
+    condition.options = Options()
     drawn = (len(SEED_ERRORS) - 1) * len(ERROR_SEEDS) + 1  # normal:0.5,0 draws nothing
-    assert experiment.count(study) == 1 + len(SEED_QUANTS) + drawn
+    assert len(make_runner(condition).variants) == 1 + len(SEED_QUANTS) + drawn
     assert set(SEED_TABLE) <= {change.name for change in make_changes(SEED_ERRORS, SEED_QUANTS)}
 
 

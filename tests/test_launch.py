@@ -221,13 +221,13 @@ def test_another_tile_of_the_gate_is_another_run(finished, cache):
 
 def test_a_run_without_a_valid_problem_fails_and_says_why(tmp_path, monkeypatch, capsys):
     records = [make_invalid(0), make_invalid(1)]
-    found = iter([(records, {"problems": [0, 1], "seconds": {}})])
-    monkeypatch.setattr("jaxkv.experiments.divergence.run.run_divergence", lambda *_: found)
+    found = iter([(records, {"problems": [0, 1], "seconds": {}, "tokens": {}})])
+    monkeypatch.setattr("jaxkv.experiments.driver.run_missing", lambda *_: found)
     command = [*SMALL, "--compilation_cache=none", "--gate=off", "--num_problems=2", f"--out={tmp_path / 'run'}"]
     with pytest.raises(UserError, match=r"none of its 2 samples is valid, all at resid_pre, layer 8 \(inf, cached"):
         run_in_process(*command)
     assert "report: " in capsys.readouterr().out
-    monkeypatch.setattr("jaxkv.experiments.divergence.run.run_divergence", lambda *_: iter(()))
+    monkeypatch.setattr("jaxkv.experiments.driver.run_missing", lambda *_: iter(()))
     with pytest.raises(UserError, match="problem 0 was asked in other tokens"):  # the samples above are made up
         run_in_process(*command)
     monkeypatch.setattr("jaxkv.study.hash_tokens", lambda ids: records[0]["prompt_sha256"])

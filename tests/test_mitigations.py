@@ -18,8 +18,9 @@ from jaxkv.errors import UserError
 from jaxkv.experiments import truth
 from jaxkv.experiments.batches import Item, RunSpec, plan_batches
 from jaxkv.experiments.divergence.run import compare_row, run_batch
+from jaxkv.experiments.driver import run_missing
 from jaxkv.experiments.mitigations import run as mitigations
-from jaxkv.experiments.mitigations.run import hold, make_variants, run_mitigations
+from jaxkv.experiments.mitigations.run import Mitigations, hold, make_variants
 from jaxkv.models.decoder import Decoder
 from jaxkv.records import RunDirectory, read_lines, to_line, to_plain, to_record
 
@@ -48,10 +49,10 @@ def make_items(count=3):
 def run(names=NAMES, items=None, done=(), state=None, repeats=0, spec=SPEC):
     """Records and timings; 16-bit weights stay narrow, as on an accelerator."""
     records, timings = [], []
-    for new, timing in run_mitigations(
-        CONFIG, state or make_state(), items or make_items(), spec, make_variants(4, names), frozenset(done),
-        repeats=repeats, backend="cuda",
-    ):  # fmt: skip
+    runner = Mitigations(
+        CONFIG, state or make_state(), spec, make_variants(4, names), repeats=repeats, backend="cuda"
+    )  # fmt: skip
+    for new, timing in run_missing(runner, items or make_items(), frozenset(done)):
         assert not jax.config.read("jax_enable_x64")
         records += new
         timings.append(timing)
@@ -93,7 +94,7 @@ def test_variants_are_what_their_names_say():
     with pytest.raises(UserError, match="did you mean 'fp16 aligned'"):
         make_variants(16, ["fp16 alinged"])
     with pytest.raises(UserError, match="one twice"):
-        next(run_mitigations(CONFIG, make_state(), make_items(), SPEC, make_variants(4, ["fp16", "fp16"])))
+        Mitigations(CONFIG, make_state(), SPEC, make_variants(4, ["fp16", "fp16"]))
 
 
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])
@@ -157,7 +158,7 @@ def test_x64_goes_off_after_a_fault(monkeypatch):
 
 def test_x64_from_outside_is_refused():
     with jax.enable_x64(True), pytest.raises(UserError, match="leave --precision=fp64 out"):
-        next(run_mitigations(CONFIG, make_state(), make_items(), SPEC, make_variants(4)))
+        Mitigations(CONFIG, make_state(), SPEC, make_variants(4))
 
 
 def test_distances_are_first_principles():

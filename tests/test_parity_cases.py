@@ -29,7 +29,8 @@ from jaxkv.config import make_precision
 from jaxkv.decode import Arms, make_layout, make_rows, slot_positions, start_rollout
 from jaxkv.errors import UserError
 from jaxkv.experiments.batches import Item, RunSpec
-from jaxkv.experiments.divergence.run import run_divergence
+from jaxkv.experiments.divergence.run import Divergence
+from jaxkv.experiments.driver import run_missing
 from jaxkv.models.decoder import abstract_decoder
 from jaxkv.models.families import parse_config
 from jaxkv.models.layers import rope_table, visible
@@ -182,7 +183,7 @@ class NoScoring:
 def divergence_record(arms, state, prompt):
     spec = RunSpec(new_tokens=8, bucket=16, control_problems=0)
     item = Item(problem=0, prompt=tuple(map(int, prompt)), gold="")
-    [(records, _)] = list(run_divergence(arms, state, [item], spec, ByteTokenizer(), NoScoring()))
+    [(records, _)] = run_missing(Divergence(arms, state, spec, ByteTokenizer(), NoScoring()), [item])
     return records[0]
 
 

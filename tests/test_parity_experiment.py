@@ -14,9 +14,10 @@ from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.experiments.batches import Item, RunSpec
 from jaxkv.experiments.divergence.run import run_batch
+from jaxkv.experiments.driver import run_missing
 from jaxkv.experiments.parity import run as parity
 from jaxkv.experiments.parity.record import CACHE_PAIRS, CELLS, FRAMEWORK_PAIRS, PAIRS
-from jaxkv.experiments.parity.run import compare_cells, run_parity
+from jaxkv.experiments.parity.run import Parity, compare_cells
 from jaxkv.records import to_plain, to_record
 from jaxkv.torch_path import TorchArms
 
@@ -30,13 +31,14 @@ def make_items():
     return [Item(20 + i, tuple(rng.integers(3, 190, n).tolist()), "a") for i, n in enumerate((9, 14))]
 
 
-def run(checkpoint, precision="fp32", theirs=None, spec=SPEC, **options):
+def run(checkpoint, precision="fp32", theirs=None, spec=SPEC, done=(), **options):
     """Records of the four cells; `theirs` is PyTorch's checkpoint if it is another."""
     policy = make_precision(precision)
     tokenizer = types.SimpleNamespace(eos_ids=STOP_IDS)
     arms = Arms(checkpoint.config, policy, SAMPLERS["greedy"], STOP_IDS)
     other = dataclasses.replace(theirs or checkpoint, tokenizer=tokenizer)
-    batches = run_parity(arms, arms.prepare(checkpoint.state), other, make_items(), spec, **options)
+    runner = Parity(arms, arms.prepare(checkpoint.state), other, spec, **options)
+    batches = run_missing(runner, make_items(), frozenset((problem,) for problem in done))
     records = to_plain([record for new, _ in batches for record in new])
     for record in records:
         to_record(record)
@@ -175,11 +177,11 @@ def test_sixteen_bits_resume_and_the_aligned_regime(tiny):
     for record in whole:  # the programs that give the stream out give the logits of the arms
         assert set(record["layers"]["bit_equal"].values()) == {len(record["tokens"])}
     assert max(max(record["pairs"][FRAMEWORK_PAIRS["cached"]]["kl"]) for record in whole) > 1e-9
-    assert run(checkpoint, "fp16", spec=once, torch_uncached="padded", done=frozenset([20])) == whole[1:]
-    assert run(checkpoint, "fp16", spec=once, done=frozenset([20, 21])) == []
+    assert run(checkpoint, "fp16", spec=once, torch_uncached="padded", done=[20]) == whole[1:]
+    assert run(checkpoint, "fp16", spec=once, done=[20, 21]) == []
     aligned = Arms(checkpoint.config, make_precision("fp16"), tile=8)
     with pytest.raises(ValueError, match="plain regime"):
-        next(run_parity(aligned, aligned.prepare(checkpoint.state), checkpoint, make_items(), SPEC))
+        Parity(aligned, aligned.prepare(checkpoint.state), checkpoint, SPEC)
 
 
 @pytest.mark.parametrize(

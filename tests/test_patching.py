@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from plain_records import summarize_patching
 from shown import as_markdown, on_terminal
-from small_models import changed_state, make_prompts, same_bits, small_config, small_state
+from small_models import changed_state, make_prompts, run_all, same_bits, small_config, small_state
 
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms, make_layout, make_rows
 from jaxkv.errors import UserError
 from jaxkv.experiments.batches import Item, RunSpec
+from jaxkv.experiments.driver import run_missing
 from jaxkv.experiments.patching import run as patching
 from jaxkv.experiments.patching.record import (
     DIRECTIONS,
@@ -33,7 +34,7 @@ from jaxkv.experiments.patching.record import (
     Kind,
 )
 from jaxkv.experiments.patching.report import conclude, write_patching
-from jaxkv.experiments.patching.run import Patcher, run_patching, select, spread
+from jaxkv.experiments.patching.run import Patcher, Patching, select, spread
 from jaxkv.generate import force
 from jaxkv.interventions.patches import make_patch
 from jaxkv.models import decoder, layers
@@ -236,11 +237,12 @@ def planted_run(name):
     arms = fresh_arms("llama", "fp16", 1)  # traced under the plant
     state = first_layers(arms, "llama", "fp16")
     with plant(name, 3), mock.patch.object(patching, "TracedArms", functools.cache(TracedArms)):
-        records = [r for batch, _ in run_patching(arms, state, ITEMS, SPEC, position_bins=2) for r in batch]
+        runner = Patching(arms, state, SPEC, position_bins=2)
+        records = run_all(runner, ITEMS)
         skipped = frozenset((r["problem"], r["direction"], r["patch"]) for r in records[:-2])
-        again = [r for batch, _ in run_patching(arms, state, ITEMS, SPEC, skipped, position_bins=2) for r in batch]
+        again = run_all(runner, ITEMS, skipped)
         every = frozenset((r["problem"], r["direction"], r["patch"]) for r in records)
-        assert list(run_patching(arms, state, ITEMS, SPEC, every)) == []
+        assert list(run_missing(runner, ITEMS, every)) == []
     assert [to_line(r) for r in again] == [to_line(r) for r in records[-2:]]
     return records
 
@@ -304,9 +306,9 @@ def test_a_problem_that_overflows_has_no_figures():
     broken = changed_state(first_layers(arms, "llama", "fp16"), "embed", (token, 0), np.inf)
     one_patch = mock.patch.object(patching, "PATCHES", {KEYS: PATCHES[KEYS]})
     with one_patch, mock.patch.object(patching, "TracedArms", watch_arms):
-        records = [r for batch, _ in run_patching(arms, broken, ITEMS, SPEC) for r in batch]
+        records = run_all(Patching(arms, broken, SPEC), ITEMS)
         both = [dataclasses.replace(ITEMS[0], problem=problem) for problem in (1, 2)]
-        alone = [r for batch, _ in run_patching(arms, broken, both, SPEC) for r in batch]
+        alone = run_all(Patching(arms, broken, SPEC), both)
     for record in records + alone:
         to_record(json.loads(to_line(record)))
     assert [r["status"] for r in records] == ["invalid", "ok"] * 2
@@ -320,10 +322,10 @@ def test_a_problem_that_overflows_has_no_figures():
 def test_other_regimes_are_refused():
     arms = Arms(small_config("llama"), make_precision("fp16"), tile=4)
     with pytest.raises(UserError, match="plain regime"):
-        next(run_patching(arms, small_state("llama"), ITEMS, SPEC))
+        Patching(arms, small_state("llama"), SPEC)
     plain = small_arms("llama", "fp16", 1)
     with pytest.raises(UserError, match="--uncached_length"):
-        next(run_patching(plain, None, ITEMS, dataclasses.replace(SPEC, uncached_length="bucket:8")))
+        Patching(plain, None, dataclasses.replace(SPEC, uncached_length="bucket:8"))
 
 
 @pytest.mark.parametrize(

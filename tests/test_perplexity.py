@@ -24,13 +24,11 @@ from jaxkv.decode import Arms
 from jaxkv.errors import UserError
 from jaxkv.experiments.batches import RunSpec
 from jaxkv.experiments.changes import make_changes
+from jaxkv.experiments.driver import run_missing
 from jaxkv.experiments.perplexity import run as experiment
 from jaxkv.experiments.perplexity.report import write_perplexity
 from jaxkv.experiments.perplexity.run import (
-    make_record,
-    run_changed,
-    run_perplexity,
-    run_windows,
+    Perplexity,
     score_tokens,
     tokenize,
 )
@@ -58,7 +56,15 @@ def make_windows(text=TEXT, context=CONTEXT, stride=STRIDE):
 
 @functools.cache
 def small_run(family="mistral", precision="fp32", tile=None):
-    return [r for batch, _ in run_perplexity(*make_arms(family, precision, tile), make_windows(), SPEC) for r in batch]
+    return records_of(*make_arms(family, precision, tile), make_windows())
+
+
+def records_of(arms, state, windows):
+    return [r for batch, _ in run_windows(Perplexity(arms, state, windows, SPEC)) for r in batch]
+
+
+def run_windows(runner, done=frozenset()):
+    return run_missing(runner, runner.items, done)
 
 
 # Windows.
@@ -184,7 +190,8 @@ def test_changed_caches_stand_beside_one_uncached_arm():
     arms, state = make_arms()
     changes = make_changes(["normal:0.1,0", "normal:0,0.25"], [], arms.config)
     windows, seeds = make_windows()[:3], (0, 1)
-    batches = list(run_perplexity(arms, state, windows, SPEC, changes, seeds))
+    runner = Perplexity(arms, state, windows, SPEC, changes, seeds)
+    batches = list(run_windows(runner))
     drawn = [("none", 0), ("normal:0.1,0", 0), ("normal:0,0.25", 0), ("normal:0,0.25", 1)]
     keys = [("perplexity", index, *run) for batch in ((0, 1), (2,)) for run in drawn for index in batch]
     records = [record for batch, _ in batches for record in batch]
@@ -201,7 +208,7 @@ def test_changed_caches_stand_beside_one_uncached_arm():
             assert record["logits"]["kl"] > 1e3 * clean["logits"]["kl"]
     assert len({record["nats"]["cached"] for record in records if record["problem"] == 0}) == len(drawn)
     done = frozenset(tuple(record["key"][1:]) for record in records if record["change"] != "normal:0.1,0")
-    resumed = run_perplexity(arms, state, windows, SPEC, changes, seeds, done)
+    resumed = run_windows(runner, done)
     assert [r for batch, _ in resumed for r in batch] == [r for r in records if r["change"] == "normal:0.1,0"]
 
 
@@ -221,9 +228,10 @@ def saturated_run():
     arms, state = make_arms("gemma2")
     _, change = make_changes([], [SATURATED], arms.config)
     windows = make_windows()[:2]
-    clean, _ = run_windows(arms, state, windows, SPEC)
-    ran, _ = run_changed(arms, state, change, 0, clean)
-    records = [make_record(arms, window, row, ran, SPEC, change, 0) for row, window in enumerate(windows)]
+    runner = Perplexity(arms, state, windows, SPEC, [change])
+    clean = runner.begin(runner.plan(runner.items)[0])
+    ran = runner.run(clean, (change, 0))
+    records = [runner.record(item, row, clean, (change, 0), ran) for row, item in enumerate(runner.items)]
     return clean, ran, change, to_plain(records)
 
 
@@ -250,12 +258,16 @@ def test_a_cache_that_broke_though_no_logit_shows_it():
     arms, state = make_arms()
     windows = make_windows()[:2]
     _, change = make_changes(["normal:0.1,0"], [], arms.config)
-    ran, _ = run_changed(arms, state, change, 0, run_windows(arms, state, windows, SPEC)[0])
+    runner = Perplexity(arms, state, windows, SPEC, [change])
+    clean = runner.begin(runner.plan(runner.items)[0])
+    ran = runner.run(clean, (change, 0))
     plain = ran.cache.plain
     last = int(np.asarray(plain.positions[1]).argmax())
     values = (plain.v[0], plain.v[1].at[1, last, 0, 0].set(jnp.inf))
     ran = dataclasses.replace(ran, cache=dataclasses.replace(ran.cache, plain=dataclasses.replace(plain, v=values)))
-    whole, broken = (to_plain(make_record(arms, windows[row], row, ran, SPEC, change, 0)) for row in (0, 1))
+    whole, broken = (
+        to_plain(runner.record(item, row, clean, (change, 0), ran)) for row, item in enumerate(runner.items)
+    )
     assert whole["status"] == "ok"
     place = {"arm": "cached", "step": None, "layer": 1, "op": "v", "position": CONTEXT + STRIDE - 2, "value": "inf"}
     assert broken["invalid"] == place
@@ -266,7 +278,7 @@ def test_a_cache_that_broke_though_no_logit_shows_it():
 def test_a_resumed_run_makes_the_same_records():
     arms, state = make_arms()
     done = frozenset((window, "none", 0) for window in (0, 1, 2))
-    batches = list(run_perplexity(arms, state, make_windows(), SPEC, done=done))
+    batches = list(run_windows(Perplexity(arms, state, make_windows(), SPEC), done))
     assert [r["problem"] for batch, _ in batches for r in batch] == list(range(3, len(make_windows())))
     assert [r for batch, _ in batches for r in batch] == small_run()[3:]
     assert batches[0][1]["problems"] == [2, 3]
@@ -278,7 +290,7 @@ def test_numbers_that_are_not_finite():
     windows = make_windows()
     token = windows[0].scored[0]
     broken = changed_state(state, "embed", (token, 0), np.inf)
-    records = [r for batch, _ in run_perplexity(arms, broken, windows[:1], SPEC) for r in batch]
+    records = records_of(arms, broken, windows[:1])
     assert [r["status"] for r in records] == ["invalid"]
     assert records[0]["nats"] is records[0]["logits"] is None
     to_record(records[0])
@@ -287,11 +299,11 @@ def test_numbers_that_are_not_finite():
 def test_refusals(monkeypatch):
     arms, state = make_arms(stop_ids=(ord("n"),))
     with pytest.raises(UserError, match=r"holds a token that ends a text \(110\)"):
-        next(run_perplexity(arms, state, make_windows(), SPEC))
+        Perplexity(arms, state, make_windows(), SPEC)
     arms, state = make_arms()
     long = Window(0, tuple(range(60)), tuple(range(9)), 9, 1)
     with pytest.raises(UserError, match="window of 69 tokens exceeds the context of 64"):
-        next(run_perplexity(arms, state, [long], SPEC))
+        records_of(arms, state, [long])
 
 
 @pytest.mark.parametrize(

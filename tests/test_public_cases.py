@@ -17,7 +17,8 @@ from jaxkv.compare import compare_logits
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms, make_layout, make_rows, start_rollout
 from jaxkv.experiments.batches import Item, RunSpec
-from jaxkv.experiments.divergence.run import run_divergence
+from jaxkv.experiments.divergence.run import Divergence
+from jaxkv.experiments.driver import run_missing
 from jaxkv.experiments.report_parts import Run
 from jaxkv.records import to_plain
 
@@ -40,7 +41,7 @@ def make_arms(precision, tile=None):
 def run_prompt(precision, tile=None):
     """The study's run of one prompt."""
     arms, state, tokenizer = make_arms(precision, tile)
-    batches = run_divergence(arms, state, [Item(0, PROMPT, "a")], SPEC, tokenizer, Scoring())
+    batches = run_missing(Divergence(arms, state, SPEC, tokenizer, Scoring()), [Item(0, PROMPT, "a")])
     (record,) = to_plain([record for records, _ in batches for record in records])
     config = {"model": {"name": "tiny"}, "precision": arms.precision.to_json(), "decoding": {"tile": tile}}
     name = f"{precision}-{tile}"

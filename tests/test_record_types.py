@@ -8,9 +8,8 @@ import msgspec
 import pytest
 from sealing import reseal
 
-from jaxkv.experiments.record_types import RECORDS
 from jaxkv.overview.reports import FILES, report_run
-from jaxkv.records import RunDirectory, read_record, to_line, to_record
+from jaxkv.records import RECORDS, RunDirectory, read_record, to_line, to_record
 
 LINES = (pathlib.Path(__file__).parent / "data" / "records.jsonl").read_bytes().splitlines()
 KEPT = {f"{number} {json.loads(line)['experiment']}": json.loads(line) for number, line in enumerate(LINES)}

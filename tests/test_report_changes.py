@@ -13,8 +13,8 @@ from sealing import reseal
 from study_records import make_run, make_samples
 
 from jaxkv.errors import UserError
+from jaxkv.experiments.experiment import CHANGING
 from jaxkv.experiments.reports import REPORTS
-from jaxkv.options import CHANGED
 from jaxkv.overview.gather import describe_origin
 from jaxkv.overview.page import CHANGES_TITLE, TITLE, write_blocks, write_study
 from jaxkv.overview.page_changes import DIFFERS, SECTIONS, changes_alone, list_statements
@@ -99,7 +99,7 @@ def test_joined_runs_of_one_name_get_their_fingerprint():
 
 
 def test_changed_experiments_are_those_with_sections():
-    assert set(SECTIONS) == set(CHANGED) <= set(REPORTS)
+    assert set(SECTIONS) == set(CHANGING) <= set(REPORTS)
 
 
 @pytest.fixture(scope="module")

@@ -37,10 +37,11 @@ from jaxkv.decode import Arms
 from jaxkv.errors import UserError
 from jaxkv.experiments.batches import Item, plan_batches
 from jaxkv.experiments.divergence.run import run_batch as run_batch_of_ours
+from jaxkv.experiments.driver import run_missing
 from jaxkv.tasks import load_task
 from jaxkv.tasks.gsm8k import PromptSpec
 from jaxkv.torch_model import TorchModel, check_torch, describe_torch, true_fp32
-from jaxkv.torch_path import GROWING, TorchArms, find_chooser, find_host, run_batch, run_torch_divergence, segments
+from jaxkv.torch_path import GROWING, TorchArms, TorchDivergence, find_chooser, find_host, run_batch, segments
 
 TESTS = str(pathlib.Path(__file__).parent)
 
@@ -151,7 +152,7 @@ def test_a_shipped_model_says_the_same_in_both():
     items = [Item(p.index, tuple(checkpoint.tokenizer.encode(task.prompt(p))), p.answer) for p in task.problems[:3]]
     spec = dataclasses.replace(QUICK, new_tokens=24, batch_size=3, bucket=64)
     expected = run_cached_of_ours(checkpoint, "greedy", checkpoint.tokenizer.eos_ids, items, spec)
-    ((records, _),) = run_torch_divergence(checkpoint, FP32, SAMPLERS["greedy"], items, spec, task)
+    ((records, _),) = run_missing(TorchDivergence(checkpoint, FP32, SAMPLERS["greedy"], spec, task), items)
     for arm in ("cached", "uncached"):
         assert arm_tokens(records, arm) == expected
     assert all(record["arms"]["cached"]["text"] for record in records)

@@ -10,9 +10,10 @@ from test_divergence import Scoring
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.experiments.batches import Item, RunSpec, lay_out, plan_batches
+from jaxkv.experiments.driver import run_missing
 from jaxkv.generate import run_cached
 from jaxkv.records import to_record
-from jaxkv.torch_path import GROWING, run_torch_divergence
+from jaxkv.torch_path import GROWING, TorchDivergence
 
 NEW = 14
 LENGTHS = (9, 12, 12, 7)  # longer than the window, or soon to be
@@ -38,12 +39,11 @@ def with_stops(checkpoint):
     return dataclasses.replace(checkpoint, tokenizer=tokenizer)
 
 
-def run(checkpoint, spec=SPEC, precision=FP32, sampler="greedy", items=None, **options):
+def run(checkpoint, spec=SPEC, precision=FP32, sampler="greedy", items=None, done=(), **options):
     """All records of a run, each checked against the schema, and the problems of each batch that was run."""
     records, batched = [], []
-    batches = run_torch_divergence(
-        with_stops(checkpoint), precision, SAMPLERS[sampler], items or make_items(), spec, Scoring(), **options
-    )
+    runner = TorchDivergence(with_stops(checkpoint), precision, SAMPLERS[sampler], spec, Scoring(), **options)
+    batches = run_missing(runner, items or make_items(), frozenset((problem,) for problem in done))
     for new, timing in batches:
         records += new
         batched.append(timing["problems"])

@@ -1,16 +1,20 @@
 """What the experiments share: problems laid out in batches, and the fields that all their records have."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, Protocol
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
 
+import jax
 import numpy as np
 
 from jaxkv.audit import Finding
 from jaxkv.checkpoints.tokenizer import cut_turn
 from jaxkv.config import ModelConfig
-from jaxkv.decode import Arms, Layout, Rows, make_layout, make_rows
+from jaxkv.decode import Arms, Layout, Rollout, Rows, make_layout, make_rows
 from jaxkv.provenance import hash_tokens
+
+R = TypeVar("R")
 
 
 class Scoring(Protocol):
@@ -167,6 +171,39 @@ def make_arm(
     }
 
 
-def logits_fault(arm: str, step: int, position: int) -> dict[str, Any]:
-    """A fault that shows in an arm's logits at a step; `position` is that of the token they were computed from."""
-    return {"arm": arm, "step": step, "layer": None, "op": "logits", "position": position, "value": "nan"}
+def find_fault(
+    row: int,
+    newest: int,
+    runs: Iterable[tuple[str, Any, Finding | None]],
+    audits: Iterable[tuple[str, Finding]] = (),
+) -> dict[str, Any] | None:
+    """Where a row's numbers stopped being finite, as a record has it; None if they never did.
+
+    Args:
+      row: of the batch.
+      newest: position of the token that logits of the first step are computed from.
+      runs: arm, the step [B] whose logits were not finite, -1 if none (None of an arm that did not run), and an audit
+        of the same tokens, which says in what the fault began.
+      audits: arm and audit of what none of the runs' logits shows.
+    """
+    for arm, steps, finding in runs:
+        step = -1 if steps is None else int(steps[row])
+        if step >= 0:
+            logits = {"layer": None, "op": "logits", "position": newest + step, "value": "nan"}
+            return {"arm": arm, "step": step} | logits | ((finding and finding.invalid) or {})
+    for arm, finding in audits:
+        if finding.invalid is not None:
+            return {"arm": arm, "step": None} | finding.invalid
+    return None
+
+
+def timed(function: Callable[..., R], *args: Any) -> tuple[R, float]:
+    """What a function gives, waited for, and the seconds that took."""
+    begin = time.perf_counter()
+    result = jax.block_until_ready(function(*args))
+    return result, time.perf_counter() - begin
+
+
+def taken(run: Rollout, row: int, prompt: int) -> list[int]:
+    """A row's own tokens after a prompt of so many slots."""
+    return np.asarray(run.tokens[row, prompt : prompt + int(run.lengths[row])]).tolist()

@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jaxkv.interventions.cache_errors import CacheError
 from jaxkv.interventions.perturbed_cache import Perturbation
 from jaxkv.interventions.quantized_cache import Quantization
 from jaxkv.interventions.quantizers import CacheQuant, parse_cache_quant
+from jaxkv.options import CacheOptions
 
 # The caches of Shebel's study (May 2025), and beside its errors what tells their parts from each other: other laws of
 # the same variance, with and without sign flips; a mean and a spread of the same mean square; one side; each read anew.
@@ -122,17 +123,18 @@ def make_changes(
     return changes
 
 
-def list_runs(changes: Sequence[Change], seeds: Sequence[int]) -> list[tuple[Change, int]]:
-    """Each change with each of its seeds: one record a problem."""
-    return [(change, seed) for change in changes for seed in change.seeds(seeds)]
+def read_changes(
+    asked: CacheOptions, config: ModelConfig, errors: Sequence[str] = (), quants: Sequence[str] = ()
+) -> tuple[list[Change], Sequence[int]]:
+    """The clean cache and the changes asked for, `errors` and `quants` where none is, and the seeds of the errors."""
+    if asked.cache_error or asked.cache_quant:
+        errors, quants = asked.cache_error, asked.cache_quant
+    return make_changes(errors, quants, config), asked.error_seeds or ERROR_SEEDS
 
 
-def list_missing(
-    runs: Sequence[tuple[Change, int]], problems: Iterable[int], done: frozenset[tuple[int, str, int]]
-) -> list[tuple[Change, int]]:
-    """The runs of which a problem lacks its record; `done` are (problem, change, seed) that have one."""
-    indices = list(problems)
-    return [(change, seed) for change, seed in runs if any((i, change.name, seed) not in done for i in indices)]
+def list_runs(changes: Sequence[Change], seeds: Sequence[int]) -> dict[tuple[str | int, ...], tuple[Change, int]]:
+    """Each change with each of its seeds, by what keys their records: one record a problem."""
+    return {(change.name, seed): (change, seed) for change in changes for seed in change.seeds(seeds)}
 
 
 def change_cache(arms: Arms, intervention: Intervention | None) -> Arms:

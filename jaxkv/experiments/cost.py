@@ -9,19 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxkv.cache import empty_cache
 from jaxkv.decode import Arms, Layout, Rows, start_rollout
+from jaxkv.generate import make_cache
 
 
-def _time(run: Callable[[], Any], repeats: int) -> tuple[list[float], Any]:
-    """Milliseconds of each repeat after one to warm up, and the last result."""
-    result = jax.block_until_ready(run())
+def time_runs(run: Callable[..., Any], repeats: int, prepare: Callable[[], Any] = tuple) -> list[float]:
+    """Milliseconds of each run after one to warm up. It waits for what `run` and `prepare` give.
+
+    `prepare` makes the arguments of each run, which does not count.
+    """
     times = []
-    for _ in range(repeats):
+    for _ in range(repeats + 1):
+        arguments = jax.block_until_ready(prepare())
         begin = time.perf_counter()
-        result = jax.block_until_ready(run())
+        jax.block_until_ready(run(*arguments))
         times.append(1e3 * (time.perf_counter() - begin))
-    return times, result
+    return times[1:]
 
 
 def _peak(compiled: Any) -> int | None:
@@ -33,12 +36,18 @@ def _peak(compiled: Any) -> int | None:
 
 
 def measure_cost(
-    arms: Arms, state: nnx.State, tokens: np.ndarray, rows: Rows, layout: Layout, repeats: int, backend: str | None
+    arms: Arms,
+    state: nnx.State,
+    tokens: np.ndarray,
+    rows: Rows,
+    layout: Layout,
+    repeats: int,
+    backend: str | None = None,
 ) -> dict[str, Any]:
     """Times the cached arm on a batch, logits not kept and no token ending a row.
 
     Args:
-      arms: the policy, sampler and regime to time; its prefill program is used as it is.
+      arms: the policy, sampler, regime and cache to time; its prefill program is used as it is.
       state: prepared weights.
       tokens: [B, S] token buffer with the prompts.
       rows: of the batch, free-running.
@@ -51,20 +60,20 @@ def measure_cost(
       where fewer than two tokens can be had. In the aligned regime prefill_ms includes the first token. `bytes` has
       weights and cache as they are held, weights_as_stored in the policy's param dtype, and the decode program's peak.
     """
-    lean = Arms(arms.config, arms.precision, arms.sampler, (), False, arms.tile, backend=backend)
+    given = (arms.config, arms.precision, arms.sampler, (), False, arms.tile)
+    lean = Arms(*given, backend=backend, intervention=arms.intervention)
     end = layout.prompt + layout.new_tokens
-    prompt = jnp.asarray(tokens[:, : layout.prefill])
+    prompt, lengths = jnp.asarray(tokens[:, : layout.prefill]), []
 
     def cache():
-        return empty_cache(arms.config, arms.precision, layout.batch, layout.slots)
+        return make_cache(lean, rows, layout)
 
     def start():
         return start_rollout(lean, tokens, rows, layout)
 
     if arms.tile is None:
-        decode = lean.cached_loop.lower(
-            state, jnp.zeros((layout.batch, arms.config.vocab_size), arms.precision.logits), start(), rows, end, cache()
-        ).compile()
+        logits = jnp.zeros((layout.batch, arms.config.vocab_size), arms.precision.logits)
+        decode = lean.cached_loop.lower(state, logits, start(), rows, end, cache()).compile()
 
         def prefill():
             return arms.prefill(state, prompt, rows, cache())
@@ -72,7 +81,7 @@ def measure_cost(
         def begin():
             return (*prefill(), start())
 
-        def loop(made):
+        def loop(*made):
             logits, filled, run = made
             return decode(state, logits, run, rows, end, filled)
     else:
@@ -83,24 +92,22 @@ def measure_cost(
 
         begin = prefill
 
-        def loop(made):
+        def loop(*made):
             run, filled = made
             return decode(state, run, rows, end, filled, False, False)
 
-    prefill_ms, _ = _time(prefill, repeats)
-    loop_ms, run = [], None
-    for _ in range(repeats + 1):
-        made = jax.block_until_ready(begin())
-        before = time.perf_counter()
-        run = jax.block_until_ready(loop(made))[0]
-        loop_ms.append(1e3 * (time.perf_counter() - before))
-    assert run is not None
+    def decode_all(*made):
+        run, filled = loop(*made)
+        lengths.append(run.lengths)
+        return run, filled
+
+    prefill_ms, loop_ms = time_runs(prefill, repeats), time_runs(decode_all, repeats, begin)
     steps = layout.new_tokens - 1
-    whole = steps > 0 and int(jnp.min(run.lengths)) == layout.new_tokens
+    whole = steps > 0 and int(jnp.min(lengths[-1])) == layout.new_tokens
     leaves, held = jax.tree.leaves(state), jax.tree.leaves(cache())
     return {
         "prefill_ms": prefill_ms,
-        "ms_a_token": [ms / steps / layout.batch for ms in loop_ms[1:]] if whole else None,
+        "ms_a_token": [ms / steps / layout.batch for ms in loop_ms] if whole else None,
         "shapes": {"batch": layout.batch, "prompt": layout.prompt, "prefill": layout.prefill, "slots": layout.slots},
         "bytes": {
             "weights": sum(leaf.nbytes for leaf in leaves),

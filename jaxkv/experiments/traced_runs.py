@@ -1,7 +1,7 @@
 """What experiments on traced arms share: both arms untraced along one text, and the fields every record of them has."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax.numpy as jnp
@@ -11,7 +11,8 @@ from flax import nnx
 from jaxkv.audit import Finding, audit_rows
 from jaxkv.decode import Arms, Layout, Rollout, Rows
 from jaxkv.errors import UserError
-from jaxkv.experiments.batches import Batch, Item, RunSpec, describe_setting, lay_out, logits_fault
+from jaxkv.experiments import batches
+from jaxkv.experiments.batches import Batch, Item, RunSpec, describe_setting, lay_out
 from jaxkv.experiments.gate import bits
 from jaxkv.generate import force, run_cached, run_forced
 from jaxkv.provenance import hash_tokens
@@ -27,7 +28,7 @@ class Reference:
       forced: the rows made to follow the cached arm's tokens.
       text: [B, S] prompts and those tokens.
       cached: the cached arm, free.
-      uncached: the uncached arm along its tokens.
+      uncached: the uncached arm along its tokens; `cached` again where an experiment has no such arm.
       findings: a row's audit.
     """
 
@@ -38,6 +39,10 @@ class Reference:
     cached: Rollout
     uncached: Rollout
     findings: list[Finding]
+
+    def newest(self, row: int) -> int:
+        """Position of a row's last prompt token."""
+        return self.layout.prompt - int(self.rows.first[row]) - 1
 
     @property
     def broken(self) -> bool:
@@ -57,9 +62,16 @@ def run_reference(arms: Arms, state: nnx.State, batch: Batch, spec: RunSpec) -> 
     """Runs and audits a batch."""
     layout, tokens, rows = lay_out(batch, spec, arms.config, arms.tile)
     cached = run_cached(arms, state, tokens, rows, layout)
-    uncached = run_forced(arms, state, cached, rows, layout)
+    return make_reference(arms, state, layout, rows, cached, run_forced(arms, state, cached, rows, layout))
+
+
+def make_reference(
+    arms: Arms, state: nnx.State, layout: Layout, rows: Rows, cached: Rollout, uncached: Rollout | None = None
+) -> Reference:
+    """Audits a batch that has run."""
     findings = audit_rows(arms, state, cached, rows)
-    return Reference(layout, rows, force(rows, cached), np.asarray(cached.tokens), cached, uncached, findings)
+    text = np.asarray(cached.tokens)
+    return Reference(layout, rows, force(rows, cached), text, cached, uncached or cached, findings)
 
 
 class MayBreak(Protocol):
@@ -72,13 +84,10 @@ class MayBreak(Protocol):
 
 def find_fault(reference: Reference, row: int, others: Mapping[str, MayBreak]) -> dict[str, Any] | None:
     """Where a row's numbers stopped being finite in one of the arms, their audit, or another run; None if nowhere."""
-    finding, newest = reference.findings[row], reference.layout.prompt - int(reference.rows.first[row]) - 1
-    runs: dict[str, MayBreak] = {"cached": reference.cached, "uncached": reference.uncached, **others}
-    for arm, run in runs.items():
-        step = int(run.nonfinite_step[row])
-        if step >= 0:
-            return logits_fault(arm, step, newest + step) | (finding.invalid or {})
-    return None if finding.invalid is None else {"arm": "uncached", "step": None} | finding.invalid
+    finding = reference.findings[row]
+    runs = [("cached", reference.cached), ("uncached", reference.uncached), *others.items()]
+    steps = [(arm, run.nonfinite_step, finding) for arm, run in runs]
+    return batches.find_fault(row, reference.newest(row), steps, [("uncached", finding)])
 
 
 class HasLogits(Protocol):
@@ -106,6 +115,16 @@ def describe_row(
         **describe_setting(arms, item, layout, left_pad, reference.findings[row], spec, fault),
         "tokens_sha256": hash_tokens(tokens),
         "steps": steps,
+    }
+
+
+def sum_logits(found: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """Columns of `compare_logits` over all steps (jaxkv.experiments.record_parts.LogitSums)."""
+    return {
+        "kl": float(np.sum(found["kl"])),
+        "flips": int(np.sum(found["flip"])),
+        "max_abs": float(max(found["max_abs"], default=0.0)),
+        "bit_equal": int(np.sum(found["bit_equal"])),
     }
 
 

@@ -6,8 +6,8 @@ from collections.abc import Container, Sequence
 
 from jaxkv.errors import UserError
 from jaxkv.experiments.accumulation.record import AccumulationRecord
+from jaxkv.experiments.experiment import CHANGING
 from jaxkv.experiments.report_parts import Keyed, Run, name_of
-from jaxkv.options import CHANGED
 
 
 def join_runs(name: str, runs: Sequence[Run]) -> Run:
@@ -56,7 +56,7 @@ def join_parts(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
     groups: dict[str, list[Run]] = {}
     for run in runs:
         asked = run.run["config"].get("experiments", ())
-        changed = bool(asked) and set(asked) <= set(CHANGED)
+        changed = bool(asked) and set(asked) <= set(CHANGING)
         groups.setdefault(run.run["fingerprint"] if changed else f"only {run.name}", []).append(run)
     found: list[Run] = []
     notes: list[str] = []

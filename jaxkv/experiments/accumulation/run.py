@@ -10,8 +10,7 @@ In the static regime an oracle repairs token scales (`jaxkv.interventions.repair
 
 import dataclasses
 import itertools
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,8 +23,10 @@ from jaxkv.compare import compare_logits
 from jaxkv.decode import Arms, Rollout
 from jaxkv.errors import UserError
 from jaxkv.experiments.accumulation.record import FIGURES
-from jaxkv.experiments.batches import Item, RunSpec, plan_batches
+from jaxkv.experiments.batches import Batch, Item, RunSpec
 from jaxkv.experiments.cache_measures import count_saturated, describe_saturated
+from jaxkv.experiments.changes import read_changes
+from jaxkv.experiments.driver import Condition, Line, Runner, Took
 from jaxkv.experiments.regimes import WATCHED, Replay, ReplayPrograms
 from jaxkv.experiments.traced_runs import (
     MayBreak,
@@ -43,6 +44,7 @@ from jaxkv.interventions.quantizers import CacheQuant, split_error
 from jaxkv.interventions.repaired_cache import CHOICES, Repair
 from jaxkv.tracing import Trace, TracedArms, trace_cached
 
+ACCUMULATED = ("kvarn:k2v2", "kivi:k2v2", "quarot:2")  # the 2-bit methods of the seed study, if none is asked for
 SEGMENT_BINS = 12  # of the prompt, and of what is decoded
 Bins = list[list[int]]
 
@@ -143,48 +145,72 @@ def _describe_stored(sums: np.ndarray) -> dict[str, list]:
     return columns
 
 
-class Accumulation:
-    """The regimes of one model; programs are compiled once for a quantizer and a batch's shapes.
+@dataclasses.dataclass(frozen=True)
+class Begun:
+    """A batch along the clean cached arm, and that run's values."""
+
+    reference: Reference
+    clean: Trace
+
+
+class Accumulation(Runner[Begun, tuple[CacheQuant, str], Ran]):
+    """Every problem under every quantizer and regime; programs are compiled once for a quantizer and a batch's shapes.
 
     Args:
-      arms: the clean arms, of the plain regime.
+      arms: the clean arms, of the plain regime; they must keep logits.
       state: prepared weights.
+      spec: what to run; of it count new_tokens, seed, batch_size, padding and bucket.
       quants: the quantizers.
       blocks: b of every accumulated(b).
-      repair: whether the oracle runs too.
+      repair: whether an oracle repairs token scales in the static regime, which runs it four times more.
+
+    Raises:
+      UserError: arms of the aligned regime, a quantizer that does not suit the model, or a block of no tokens.
     """
 
-    def __init__(self, arms: Arms, state: nnx.State, quants: Sequence[CacheQuant], blocks: Sequence[int], repair: bool):
-        self.arms, self.state, self.repair = arms, state, repair
+    name = "accumulation"
+
+    def __init__(
+        self,
+        arms: Arms,
+        state: nnx.State,
+        spec: RunSpec,
+        quants: Sequence[CacheQuant],
+        blocks: Sequence[int] = (128,),
+        repair: bool = True,
+    ):
+        require_one_length(arms, spec, self.name, plain=True)
         self.regimes = list_regimes(blocks)
+        super().__init__(spec, {(str(quant), regime): (quant, regime) for quant in quants for regime in self.regimes})
+        self.arms, self.state, self.repair = arms, state, repair
         self.traced, self.programs = TracedArms(arms), ReplayPrograms(arms)
         self.changed = {
             str(quant): Arms(arms.config, arms.precision, arms.sampler, arms.stop_ids, intervention=Quantization(quant))
             for quant in quants
         }
-        self.quants = {str(quant): quant for quant in quants}
 
-    def trace(self, reference: Reference) -> Trace:
-        """The clean run's values."""
+    def begin(self, batch: Batch, missing: Sequence[tuple[CacheQuant, str]] = ()) -> Begun:
+        reference = run_reference(self.arms, self.state, batch, self.spec)
         names = [f"{tensor}.{layer}" for layer in range(self.arms.config.num_layers) for tensor in WATCHED]
-        return trace_cached(self.traced, self.state, reference.text, reference.forced, reference.layout, names)
+        given = (self.traced, self.state, reference.text, reference.forced, reference.layout, names)
+        return Begun(reference, trace_cached(*given))
 
-    def run(self, reference: Reference, clean: Trace, quant: str, regime: str) -> Ran:
-        """One regime of a batch."""
+    def run(self, begun: Begun, variant: tuple[CacheQuant, str]) -> Ran:
+        reference, clean, (quant, regime) = begun.reference, begun.clean, variant
         given = (self.state, reference.cached, reference.forced, reference.layout, clean)
         block, lengths = self.regimes[regime], np.asarray(reference.cached.lengths)
-        intervention = Quantization(self.quants[quant])
-        replay = self.programs.run(*given, intervention, block or 1, static=block is None)
+        replay = self.programs.run(*given, Quantization(quant), block or 1, static=block is None)
         broken, arm, repairs = replay.nonfinite_step(lengths), None, {}
         if regime == "decode":
-            arm = run_cached(self.changed[quant], self.state, reference.text, reference.forced, reference.layout)
+            arms = self.changed[str(quant)]
+            arm = run_cached(arms, self.state, reference.text, reference.forced, reference.layout)
             broken = np.where(broken < 0, np.asarray(arm.nonfinite_step), broken)
         if block is None and self.repair:
             for choice in CHOICES:
-                repaired = self.programs.run(*given, Repair(self.quants[quant], choice), static=True)
+                repaired = self.programs.run(*given, Repair(quant, choice), static=True)
                 repairs[choice] = _fetch_errors(repaired)
         stored = _measure_stored(replay.cache, clean, self.arms.config.num_layers)
-        saturated = count_saturated(self.quants[quant], self._clean_cache(clean), replay.cache)
+        saturated = count_saturated(quant, self._clean_cache(clean), replay.cache)
         return Ran(replay, _fetch_errors(replay), stored, saturated, arm, repairs, broken)
 
     def _clean_cache(self, clean: Trace) -> KVCache:
@@ -193,10 +219,11 @@ class Accumulation:
         k, v = (tuple(clean.values[f"{side}.{layer}"].astype(dtype) for layer in layers) for side in "kv")
         return KVCache(k, v, clean.positions)
 
-    def make_record(
-        self, item: Item, row: int, reference: Reference, clean: Trace, ran: Ran, quant: str, regime: str, spec: Any
-    ) -> dict[str, Any]:
-        """The record of one row (jaxkv.experiments.accumulation.record)."""
+    def tell_time(self, begun: Begun, ran: Ran, seconds: float) -> Took:
+        return Took({"run": seconds}, {"run": int(jnp.sum(begun.reference.cached.lengths))})
+
+    def record(self, item: Item, row: int, begun: Begun, variant: tuple[CacheQuant, str], ran: Ran) -> Line:
+        reference, clean, quant, regime = begun.reference, begun.clean, str(variant[0]), variant[1]
         arms, layers = self.arms, self.arms.config.num_layers
         others: dict[str, MayBreak] = {"clean (watched)": clean.run, f"{quant} ({regime})": ran}
         fault = find_fault(reference, row, others)
@@ -206,7 +233,7 @@ class Accumulation:
             "experiment": "accumulation",
             "problem": item.problem,
             "key": ["accumulation", item.problem, quant, regime],
-            **describe_row(arms, item, row, reference, spec, fault),
+            **describe_row(arms, item, row, reference, self.spec, fault),
             "num_layers": layers,
             "quantizer": quant,
             "regime": regime,
@@ -239,62 +266,9 @@ class Accumulation:
         }
 
 
-def run_accumulation(
-    arms: Arms,
-    state: nnx.State,
-    items: Sequence[Item],
-    spec: RunSpec,
-    quants: Sequence[CacheQuant],
-    blocks: Sequence[int] = (128,),
-    repair: bool = True,
-    done: frozenset[tuple[int, str, str]] = frozenset(),
-) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
-    """Yields, by batch, quantizer and regime, the records not yet done and their timing.
-
-    Args:
-      arms: the clean arms; plain regime, logits kept.
-      state: prepared weights.
-      items: the problems.
-      spec: what to run; of it count new_tokens, seed, batch_size, padding and bucket.
-      quants: what is done to the cache.
-      blocks: b of every accumulated(b).
-      repair: whether an oracle repairs token scales in the static regime, which runs it four times more.
-      done: (problem, quantizer, regime) that have a record. A batch is run whole if any of its problems lacks one.
-
-    Raises:
-      UserError: a prompt that does not fit the context, arms of the aligned regime, a quantizer that does not suit the
-        model, or a block of no tokens.
-    """
-    require_one_length(arms, spec, "accumulation", plain=True)
-    yield from run_batches(Accumulation(arms, state, quants, blocks, repair), items, spec, done)
-
-
-def run_batches(
-    runs: Accumulation, items: Sequence[Item], spec: RunSpec, done: frozenset[tuple[int, str, str]] = frozenset()
-) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
-    """`run_accumulation` with regimes that are set up, so that several calls share their programs."""
-    for batch in plan_batches(items, spec):
-        wanted = [
-            (quant, regime)
-            for quant in runs.quants
-            for regime in runs.regimes
-            if any((item.problem, quant, regime) not in done for item in batch.items)
-        ]
-        if not wanted:
-            continue
-        reference = run_reference(runs.arms, runs.state, batch, spec)
-        clean = runs.trace(reference)
-        for quant, regime in wanted:
-            begin = time.perf_counter()
-            ran = runs.run(reference, clean, quant, regime)
-            seconds = time.perf_counter() - begin
-            records = [
-                runs.make_record(item, row, reference, clean, ran, quant, regime, spec)
-                for row, item in enumerate(batch.items)
-                if (item.problem, quant, regime) not in done
-            ]
-            timing = {"problems": [item.problem for item in batch.items], "quantizer": quant, "regime": regime}
-            yield (
-                records,
-                timing | {"seconds": {regime: seconds}, "tokens": {regime: int(jnp.sum(reference.cached.lengths))}},
-            )
+def make_runner(condition: Condition) -> Accumulation:
+    """Runs a condition: the quantizers that it asks for, or the seed study's."""
+    asked = condition.options.cache
+    changes, _ = read_changes(asked, condition.checkpoint.config, quants=ACCUMULATED)
+    quants = [change.what for change in changes if isinstance(change.what, CacheQuant)]
+    return Accumulation(condition.plain, condition.state, condition.spec, quants, asked.blocks)

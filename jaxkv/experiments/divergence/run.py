@@ -10,11 +10,9 @@ far each arm is from the truth: by rounding both are about equally far, and an a
 """
 
 import dataclasses
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -24,6 +22,7 @@ from jaxkv.compare import compare_logits, measure_distance
 from jaxkv.decode import Arms, Layout, Rollout, Rows, round_up, start_rollout
 from jaxkv.drafts import Forced, first_disagreement, free_by_drafts, free_stepwise
 from jaxkv.errors import describe_memory
+from jaxkv.experiments import batches
 from jaxkv.experiments.batches import (
     Batch,
     Decoding,
@@ -32,10 +31,11 @@ from jaxkv.experiments.batches import (
     Scoring,
     describe_setting,
     lay_out,
-    logits_fault,
     make_arm,
-    plan_batches,
+    taken,
+    timed,
 )
+from jaxkv.experiments.driver import Condition, Line, Runner, Took
 from jaxkv.experiments.truth import has_room, share_float64
 from jaxkv.generate import force, run_cached, run_forced, run_uncached, uncached_lengths
 from jaxkv.reporting.metrics import free_running
@@ -92,9 +92,7 @@ class ArmRuns:
         self.forced = self._forced("uncached_forced")
 
     def _timed(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
-        begin = time.perf_counter()
-        result = jax.block_until_ready(function(self.arms, self.state, *args))
-        self.seconds[name] = time.perf_counter() - begin
+        result, self.seconds[name] = timed(function, self.arms, self.state, *args)
         return result
 
     def _forced(self, name: str, length: str | None = None) -> Rollout:
@@ -160,26 +158,24 @@ class BatchRun:
     free_findings: list[Finding]
 
 
-def run_batches(arms: Arms, state: nnx.State, batches: Sequence[Batch], spec: RunSpec) -> list[BatchRun]:
+def run_batches(arms: Arms, state: nnx.State, together: Sequence[Batch], spec: RunSpec) -> list[BatchRun]:
     """Runs and audits both arms on batches, whose rows that part are drafted together.
 
     The time of their own uncached runs is shared evenly by the batches.
     """
     begun = []
-    for batch in batches:
+    for batch in together:
         layout, tokens, rows = lay_out(batch, spec, arms.config, arms.tile)
         begun.append(ArmRuns(arms, state, tokens, rows, layout, spec))
     if spec.uncached == "stepwise":
         free = [(one.step_freely(), 0) for one in begun]
     else:
-        begin = time.perf_counter()
         forced = [Forced(one.forced, one.rows, one.layout) for one in begun]
-        free = jax.block_until_ready(free_by_drafts(arms, state, forced, spec.uncached_length))
-        share = (time.perf_counter() - begin) / len(begun)
+        free, seconds = timed(free_by_drafts, arms, state, forced, spec.uncached_length)
         for one in begun:
-            one.seconds["uncached_free"] = share
+            one.seconds["uncached_free"] = seconds / len(begun)
     finished = []
-    for batch, one, (own, drafts) in zip(batches, begun, free, strict=True):
+    for batch, one, (own, drafts) in zip(together, begun, free, strict=True):
         runs = one.finish(batch, own, drafts)
         findings = free_findings = audit_rows(arms, state, runs.cached, one.rows)
         if np.any(first_disagreement(runs.forced, one.layout.prompt) < np.asarray(runs.forced.lengths)):
@@ -197,43 +193,26 @@ def run_batch(arms: Arms, state: nnx.State, batch: Batch, spec: RunSpec) -> Batc
 TOGETHER, LOGITS_BYTES = 8, 4 << 30
 
 
-def group_batches(batches: Sequence[Batch], arms: Arms, spec: RunSpec) -> list[Sequence[Batch]]:
-    """The batches in groups that draft together; single ones if of one row, which none can join, or of large logits."""
-    logits = 2 * spec.batch_size * spec.new_tokens * arms.config.vocab_size * np.dtype(arms.precision.logits).itemsize
-    size = 1 if spec.batch_size == 1 else max(1, min(TOGETHER, LOGITS_BYTES // logits))
-    return [batches[i : i + size] for i in range(0, len(batches), size)]
-
-
 def find_fault(ran: BatchRun, row: int) -> dict[str, Any] | None:
     """Where a row's numbers stopped being finite, as a record has it; None if they never did."""
     runs, finding, free = ran.runs, ran.findings[row], ran.free_findings[row]
-    along_cached: list[tuple[str, Rollout | None]] = [
-        ("cached", runs.cached),
-        ("uncached", runs.forced),
-        ("uncached (other length)", runs.forced_longer),
-        ("cached (again)", runs.cached_again),
-        ("uncached (again)", runs.forced_again),
-        ("uncached (stepwise)", runs.stepwise),
-    ]
+    named = {
+        "cached": runs.cached,
+        "uncached": runs.forced,
+        "uncached (other length)": runs.forced_longer,
+        "cached (again)": runs.cached_again,
+        "uncached (again)": runs.forced_again,
+        "uncached (stepwise)": runs.stepwise,
+    }
+    steps = [(arm, run and run.nonfinite_step, finding) for arm, run in named.items()]
+    steps.append(("uncached (free)", runs.free.nonfinite_step, free))
     newest = ran.layout.prompt - int(ran.rows.first[row]) - 1
-    for arm, run, audit in [(arm, run, finding) for arm, run in along_cached] + [("uncached (free)", runs.free, free)]:
-        step = -1 if run is None else int(run.nonfinite_step[row])
-        if step >= 0:
-            return logits_fault(arm, step, newest + step) | (audit.invalid or {})
-    for arm, audit in (("uncached", finding), ("uncached (free)", free)):
-        if audit.invalid is not None:
-            return {"arm": arm, "step": None} | audit.invalid
-    return None
+    return batches.find_fault(row, newest, steps, [("uncached", finding), ("uncached (free)", free)])
 
 
 def compare_row(arms: Arms, item: Item, row: int, ran: BatchRun, spec: RunSpec) -> dict[str, Any]:
     """What a row's run says without asking a task: fields of a sample, `arms` being the tokens alone."""
     layout, runs = ran.layout, ran.runs
-    prompt = layout.prompt
-
-    def taken(run: Rollout) -> list[int]:
-        return np.asarray(run.tokens[row, prompt : prompt + int(run.lengths[row])]).tolist()
-
     fault = find_fault(ran, row)
     steps = int(runs.cached.lengths[row])
     brute_steps = 0 if runs.stepwise is None else int(min(runs.stepwise.lengths[row], runs.free.lengths[row]))
@@ -245,7 +224,7 @@ def compare_row(arms: Arms, item: Item, row: int, ran: BatchRun, spec: RunSpec) 
         flips = np.not_equal(*chosen).tolist()
         return compare_logits(reference.logits[row], other.logits[row], steps) | {"choice_flip": flips}
 
-    tokens = {"cached": taken(runs.cached), "uncached": taken(runs.free)}
+    tokens = {arm: taken(run, row, layout.prompt) for arm, run in (("cached", runs.cached), ("uncached", runs.free))}
     return {
         **describe_setting(arms, item, layout, int(ran.rows.first[row]), ran.findings[row], spec, fault),
         "arms": tokens,
@@ -268,59 +247,63 @@ def compare_row(arms: Arms, item: Item, row: int, ran: BatchRun, spec: RunSpec) 
     }
 
 
-def make_record(
-    arms: Arms, item: Item, row: int, ran: BatchRun, spec: RunSpec, tokenizer: Decoding, scoring: Scoring
-) -> dict[str, Any]:
-    """The sample of one row (jaxkv.experiments.divergence.record)."""
-    found = compare_row(arms, item, row, ran, spec)
-    broke = found["status"] == "invalid"
-    scored = {
-        arm: make_arm(item, tokens, broke, arms.stop_ids, tokenizer, scoring) for arm, tokens in found["arms"].items()
-    }
-    return {
-        "experiment": "divergence",
-        "problem": item.problem,
-        "key": ["divergence", item.problem],
-        **found,
-        "arms": scored,
-        "label_change": scoring.label_change(scored["uncached"]["text"], scored["cached"]["text"], item.gold),
-    }
-
-
-def run_divergence(
-    arms: Arms,
-    state: nnx.State,
-    items: Sequence[Item],
-    spec: RunSpec,
-    tokenizer: Decoding,
-    scoring: Scoring,
-    done: frozenset[int] = frozenset(),
-) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
-    """Yields, batch by batch, the records not yet done and the batch's timing.
+class Divergence(Runner[BatchRun, None, BatchRun]):
+    """Both arms of every problem, with their controls.
 
     Args:
       arms: compiled programs; they must keep logits.
       state: weights.
-      items: the problems.
       spec: what to run.
       tokenizer: makes text of new tokens.
       scoring: the task's scorers.
-      done: problems that have a record; a batch is run whole if any of its problems lacks one, so that its shape, and
-        with it every bit, is that of an undisturbed run.
-
-    Raises:
-      UserError: a prompt that does not fit the context.
     """
-    missing = [batch for batch in plan_batches(items, spec) if not all(item.problem in done for item in batch.items)]
-    for group in group_batches(missing, arms, spec):
-        for batch, ran in zip(group, run_batches(arms, state, group, spec), strict=True):
-            records = [
-                make_record(arms, item, row, ran, spec, tokenizer, scoring)
-                for row, item in enumerate(batch.items)
-                if item.problem not in done
-            ]
-            runs = ran.runs
-            steps = {"cached": int(jnp.sum(runs.cached.lengths)), "uncached_forced": int(jnp.sum(runs.forced.lengths))}
-            problems = [item.problem for item in batch.items]
-            timing = {"problems": problems, "seconds": runs.seconds, "tokens": steps, "drafts": runs.drafts}
-            yield records, timing
+
+    name = "divergence"
+
+    def __init__(self, arms: Arms, state: nnx.State, spec: RunSpec, tokenizer: Decoding, scoring: Scoring):
+        super().__init__(spec, {(): None})
+        self.arms, self.state, self.tokenizer, self.scoring = arms, state, tokenizer, scoring
+        if spec.batch_size > 1:  # drafts of a single row are joined by none
+            logits = 2 * spec.batch_size * spec.new_tokens * arms.config.vocab_size
+            most = LOGITS_BYTES // (logits * np.dtype(arms.precision.logits).itemsize)
+            self.together = max(1, min(TOGETHER, most))
+
+    def begin_together(self, todo: Sequence[tuple[Batch, Sequence[None]]]) -> Sequence[BatchRun]:
+        return run_batches(self.arms, self.state, [batch for batch, _ in todo], self.spec)
+
+    def run(self, begun: BatchRun, variant: None) -> BatchRun:
+        return begun
+
+    def tell_time(self, begun: BatchRun, ran: BatchRun, seconds: float) -> Took:
+        runs = ran.runs
+        tokens = {"cached": int(jnp.sum(runs.cached.lengths)), "uncached_forced": int(jnp.sum(runs.forced.lengths))}
+        return Took(runs.seconds, tokens, {"drafts": runs.drafts})
+
+    def record(self, item: Item, row: int, begun: BatchRun, variant: None, ran: BatchRun) -> Line:
+        found = compare_row(self.arms, item, row, ran, self.spec)
+        broke = found["status"] == "invalid"
+        scored = {
+            arm: make_arm(item, tokens, broke, self.arms.stop_ids, self.tokenizer, self.scoring)
+            for arm, tokens in found["arms"].items()
+        }
+        return {
+            "experiment": "divergence",
+            "problem": item.problem,
+            "key": ["divergence", item.problem],
+            **found,
+            "arms": scored,
+            "label_change": self.scoring.label_change(scored["uncached"]["text"], scored["cached"]["text"], item.gold),
+        }
+
+
+def make_runner(condition: Condition) -> Divergence:
+    """Runs a condition, in its framework."""
+    if condition.options.run.framework == "torch":
+        from jaxkv.torch_path import TorchDivergence
+
+        return TorchDivergence(
+            condition.checkpoint, condition.precision, condition.sampler, condition.spec, condition.task,
+            condition.options.run.attention,
+        )  # fmt: skip
+    tokenizer = condition.checkpoint.tokenizer
+    return Divergence(condition.arms, condition.state, condition.spec, tokenizer, condition.task)

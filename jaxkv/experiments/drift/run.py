@@ -9,9 +9,10 @@ own: equal mathematics in multi-head form. What differs between the two is not t
 """
 
 import dataclasses
+import functools
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,8 +24,9 @@ from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.compare import compare_logits
 from jaxkv.config import ModelConfig
 from jaxkv.decode import Arms, Rollout
-from jaxkv.experiments.batches import Item, RunSpec, plan_batches
+from jaxkv.experiments.batches import Batch, Item, RunSpec
 from jaxkv.experiments.drift.record import FIGURES, SEGMENTS, TENSORS, WATCHED
+from jaxkv.experiments.driver import Condition, Line, Runner, Took
 from jaxkv.experiments.first_difference import Gap, compare_traces, fed_slots, find_first, names_that_fit, split_name
 from jaxkv.experiments.traced_runs import (
     Reference,
@@ -34,6 +36,7 @@ from jaxkv.experiments.traced_runs import (
     require_one_length,
     run_reference,
     shorten,
+    sum_logits,
 )
 from jaxkv.tracing import Trace, TracedArms, trace_cached, trace_uncached
 
@@ -128,13 +131,8 @@ def _measure_grid(gaps: Mapping[str, Gap], row: int, first: int, places: Mapping
 
 
 def _measure_logits(uncached: Rollout, cached: Rollout, row: int, steps: int) -> dict[str, Any]:
-    found = compare_logits(uncached.logits[row], cached.logits[row], steps)
-    return {
-        "kl": float(np.sum(found["kl"])),
-        "flips": int(np.sum(found["flip"])),
-        "max_abs": shorten(max(found["max_abs"], default=0.0)),
-        "bit_equal": int(np.sum(found["bit_equal"])),
-    }
+    found = sum_logits(compare_logits(uncached.logits[row], cached.logits[row], steps))
+    return found | {"max_abs": shorten(found["max_abs"])}
 
 
 def _list_path(gaps: Mapping[str, Gap], row: int, counted: np.ndarray, begin: str | None) -> dict[str, list]:
@@ -149,104 +147,99 @@ def _list_path(gaps: Mapping[str, Gap], row: int, counted: np.ndarray, begin: st
     }
 
 
-def make_record(
-    arms: Arms, item: Item, row: int, reference: Reference, pairs: Mapping[str, Pair], spec: RunSpec
-) -> dict[str, Any]:
-    """The record of one row (jaxkv.experiments.drift.record).
-
-    Args:
-      arms: the programs that were not watched.
-      item: of the row.
-      row: of the batch.
-      reference: the batch.
-      pairs: 'figures', 'walk' and, under grouped-query attention, 'repeated'; none where the batch broke.
-      spec: how it was run.
-    """
-    config, layout = arms.config, reference.layout
-    watched = {f"cached ({name})": pair.cached.run for name, pair in pairs.items()}
-    watched |= {f"uncached ({name})": pair.uncached.run for name, pair in pairs.items()}
-    fault = find_fault(reference, row, watched)
-    record: dict[str, Any] = {
-        "experiment": "drift",
-        "problem": item.problem,
-        "key": ["drift", item.problem],
-        **describe_row(arms, item, row, reference, spec, fault),
-        "heads": {"query": config.num_query_heads, "kv": config.num_kv_heads},
-        "num_layers": config.num_layers,
-        **dict.fromkeys(FIGURES),
-    }
-    if fault or not pairs:
-        return record
-    pair, walk, repeated = pairs["figures"], pairs["walk"], pairs.get("repeated")
-    steps, first = record["steps"], int(reference.rows.first[row])
-    fed = fed_slots(reference.rows, layout, reference.cached.lengths, row)
-    of_prompt = np.arange(layout.slots) < layout.prompt
-    segments = dict(zip(SEGMENTS, (fed & of_prompt, fed & ~of_prompt), strict=True))
-    places = {name: int(counted.sum()) for name, counted in segments.items()}
-    differences = {name: find_first(walk.gaps, row, counted, first) for name, counted in segments.items()}
-    begin = differences["decoded"]
-    name = None if begin is None else begin.op if begin.layer is None else f"{begin.op}.{begin.layer}"
-    record |= {
-        "instrumented_bit_equal": {
-            name: {
-                "cached": count_equal(pairs[name].cached.run, reference.cached, row, steps),
-                "uncached": count_equal(pairs[name].uncached.run, reference.uncached, row, steps),
-            }
-            for name in WATCHED
-        },
-        "places": places,
-        "layers": _measure_layers(pair.gaps, row, segments),
-        "logits": _measure_logits(pair.uncached.run, pair.cached.run, row, steps),
-        "grid": _measure_grid(pair.gaps, row, first, places, config.num_layers),
-        "first": {name: found and found.to_json() for name, found in differences.items()},
-        "path": _list_path(walk.gaps, row, segments["decoded"], name),
-    }
-    if repeated is not None:
-        record["repeated"] = {
-            "layers": _measure_layers(repeated.gaps, row, segments),
-            "logits": _measure_logits(repeated.uncached.run, repeated.cached.run, row, steps),
-        }
-    return record
-
-
-def run_drift(
-    arms: Arms, state: nnx.State, items: Sequence[Item], spec: RunSpec, done: frozenset[int] = frozenset()
-) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
-    """Yields, batch by batch, the records not yet done and their timing.
+class Drift(Runner[Reference, None, dict[str, Pair]]):
+    """Both arms of every problem, watched.
 
     Args:
       arms: the programs, of either regime; they must keep logits.
       state: prepared weights.
-      items: the problems.
       spec: what to run; of it count new_tokens, seed, batch_size, padding and bucket.
-      done: problems that have a record. A batch is run whole if any of its problems lacks one.
 
     Raises:
-      UserError: a prompt that does not fit the context, or an uncached arm of several lengths.
+      UserError: an uncached arm of several lengths.
     """
-    require_one_length(arms, spec, "drift", plain=False)
-    traced = TracedArms(arms)
-    repeated: tuple[TracedArms, nnx.State] | None = None
-    if arms.config.num_kv_heads < arms.config.num_query_heads:
-        config, wide = repeat_kv_heads(arms.config, state)
-        repeated = TracedArms(Arms(config, arms.precision, arms.sampler, arms.stop_ids, tile=arms.tile)), wide
-    for batch in plan_batches(items, spec):
-        if all(item.problem in done for item in batch.items):
-            continue
-        reference = run_reference(arms, state, batch, spec)
-        pairs: dict[str, Pair] = {}
-        if not reference.broken:
-            every = names_that_fit(traced, reference.layout)
-            few = [name for name in every if split_name(name)[0] in TENSORS]
-            pairs = {"figures": trace_pair(traced, state, reference, few)}
-            pairs["walk"] = trace_pair(traced, state, reference, every)
-            if repeated is not None:
-                pairs["repeated"] = trace_pair(*repeated, reference, few)
-        records = [
-            make_record(arms, item, row, reference, pairs, spec)
-            for row, item in enumerate(batch.items)
-            if item.problem not in done
-        ]
-        seconds = pairs["figures"].seconds if pairs else {}
-        tokens = dict.fromkeys(seconds, int(jnp.sum(reference.cached.lengths)))
-        yield records, {"problems": [item.problem for item in batch.items], "seconds": seconds, "tokens": tokens}
+
+    name = "drift"
+
+    def __init__(self, arms: Arms, state: nnx.State, spec: RunSpec):
+        require_one_length(arms, spec, self.name, plain=False)
+        super().__init__(spec, {(): None})
+        self.arms, self.state, self.traced = arms, state, TracedArms(arms)
+
+    @functools.cached_property
+    def _repeated(self) -> tuple[TracedArms, nnx.State] | None:
+        arms = self.arms
+        if arms.config.num_kv_heads == arms.config.num_query_heads:
+            return None
+        config, wide = repeat_kv_heads(arms.config, self.state)
+        return TracedArms(Arms(config, arms.precision, arms.sampler, arms.stop_ids, tile=arms.tile)), wide
+
+    def begin(self, batch: Batch, missing: Sequence[None]) -> Reference:
+        return run_reference(self.arms, self.state, batch, self.spec)
+
+    def run(self, reference: Reference, variant: None) -> dict[str, Pair]:
+        if reference.broken:
+            return {}
+        every = names_that_fit(self.traced, reference.layout)
+        few = [name for name in every if split_name(name)[0] in TENSORS]
+        pairs = {"figures": trace_pair(self.traced, self.state, reference, few)}
+        pairs["walk"] = trace_pair(self.traced, self.state, reference, every)
+        if self._repeated is not None:
+            pairs["repeated"] = trace_pair(*self._repeated, reference, few)
+        return pairs
+
+    def tell_time(self, reference: Reference, pairs: Mapping[str, Pair], seconds: float) -> Took:
+        of_arms = pairs["figures"].seconds if pairs else {}
+        return Took(of_arms, dict.fromkeys(of_arms, int(jnp.sum(reference.cached.lengths))))
+
+    def record(self, item: Item, row: int, reference: Reference, variant: None, pairs: Mapping[str, Pair]) -> Line:
+        config, layout = self.arms.config, reference.layout
+        watched = {f"cached ({name})": pair.cached.run for name, pair in pairs.items()}
+        watched |= {f"uncached ({name})": pair.uncached.run for name, pair in pairs.items()}
+        fault = find_fault(reference, row, watched)
+        record: dict[str, Any] = {
+            "experiment": "drift",
+            "problem": item.problem,
+            "key": ["drift", item.problem],
+            **describe_row(self.arms, item, row, reference, self.spec, fault),
+            "heads": {"query": config.num_query_heads, "kv": config.num_kv_heads},
+            "num_layers": config.num_layers,
+            **dict.fromkeys(FIGURES),
+        }
+        if fault or not pairs:
+            return record
+        pair, walk, repeated = pairs["figures"], pairs["walk"], pairs.get("repeated")
+        steps, first = record["steps"], int(reference.rows.first[row])
+        fed = fed_slots(reference.rows, layout, reference.cached.lengths, row)
+        of_prompt = np.arange(layout.slots) < layout.prompt
+        segments = dict(zip(SEGMENTS, (fed & of_prompt, fed & ~of_prompt), strict=True))
+        places = {name: int(counted.sum()) for name, counted in segments.items()}
+        differences = {name: find_first(walk.gaps, row, counted, first) for name, counted in segments.items()}
+        begin = differences["decoded"]
+        name = None if begin is None else begin.op if begin.layer is None else f"{begin.op}.{begin.layer}"
+        record |= {
+            "instrumented_bit_equal": {
+                name: {
+                    "cached": count_equal(pairs[name].cached.run, reference.cached, row, steps),
+                    "uncached": count_equal(pairs[name].uncached.run, reference.uncached, row, steps),
+                }
+                for name in WATCHED
+            },
+            "places": places,
+            "layers": _measure_layers(pair.gaps, row, segments),
+            "logits": _measure_logits(pair.uncached.run, pair.cached.run, row, steps),
+            "grid": _measure_grid(pair.gaps, row, first, places, config.num_layers),
+            "first": {name: found and found.to_json() for name, found in differences.items()},
+            "path": _list_path(walk.gaps, row, segments["decoded"], name),
+        }
+        if repeated is not None:
+            record["repeated"] = {
+                "layers": _measure_layers(repeated.gaps, row, segments),
+                "logits": _measure_logits(repeated.uncached.run, repeated.cached.run, row, steps),
+            }
+        return record
+
+
+def make_runner(condition: Condition) -> Drift:
+    """Runs a condition."""
+    return Drift(condition.arms, condition.state, condition.spec)

@@ -27,8 +27,7 @@ fp16 aligned            fp16 with both arms through one program of fixed shape: 
 """
 
 import dataclasses
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -40,9 +39,10 @@ from jaxkv.compare import measure_distance
 from jaxkv.config import ModelConfig, Precision, make_precision
 from jaxkv.decode import PAD_ID, Arms, Rollout, start_rollout
 from jaxkv.errors import UserError, nearest
-from jaxkv.experiments.batches import Batch, Item, RunSpec, lay_out, logits_fault, plan_batches
+from jaxkv.experiments.batches import Batch, Item, RunSpec, find_fault, lay_out, timed
 from jaxkv.experiments.cost import measure_cost
 from jaxkv.experiments.divergence.run import BatchRun, compare_row, run_batch
+from jaxkv.experiments.driver import Condition, Line, Runner, Took
 from jaxkv.experiments.truth import Float64Model, Truth, round_weights
 from jaxkv.generate import force, run_cached, run_forced
 from jaxkv.sampling import Sampler
@@ -121,92 +121,38 @@ def follow(arms: Arms, state: nnx.State, truth: Truth, batch: Batch, spec: RunSp
         start_rollout(arms, tokens, rows, layout), lengths=jnp.asarray(truth.lengths, jnp.int32)
     )
     stepwise = spec.uncached == "stepwise"
-    begin = time.perf_counter()
-    cached = jax.block_until_ready(run_cached(arms, state, tokens, force(rows, reference), layout))
-    middle = time.perf_counter()
-    uncached = run_forced(arms, state, reference, rows, layout, spec.uncached_length, stepwise)
-    jax.block_until_ready(uncached)
-    seconds = {"along_cached": middle - begin, "along_uncached": time.perf_counter() - middle}
-    return Along(cached, uncached, seconds)
+    cached, first = timed(run_cached, arms, state, tokens, force(rows, reference), layout)
+    uncached, then = timed(run_forced, arms, state, reference, rows, layout, spec.uncached_length, stepwise)
+    return Along(cached, uncached, {"along_cached": first, "along_uncached": then})
 
 
-def _fault(variant: Variant, truth: Truth, along: Along, ran: BatchRun, row: int) -> dict[str, Any] | None:
-    newest = ran.layout.prompt - int(ran.rows.first[row]) - 1
-    for arm, broke in (
-        ("fp64", truth.broke[variant.param]),
-        ("cached (along fp64)", along.cached.nonfinite_step),
-        ("uncached (along fp64)", along.uncached.nonfinite_step),
-    ):
-        if (step := int(broke[row])) >= 0:
-            return logits_fault(arm, step, newest + step)
-    return None
+@dataclasses.dataclass(frozen=True)
+class Begun:
+    """A batch and its float64 run."""
+
+    batch: Batch
+    truth: Truth
 
 
-def make_record(
-    variant: Variant,
-    arms: Arms,
-    item: Item,
-    row: int,
-    ran: BatchRun,
-    truth: Truth,
-    along: Along,
-    spec: RunSpec,
-) -> dict[str, Any]:
-    """The record of one problem under one variant (jaxkv.experiments.mitigations.record)."""
-    found = compare_row(arms, item, row, ran, spec)
-    fault = found["invalid"] or _fault(variant, truth, along, ran, row)
-    prompt, steps = ran.layout.prompt, int(truth.lengths[row])
-    references = {"given": truth.given, "rounded": truth.rounded[variant.param]}
+@dataclasses.dataclass(frozen=True)
+class Ran:
+    """A variant's arms on their own and along the truth's tokens, and the cost where it was measured."""
 
-    def distances(run: Rollout) -> dict[str, Any]:
-        return {name: measure_distance(logits[row], run.logits[row], steps) for name, logits in references.items()}
-
-    return {
-        "experiment": "mitigations",
-        "problem": item.problem,
-        "variant": variant.name,
-        "key": ["mitigations", item.problem, variant.name],
-        "precision": arms.precision.to_json(),
-        "held": {part: arms.held.to_json()[part] for part in ("param", "operand")},
-        **{name: found[name] for name in ("prompt_tokens", "prompt_sha256", "shapes", "sampling", "headroom")},
-        "status": "invalid" if fault else "ok",
-        "invalid": fault,
-        "tokens": found["arms"] | {"fp64": truth.tokens[row, prompt : prompt + steps].tolist()},
-        "teacher_forced": None if fault else found["teacher_forced"],
-        "free_running": None if fault else found["free_running"],
-        "distance": None
-        if fault
-        else {
-            "cached": distances(along.cached),
-            "uncached": distances(along.uncached),
-            "weights": measure_distance(truth.given[row], references["rounded"][row], steps),
-        },
-    }
+    free: BatchRun
+    along: Along
+    cost: dict[str, Any] | None
 
 
-def run_mitigations(
-    config: ModelConfig,
-    state32: nnx.State,
-    items: Sequence[Item],
-    spec: RunSpec,
-    variants: Sequence[Variant],
-    done: frozenset[tuple[int, str]] = frozenset(),
-    sampler: Sampler | None = None,
-    stop_ids: tuple[int, ...] = (),
-    repeats: int = 5,
-    backend: str | None = None,
-) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
-    """Yields, batch by batch and variant by variant, the records not yet done and their timing.
+class Mitigations(Runner[Begun, Variant, Ran]):
+    """Every variant of every problem, beside a float64 run.
 
     Args:
       config: architecture.
       state32: weights as the checkpoint gives them, in fp32. They stay on the device; at most one variant's copy, or
         two of float64, lie beside them.
-      items: the problems.
       spec: what to run; its controls and its stepwise problems are left to the divergence experiment. The aligned
         regime has the padded uncached length whatever it says.
       variants: what to compare, names apart.
-      done: (problem, variant) pairs that have a record; a batch is run whole if any of its problems lacks one.
       sampler: how tokens are chosen.
       stop_ids: token ids that end a row.
       repeats: timed runs for the cost, which each process measures once a variant, on the first batch it runs with it;
@@ -214,52 +160,106 @@ def run_mitigations(
       backend: as for Arms.
 
     Raises:
-      UserError: two variants of one name, x64 is on already, or a prompt that does not fit the context.
+      UserError: two variants of one name, or x64 is on already.
     """
-    if jax.config.read("jax_enable_x64"):
-        raise UserError("mitigations turn float64 on by themselves, for the truth alone; leave --precision=fp64 out")
-    names = [variant.name for variant in variants]
-    if len(set(names)) < len(names):
-        raise UserError(f"variants {', '.join(names)} name one twice; drop it")
-    spec = dataclasses.replace(spec, control_problems=0, stepwise_problems=0, truth_problems=0)
-    programs = {v.name: Arms(config, v.precision, sampler, stop_ids, tile=v.tile, backend=backend) for v in variants}
-    reference = Float64Model(config, sampler, stop_ids)
-    costed: set[str] = set()
-    for batch in plan_batches(items, spec):
-        missing = [v for v in variants if any((item.problem, v.name) not in done for item in batch.items)]
-        if not missing:
-            continue
-        layout, tokens, rows = lay_out(batch, spec, config)  # the same whatever is missing
-        truth = reference.run(state32, tokens, rows, layout, frozenset(v.param for v in missing))
-        for variant in missing:
-            arms = programs[variant.name]
-            state = hold(arms, state32)
-            ours = spec if variant.tile is None else dataclasses.replace(spec, uncached_length="padded")
-            ran = run_batch(arms, state, batch, ours)
-            along = follow(arms, state, truth, batch, ours)
-            records = [
-                make_record(variant, arms, item, row, ran, truth, along, ours)
-                for row, item in enumerate(batch.items)
-                if (item.problem, variant.name) not in done
-            ]
-            cost = None
-            if repeats and variant.name not in costed:
-                costed.add(variant.name)
-                layout, tokens, rows = lay_out(batch, ours, config, variant.tile)
-                cost = measure_cost(arms, state, tokens, rows, layout, repeats, backend)
-            del state
-            yield (
-                records,
-                {
-                    "experiment": "mitigations",
-                    "variant": variant.name,
-                    "problems": [item.problem for item in batch.items],
-                    "seconds": ran.runs.seconds | along.seconds,
-                    "tokens": {
-                        "cached": int(np.sum(ran.runs.cached.lengths)),
-                        "uncached_forced": int(np.sum(ran.runs.forced.lengths)),
-                    },
-                    "drafts": ran.runs.drafts,
-                    "cost": cost,
-                },
+
+    name = "mitigations"
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        state32: nnx.State,
+        spec: RunSpec,
+        variants: Sequence[Variant],
+        sampler: Sampler | None = None,
+        stop_ids: tuple[int, ...] = (),
+        repeats: int = 5,
+        backend: str | None = None,
+    ):
+        if jax.config.read("jax_enable_x64"):
+            raise UserError(
+                "mitigations turn float64 on by themselves, for the truth alone; leave --precision=fp64 out"
             )
+        names = [variant.name for variant in variants]
+        if len(set(names)) < len(names):
+            raise UserError(f"variants {', '.join(names)} name one twice; drop it")
+        spec = dataclasses.replace(spec, control_problems=0, stepwise_problems=0, truth_problems=0)
+        super().__init__(spec, {(variant.name,): variant for variant in variants})
+        self.config, self.state32, self.repeats, self.backend = config, state32, repeats, backend
+        self.programs = {
+            v.name: Arms(config, v.precision, sampler, stop_ids, tile=v.tile, backend=backend) for v in variants
+        }
+        self.float64 = Float64Model(config, sampler, stop_ids)
+        self.costed: set[str] = set()
+
+    def _spec(self, variant: Variant) -> RunSpec:
+        return self.spec if variant.tile is None else dataclasses.replace(self.spec, uncached_length="padded")
+
+    def begin(self, batch: Batch, missing: Sequence[Variant]) -> Begun:
+        layout, tokens, rows = lay_out(batch, self.spec, self.config)  # the same whatever is missing
+        params = frozenset(variant.param for variant in missing)
+        return Begun(batch, self.float64.run(self.state32, tokens, rows, layout, params))
+
+    def run(self, begun: Begun, variant: Variant) -> Ran:
+        arms, spec = self.programs[variant.name], self._spec(variant)
+        state = hold(arms, self.state32)
+        ran = run_batch(arms, state, begun.batch, spec)
+        along = follow(arms, state, begun.truth, begun.batch, spec)
+        cost = None
+        if self.repeats and variant.name not in self.costed:
+            self.costed.add(variant.name)
+            layout, tokens, rows = lay_out(begun.batch, spec, self.config, variant.tile)
+            cost = measure_cost(arms, state, tokens, rows, layout, self.repeats, self.backend)
+        return Ran(ran, along, cost)
+
+    def tell_time(self, begun: Begun, ran: Ran, seconds: float) -> Took:
+        runs = ran.free.runs
+        tokens = {"cached": int(np.sum(runs.cached.lengths)), "uncached_forced": int(np.sum(runs.forced.lengths))}
+        return Took(runs.seconds | ran.along.seconds, tokens, {"drafts": runs.drafts, "cost": ran.cost})
+
+    def record(self, item: Item, row: int, begun: Begun, variant: Variant, ran: Ran) -> Line:
+        arms, truth, along = self.programs[variant.name], begun.truth, ran.along
+        found = compare_row(arms, item, row, ran.free, self._spec(variant))
+        steps_of = [
+            ("fp64", truth.broke[variant.param], None),
+            ("cached (along fp64)", along.cached.nonfinite_step, None),
+            ("uncached (along fp64)", along.uncached.nonfinite_step, None),
+        ]
+        newest = ran.free.layout.prompt - int(ran.free.rows.first[row]) - 1
+        fault = found["invalid"] or find_fault(row, newest, steps_of)
+        prompt, steps = ran.free.layout.prompt, int(truth.lengths[row])
+        references = {"given": truth.given, "rounded": truth.rounded[variant.param]}
+
+        def distances(run: Rollout) -> dict[str, Any]:
+            return {name: measure_distance(logits[row], run.logits[row], steps) for name, logits in references.items()}
+
+        return {
+            "experiment": "mitigations",
+            "problem": item.problem,
+            "variant": variant.name,
+            "key": ["mitigations", item.problem, variant.name],
+            "precision": arms.precision.to_json(),
+            "held": {part: arms.held.to_json()[part] for part in ("param", "operand")},
+            **{name: found[name] for name in ("prompt_tokens", "prompt_sha256", "shapes", "sampling", "headroom")},
+            "status": "invalid" if fault else "ok",
+            "invalid": fault,
+            "tokens": found["arms"] | {"fp64": truth.tokens[row, prompt : prompt + steps].tolist()},
+            "teacher_forced": None if fault else found["teacher_forced"],
+            "free_running": None if fault else found["free_running"],
+            "distance": None
+            if fault
+            else {
+                "cached": distances(along.cached),
+                "uncached": distances(along.uncached),
+                "weights": measure_distance(truth.given[row], references["rounded"][row], steps),
+            },
+        }
+
+
+def make_runner(condition: Condition) -> Mitigations:
+    """Runs a condition, whose weights are in fp32: variants round them to policies of their own."""
+    checkpoint = condition.checkpoint
+    return Mitigations(
+        checkpoint.config, checkpoint.state, condition.spec, make_variants(condition.tile), condition.sampler,
+        checkpoint.tokenizer.eos_ids,
+    )  # fmt: skip

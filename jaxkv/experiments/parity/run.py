@@ -24,13 +24,15 @@ from jaxkv.cache import KVCache, empty_cache
 from jaxkv.checkpoints.checkpoint import Checkpoint
 from jaxkv.compare import compare_logits
 from jaxkv.decode import COMPILER_OPTIONS, Arms, Layout, Rollout, Rows, slot_positions, start_rollout
-from jaxkv.experiments.batches import Batch, Item, RunSpec, describe_setting, lay_out, logits_fault, plan_batches
+from jaxkv.experiments.batches import Batch, Item, RunSpec, describe_setting, find_fault, lay_out
+from jaxkv.experiments.driver import Condition, Line, Runner, Took
 from jaxkv.experiments.parity.record import CELLS, PAIRS
 from jaxkv.generate import force, run_cached, run_forced
 from jaxkv.torch_model import describe_torch, true_fp32
 from jaxkv.torch_path import GROWING, Give, TorchArms
 
 RESID = "resid_pre."
+UNCACHED = ("jax uncached", "torch uncached")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,103 +239,103 @@ def compare_cells(logits: Mapping[str, np.ndarray], resid: Mapping[str, np.ndarr
     }
 
 
-def run_parity(
-    arms: Arms,
-    state: nnx.State,
-    checkpoint: Checkpoint,
-    items: Sequence[Item],
-    spec: RunSpec,
-    attention: str = "eager",
-    done: frozenset[int] = frozenset(),
-    torch_uncached: str = GROWING,
-    device: str | None = None,
-) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
-    """Yields, batch by batch, the records not yet done and the batch's timing.
+@dataclasses.dataclass(frozen=True)
+class Ran:
+    """The four cells of a batch, each framework's audit of every row, and the wall time of each."""
+
+    cells: dict[str, Cell]
+    reference: Rollout
+    findings: list[tuple[Finding, Finding]]
+    layout: Layout
+    rows: Rows
+    seconds: dict[str, float]
+
+
+class Parity(Runner[Batch, None, Ran]):
+    """Both arms of every problem in both frameworks.
 
     Args:
       arms: JAX's programs, of the plain regime; they must keep logits.
       state: their prepared weights.
       checkpoint: the same model for PyTorch.
-      items: the problems.
       spec: `new_tokens`, `seed`, `batch_size`, `padding` and `bucket` count; both frameworks pad a batch alike.
       attention: 'eager' or 'sdpa'.
-      done: problems that have a record; a batch is run whole if any of its problems lacks one.
       torch_uncached: rows of PyTorch's uncached arm: 'growing', 'padded' or 'bucket:M'.
       device: where PyTorch runs; None takes a GPU where there is one.
 
     Raises:
-      UserError: what transformers cannot compute, or a prompt that does not fit the context.
+      UserError: what transformers cannot compute.
       ValueError: arms of the aligned regime.
     """
-    batches = [b for b in plan_batches(items, spec) if any(item.problem not in done for item in b.items)]
-    if not batches:
-        return
-    watched, theirs = Watched(arms), TorchArms(checkpoint, arms.precision, arms.sampler, attention, device)
-    origin = {
-        "attention": attention,
-        "versions": describe_torch()["versions"],
-        "torch_uncached": torch_uncached,
-    }
-    for batch in batches:
+
+    name = "parity"
+
+    def __init__(
+        self,
+        arms: Arms,
+        state: nnx.State,
+        checkpoint: Checkpoint,
+        spec: RunSpec,
+        attention: str = "eager",
+        torch_uncached: str = GROWING,
+        device: str | None = None,
+    ):
+        super().__init__(spec, {(): None})
+        self.arms, self.state, self.watched = arms, state, Watched(arms)
+        self._torch = checkpoint, arms.precision, arms.sampler, attention, device
+        self.origin = {
+            "attention": attention,
+            "versions": describe_torch()["versions"],
+            "torch_uncached": torch_uncached,
+        }
+
+    @functools.cached_property
+    def theirs(self) -> TorchArms:
+        """PyTorch's arms."""
+        return TorchArms(*self._torch)
+
+    def begin(self, batch: Batch, missing: Sequence[None]) -> Batch:
+        return batch
+
+    def run(self, batch: Batch, variant: None) -> Ran:
         begin = time.perf_counter()
-        cells, reference, findings, layout, rows = run_jax(watched, state, batch, spec)
+        cells, reference, ours, layout, rows = run_jax(self.watched, self.state, batch, self.spec)
         middle = time.perf_counter()
-        more, torch_findings = run_torch(theirs, reference, batch, spec, torch_uncached)
+        more, theirs = run_torch(self.theirs, reference, batch, self.spec, self.origin["torch_uncached"])
         seconds = {"jax": middle - begin, "torch": time.perf_counter() - middle}
-        records = [
-            _make_record(
-                arms, item, row, cells | more, reference, (findings[row], torch_findings[row]), layout, rows, spec
+        return Ran(cells | more, reference, list(zip(ours, theirs, strict=True)), layout, rows, seconds)
+
+    def tell_time(self, batch: Batch, ran: Ran, seconds: float) -> Took:
+        return Took(ran.seconds, {"jax": int(ran.reference.lengths.sum())})
+
+    def record(self, item: Item, row: int, batch: Batch, variant: None, ran: Ran) -> Line:
+        cells, reference, layout, rows, findings = ran.cells, ran.reference, ran.layout, ran.rows, ran.findings[row]
+        first, steps = int(rows.first[row]), int(reference.lengths[row])
+        audits = dict(zip(CELLS, (findings[0], findings[0], findings[1], findings[1]), strict=True))
+        steps_of = [(cell, cells[cell].broke, audits[cell]) for cell in CELLS]
+        fault = find_fault(row, layout.prompt - first - 1, steps_of, [(cell, audits[cell]) for cell in UNCACHED])
+        found: dict[str, Any] = dict.fromkeys(("choices", "pairs", "cosine", "layers"))
+        if fault is None:
+            found = compare_cells(
+                {cell: values.logits[row] for cell, values in cells.items()},
+                {cell: values.resid[:, row] for cell, values in cells.items()},
+                steps,
             )
-            | origin
-            for row, item in enumerate(batch.items)
-            if item.problem not in done
-        ]
-        tokens = int(reference.lengths.sum())
-        yield records, {"problems": [i.problem for i in batch.items], "seconds": seconds, "tokens": {"jax": tokens}}
+            equal = {cell: int(values.bit_equal[row, :steps].sum()) for cell, values in cells.items()}
+            found["layers"] = {"bit_equal": equal, "distance": found.pop("distance")}
+        padded = dataclasses.replace(self.spec, uncached_length="padded")  # whatever length PyTorch's uncached arm has
+        return {
+            "experiment": "parity",
+            "problem": item.problem,
+            "key": ["parity", item.problem],
+            **describe_setting(self.arms, item, layout, first, findings[0], padded, fault),
+            "tokens": reference.tokens[row, layout.prompt : layout.prompt + steps].tolist(),
+            **found,
+            **self.origin,
+        }
 
 
-def _find_fault(
-    cells: Mapping[str, Cell], findings: tuple[Finding, Finding], row: int, newest: int
-) -> dict[str, Any] | None:
-    for cell in CELLS:
-        if (step := int(cells[cell].broke[row])) >= 0:
-            audit = findings[0 if cell.startswith("jax") else 1].invalid
-            return logits_fault(cell, step, newest + step) | (audit or {})
-    for cell, finding in zip(("jax uncached", "torch uncached"), findings, strict=True):
-        if finding.invalid is not None:
-            return {"arm": cell, "step": None} | finding.invalid
-    return None
-
-
-def _make_record(
-    arms: Arms,
-    item: Item,
-    row: int,
-    cells: Mapping[str, Cell],
-    reference: Rollout,
-    findings: tuple[Finding, Finding],
-    layout: Layout,
-    rows: Rows,
-    spec: RunSpec,
-) -> dict[str, Any]:
-    """The record of one problem (jaxkv.experiments.parity.record), but for what PyTorch is."""
-    first, steps = int(rows.first[row]), int(reference.lengths[row])
-    fault = _find_fault(cells, findings, row, layout.prompt - first - 1)
-    found: dict[str, Any] = dict.fromkeys(("choices", "pairs", "cosine", "layers"))
-    if fault is None:
-        found = compare_cells(
-            {cell: values.logits[row] for cell, values in cells.items()},
-            {cell: values.resid[:, row] for cell, values in cells.items()},
-            steps,
-        )
-        equal = {cell: int(values.bit_equal[row, :steps].sum()) for cell, values in cells.items()}
-        found["layers"] = {"bit_equal": equal, "distance": found.pop("distance")}
-    padded = dataclasses.replace(spec, uncached_length="padded")  # whatever length PyTorch's uncached arm has
-    return {
-        "experiment": "parity",
-        "problem": item.problem,
-        "key": ["parity", item.problem],
-        **describe_setting(arms, item, layout, first, findings[0], padded, fault),
-        "tokens": reference.tokens[row, layout.prompt : layout.prompt + steps].tolist(),
-        **found,
-    }
+def make_runner(condition: Condition) -> Parity:
+    """Runs a condition."""
+    attention = condition.options.run.attention
+    return Parity(condition.plain, condition.state, condition.checkpoint, condition.spec, attention)

@@ -10,8 +10,7 @@ kinds of values are patched are arguments: a grid of layers and positions compil
 
 import dataclasses
 import itertools
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,7 +21,8 @@ from flax import nnx
 from jaxkv.compare import compare_logits
 from jaxkv.decode import PAD_ID, Arms, Layout, Rollout, Rows
 from jaxkv.drafts import first_disagreement, free_stepwise
-from jaxkv.experiments.batches import Item, RunSpec, plan_batches
+from jaxkv.experiments.batches import Batch, Item, RunSpec, taken
+from jaxkv.experiments.driver import Condition, Line, Runner
 from jaxkv.experiments.patching.record import (
     CONTROLS,
     COUNTS,
@@ -184,16 +184,13 @@ def _follow(sides: Sides, patched: Rollout, reference: Reference, row: int) -> d
     if sides.free is None or parted >= int(reference.cached.lengths[row]):
         return None
 
-    def taken(run: Rollout) -> np.ndarray:
-        return np.asarray(run.tokens)[row, prompt : prompt + int(run.lengths[row])]
-
-    own = taken(sides.free.run)
+    own = taken(sides.free.run, row, prompt)
     if sides.direction != INTO_CACHED:
         until = int(first_disagreement(patched, prompt)[row])
         return {"steps": len(own), "parted": parted, "until": until if until < len(own) else None, "agreeing": None}
-    tokens = taken(patched)
+    tokens = taken(patched, row, prompt)
     shared = min(len(own), len(tokens))
-    same = own[:shared] == tokens[:shared]
+    same = np.equal(own[:shared], tokens[:shared])
     until = shared if same.all() else int(np.argmin(same))
     return {
         "steps": len(own),
@@ -264,112 +261,103 @@ def _find_patched_fault(reference: Reference, row: int, sides: Sides, patched: P
     return find_fault(reference, row, runs if patched.free is None else runs | {"patched (free)": patched.free})
 
 
-def make_record(
-    arms: Arms, item: Item, row: int, reference: Reference, spec: RunSpec, direction: str, patch: str,
-    sides: Sides | None, patched: Patched | None,
-) -> dict[str, Any]:  # fmt: skip
-    """The record of one row, direction and patch (jaxkv.experiments.patching.record)."""
-    config = arms.config
-    if sides is None or patched is None:
-        fault = find_fault(reference, row, {})
-    else:
-        fault = _find_patched_fault(reference, row, sides, patched)
-    record: dict[str, Any] = {
-        "experiment": "patching",
-        "problem": item.problem,
-        "key": ["patching", item.problem, direction, patch],
-        "direction": direction,
-        "patch": patch,
-        **describe_row(arms, item, row, reference, spec, fault),
-        "heads": {"query": config.num_query_heads, "kv": config.num_kv_heads},
-        "num_layers": config.num_layers,
-        **dict.fromkeys(FIGURES),
-    }
-    if fault or sides is None or patched is None or (gap := sides.gaps[row]) is None:
-        return record
-    steps, first = record["steps"], int(reference.rows.first[row])
-    watched = {"cached": sides.base.run, "uncached": sides.donor.run}
-    if direction != INTO_CACHED:
-        watched = {"cached": sides.donor.run, "uncached": sides.base.run}
-    record |= {
-        "instrumented_bit_equal": {
-            "cached": count_equal(watched["cached"], reference.cached, row, steps),
-            "uncached": count_equal(watched["uncached"], reference.uncached, row, steps),
-        },
-        "gap": {
-            "kl": float(np.sum(gap["kl"])),
-            "flips": int(np.sum(gap["flip"])),
-            "bit_equal": int(np.sum(gap["bit_equal"])),
-        },
-        "all": patched.everywhere.figures[row],
-        "unchanged": patched.everywhere.unchanged[row],
-        "trajectory": None if patched.free is None else _follow(sides, patched.free, reference, row),
-    }
+@dataclasses.dataclass(frozen=True)
+class Begun:
+    """A batch before it is patched; `sides` are by direction, none where the batch broke."""
 
-    def column(outcomes: Sequence[Outcome], name: str) -> list[Any]:
-        return [figures[name] for outcome in outcomes if (figures := outcome.figures[row]) is not None]
-
-    if patched.layers:
-        names = ("kl", *COUNTS)
-        record["by_layer"] = {"layer": patched.layers} | {name: column(patched.by_layer, name) for name in names}
-    if patched.grid:
-        record["grid"] = {
-            "layer": patched.grid_layers,
-            "bins": [[max(a - first, 0), max(b - first, 0)] for a, b in patched.bins],
-            "kl": [column(line, "kl") for line in patched.grid],
-        }
-    return record
+    reference: Reference
+    patcher: Patcher
+    sides: dict[str, Sides]
 
 
-def run_patching(
-    arms: Arms,
-    state: nnx.State,
-    items: Sequence[Item],
-    spec: RunSpec,
-    done: frozenset[tuple[int, str, str]] = frozenset(),
-    max_layers: int = 16,
-    position_bins: int = 4,
-) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
-    """Yields, batch by batch and patch by patch, the records not yet done and their timing.
+class Patching(Runner[Begun, tuple[str, str], Patched | None]):
+    """Every patch of every problem, in both directions.
 
     Args:
       arms: the plain programs; they must keep logits.
       state: prepared weights.
-      items: the problems.
       spec: what to run; of it count new_tokens, seed, batch_size, padding and bucket.
-      done: (problem, direction, patch) that have a record. A batch is run whole if any of its problems lacks one.
       max_layers: most layers that are patched one at a time; spread evenly if there are more.
       position_bins: columns of the grid, 0 for no grid. It has half as many layers.
 
     Raises:
-      UserError: a prompt that does not fit the context, or arms of the aligned regime.
+      UserError: arms of the aligned regime, or an uncached arm of several lengths.
     """
-    require_one_length(arms, spec, "patching", plain=True)
-    traced = TracedArms(arms)
-    for batch in plan_batches(items, spec):
-        todo = [
-            (direction, patch)
-            for direction in DIRECTIONS
-            for patch in PATCHES
-            if any((item.problem, direction, patch) not in done for item in batch.items)
-        ]
-        if not todo:
-            continue
-        reference = run_reference(arms, state, batch, spec)
-        sides: dict[str, Sides] = {}
-        patcher = Patcher(traced, state, reference.layout)
-        if not reference.broken:
-            sides = open_sides(patcher, arms, reference)
-        for direction, patch in todo:
-            begin = time.perf_counter()
-            side, patched = sides.get(direction), None
-            if side is not None:
-                patched = run_patch(patcher, side, patch, reference, max_layers, position_bins)
-            records = [
-                make_record(arms, item, row, reference, spec, direction, patch, side, patched)
-                for row, item in enumerate(batch.items)
-                if (item.problem, direction, patch) not in done
-            ]
-            seconds = {"patched": time.perf_counter() - begin}
-            timing = {"problems": [item.problem for item in batch.items], "direction": direction, "patch": patch}
-            yield records, timing | {"seconds": seconds}
+
+    name = "patching"
+
+    def __init__(self, arms: Arms, state: nnx.State, spec: RunSpec, max_layers: int = 16, position_bins: int = 4):
+        require_one_length(arms, spec, self.name, plain=True)
+        super().__init__(spec, {pair: pair for pair in itertools.product(DIRECTIONS, PATCHES)})
+        self.arms, self.state, self.traced = arms, state, TracedArms(arms)
+        self.max_layers, self.position_bins = max_layers, position_bins
+
+    def begin(self, batch: Batch, missing: Sequence[tuple[str, str]]) -> Begun:
+        reference = run_reference(self.arms, self.state, batch, self.spec)
+        patcher = Patcher(self.traced, self.state, reference.layout)
+        return Begun(reference, patcher, {} if reference.broken else open_sides(patcher, self.arms, reference))
+
+    def run(self, begun: Begun, variant: tuple[str, str]) -> Patched | None:
+        direction, patch = variant
+        if (sides := begun.sides.get(direction)) is None:
+            return None
+        return run_patch(begun.patcher, sides, patch, begun.reference, self.max_layers, self.position_bins)
+
+    def record(self, item: Item, row: int, begun: Begun, variant: tuple[str, str], patched: Patched | None) -> Line:
+        config, reference, (direction, patch) = self.arms.config, begun.reference, variant
+        sides = begun.sides.get(direction)
+        if sides is None or patched is None:
+            fault = find_fault(reference, row, {})
+        else:
+            fault = _find_patched_fault(reference, row, sides, patched)
+        record: dict[str, Any] = {
+            "experiment": "patching",
+            "problem": item.problem,
+            "key": ["patching", item.problem, direction, patch],
+            "direction": direction,
+            "patch": patch,
+            **describe_row(self.arms, item, row, reference, self.spec, fault),
+            "heads": {"query": config.num_query_heads, "kv": config.num_kv_heads},
+            "num_layers": config.num_layers,
+            **dict.fromkeys(FIGURES),
+        }
+        if fault or sides is None or patched is None or (gap := sides.gaps[row]) is None:
+            return record
+        steps, first = record["steps"], int(reference.rows.first[row])
+        watched = {"cached": sides.base.run, "uncached": sides.donor.run}
+        if direction != INTO_CACHED:
+            watched = {"cached": sides.donor.run, "uncached": sides.base.run}
+        record |= {
+            "instrumented_bit_equal": {
+                "cached": count_equal(watched["cached"], reference.cached, row, steps),
+                "uncached": count_equal(watched["uncached"], reference.uncached, row, steps),
+            },
+            "gap": {
+                "kl": float(np.sum(gap["kl"])),
+                "flips": int(np.sum(gap["flip"])),
+                "bit_equal": int(np.sum(gap["bit_equal"])),
+            },
+            "all": patched.everywhere.figures[row],
+            "unchanged": patched.everywhere.unchanged[row],
+            "trajectory": None if patched.free is None else _follow(sides, patched.free, reference, row),
+        }
+
+        def column(outcomes: Sequence[Outcome], name: str) -> list[Any]:
+            return [figures[name] for outcome in outcomes if (figures := outcome.figures[row]) is not None]
+
+        if patched.layers:
+            names = ("kl", *COUNTS)
+            record["by_layer"] = {"layer": patched.layers} | {name: column(patched.by_layer, name) for name in names}
+        if patched.grid:
+            record["grid"] = {
+                "layer": patched.grid_layers,
+                "bins": [[max(a - first, 0), max(b - first, 0)] for a, b in patched.bins],
+                "kl": [column(line, "kl") for line in patched.grid],
+            }
+        return record
+
+
+def make_runner(condition: Condition) -> Patching:
+    """Runs a condition."""
+    controls = condition.options.controls
+    return Patching(condition.plain, condition.state, condition.spec, controls.patch_layers, controls.patch_bins)

@@ -7,8 +7,7 @@ one pass over the text would hide. The uncached arm is fed the same tokens.
 
 import dataclasses
 import functools
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,18 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxkv.audit import audit_rows
 from jaxkv.checkpoints.tokenizer import AnyTokenizer
 from jaxkv.compare import compare_logits
 from jaxkv.config import ModelConfig
 from jaxkv.decode import Arms, Layout, Rows, make_layout, make_rows
 from jaxkv.errors import UserError
 from jaxkv.experiments import cache_measures
-from jaxkv.experiments.batches import Item, RunSpec
-from jaxkv.experiments.changes import Change, change_cache, list_missing, list_runs
+from jaxkv.experiments.batches import Batch, Item, RunSpec, timed
+from jaxkv.experiments.changes import Change, change_cache, list_runs, read_changes
+from jaxkv.experiments.driver import Condition, Line, Runner, Took
 from jaxkv.experiments.perplexity.record import FIGURES
-from jaxkv.experiments.traced_runs import Reference, describe_row, find_fault
-from jaxkv.generate import force, run_cached_keeping, run_forced
+from jaxkv.experiments.traced_runs import Reference, describe_row, find_fault, make_reference, sum_logits
+from jaxkv.generate import run_cached_keeping, run_forced
 from jaxkv.tasks.perplexity import Window
 
 
@@ -96,89 +95,18 @@ class Ran:
     Attributes:
       both: the arms.
       cache: what the cached one ends with.
+      seconds: wall time of the arms that were run for it.
       saturated: [B, 3] elements that its quantizer's format cannot hold (cache_measures.count_saturated), or None.
     """
 
     both: Reference
     cache: Any
+    seconds: dict[str, float]
     saturated: np.ndarray | None = None
 
 
-def run_windows(arms: Arms, state: nnx.State, windows: Sequence[Window], spec: RunSpec) -> tuple[Ran, dict[str, float]]:
-    """Both arms along a batch of windows, audited, and the wall time of each."""
-    layout, tokens, rows = lay_out_windows(windows, spec, arms.config, arms.tile)
-    begin = time.perf_counter()
-    cached, cache = jax.block_until_ready(run_cached_keeping(arms, state, tokens, rows, layout))
-    middle = time.perf_counter()
-    stepwise = spec.uncached == "stepwise"
-    uncached = jax.block_until_ready(run_forced(arms, state, cached, rows, layout, spec.uncached_length, stepwise))
-    seconds = {"cached": middle - begin, "uncached": time.perf_counter() - middle}
-    findings = audit_rows(arms, state, cached, rows)
-    text = np.asarray(cached.tokens)
-    return Ran(Reference(layout, rows, force(rows, cached), text, cached, uncached, findings), cache), seconds
-
-
-def run_changed(arms: Arms, state: nnx.State, change: Change, seed: int, clean: Ran) -> tuple[Ran, dict[str, float]]:
-    """The cached arm with a changed cache in place of the clean one, and its wall time."""
-    assert change.what is not None
-    changed, both = change_cache(arms, change.intervention(seed)), clean.both
-    begin = time.perf_counter()
-    cached, cache = jax.block_until_ready(run_cached_keeping(changed, state, both.text, both.forced, both.layout))
-    seconds = {"cached": time.perf_counter() - begin}
-    saturated = cache_measures.count_saturated(change.what, clean.cache, cache)
-    return Ran(dataclasses.replace(both, cached=cached), cache, saturated), seconds
-
-
-def make_record(
-    arms: Arms, window: Window, row: int, ran: Ran, spec: RunSpec, change: Change, seed: int
-) -> dict[str, Any]:
-    """The record of one window (jaxkv.experiments.perplexity.record)."""
-    both, context, tokens = ran.both, len(window.context), len(window.scored)
-    fault = find_fault(both, row, {})
-    if fault is None and change.what is not None:
-        fault = cache_measures.find_fault("cached", ran.cache, row)
-    item = Item(window.index, window.context, "")
-    written = context + tokens - 1  # the last token is fed to nobody
-    record: dict[str, Any] = {
-        "experiment": "perplexity",
-        "problem": window.index,
-        "change": change.name,
-        "seed": seed,
-        "key": ["perplexity", window.index, change.name, seed],
-        "spec": change.describe(arms.config.head_dim),
-        **describe_row(arms, item, row, both, spec, fault),
-        "tokens": tokens,
-        "bytes": window.bytes,
-        "words": window.words,
-        **dict.fromkeys(FIGURES),
-        "cache": cache_measures.measure_cache(change.what, arms.config, arms.precision, ran.cache, written, context),
-        "saturated": cache_measures.describe_saturated(ran.saturated, row),
-    }
-    if fault:
-        return record
-    found = compare_logits(both.uncached.logits[row], both.cached.logits[row], tokens)
-    runs = {"cached": both.cached, "uncached": both.uncached}
-    return record | {
-        "nats": {arm: float(np.sum(score_tokens(run.logits[row], window.scored))) for arm, run in runs.items()},
-        "logits": {
-            "kl": float(np.sum(found["kl"])),
-            "flips": int(np.sum(found["flip"])),
-            "max_abs": float(np.max(found["max_abs"])),
-            "bit_equal": int(np.sum(found["bit_equal"])),
-        },
-    }
-
-
-def run_perplexity(
-    arms: Arms,
-    state: nnx.State,
-    windows: Sequence[Window],
-    spec: RunSpec,
-    changes: Sequence[Change] = (Change(None),),
-    seeds: Sequence[int] = (0,),
-    done: frozenset[tuple[int, str, int]] = frozenset(),
-) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
-    """Yields, batch by batch and change by change, the records not yet done and their timing.
+class Perplexity(Runner[Ran, tuple[Change, int], Ran]):
+    """Every window of a text under every change and seed. The arms as they are run once a batch, whatever is asked for.
 
     Args:
       arms: the programs, of either regime; they must keep logits.
@@ -186,44 +114,97 @@ def run_perplexity(
       windows: all of one context length (jaxkv.tasks.perplexity.plan_windows).
       spec: what to run; of it count new_tokens, at least the tokens scored in a window, batch_size, bucket,
         uncached_length and uncached.
-      changes: of the cached arm's cache. The arms as they are run once a batch, whatever is asked for.
+      changes: of the cached arm's cache.
       seeds: of the errors.
-      done: (window, change, seed) that have a record; a batch is run whole if any of its windows lacks one.
 
     Raises:
-      UserError: a window that does not fit the context, a text with a stop token in it, or a change in the aligned
-        regime.
+      UserError: a text with a stop token in it.
     """
-    stops = set(arms.stop_ids)
-    for window in windows:
-        if stops & set(window.scored[:-1]):
-            raise UserError(
-                f"window {window.index} holds a token that ends a text ({min(stops & set(window.scored))}); take "
-                "spelled-out special tokens out of the text"
-            )
-    wanted = list_runs(changes, seeds)
-    for begin in range(0, len(windows), spec.batch_size):
-        batch = windows[begin : begin + spec.batch_size]
-        missing = list_missing(wanted, (window.index for window in batch), done)
-        if not missing:
-            continue
-        clean, clean_seconds = run_windows(arms, state, batch, spec)
-        for change, seed in missing:
-            ran, seconds = clean, clean_seconds
-            if change.what is not None:
-                ran, seconds = run_changed(arms, state, change, seed, clean)
-            records = [
-                make_record(arms, window, row, ran, spec, change, seed)
-                for row, window in enumerate(batch)
-                if (window.index, change.name, seed) not in done
-            ]
-            yield (
-                records,
-                {
-                    "change": change.name,
-                    "seed": seed,
-                    "problems": [window.index for window in batch],
-                    "seconds": seconds,
-                    "tokens": dict.fromkeys(seconds, sum(len(window.scored) for window in batch)),
-                },
-            )
+
+    name = "perplexity"
+    grows = True
+
+    def __init__(
+        self,
+        arms: Arms,
+        state: nnx.State,
+        windows: Sequence[Window],
+        spec: RunSpec,
+        changes: Sequence[Change] = (Change(None),),
+        seeds: Sequence[int] = (0,),
+    ):
+        super().__init__(spec, list_runs(changes, seeds))
+        self.arms, self.state, self.windows = arms, state, {window.index: window for window in windows}
+        stops = set(arms.stop_ids)
+        for window in windows:
+            if stops & set(window.scored[:-1]):
+                raise UserError(
+                    f"window {window.index} holds a token that ends a text ({min(stops & set(window.scored))}); take "
+                    "spelled-out special tokens out of the text"
+                )
+
+    @property
+    def items(self) -> list[Item]:
+        """The windows as problems."""
+        return [Item(window.index, window.context, "") for window in self.windows.values()]
+
+    def begin(self, batch: Batch, missing: Sequence[tuple[Change, int]] = ()) -> Ran:
+        windows, arms, spec = [self.windows[item.problem] for item in batch.items], self.arms, self.spec
+        layout, tokens, rows = lay_out_windows(windows, spec, arms.config, arms.tile)
+        (cached, cache), first = timed(run_cached_keeping, arms, self.state, tokens, rows, layout)
+        how = (spec.uncached_length, spec.uncached == "stepwise")
+        uncached, then = timed(run_forced, arms, self.state, cached, rows, layout, *how)
+        both = make_reference(arms, self.state, layout, rows, cached, uncached)
+        return Ran(both, cache, {"cached": first, "uncached": then})
+
+    def run(self, clean: Ran, variant: tuple[Change, int]) -> Ran:
+        """The cached arm with a changed cache in place of the clean one."""
+        (change, seed), both = variant, clean.both
+        if change.what is None:
+            return clean
+        given = (change_cache(self.arms, change.intervention(seed)), self.state, both.text, both.forced, both.layout)
+        (cached, cache), seconds = timed(run_cached_keeping, *given)
+        saturated = cache_measures.count_saturated(change.what, clean.cache, cache)
+        return Ran(dataclasses.replace(both, cached=cached), cache, {"cached": seconds}, saturated)
+
+    def tell_time(self, clean: Ran, ran: Ran, seconds: float) -> Took:
+        scored = int(np.sum(ran.both.cached.lengths))
+        return Took(ran.seconds, dict.fromkeys(ran.seconds, scored))
+
+    def record(self, item: Item, row: int, clean: Ran, variant: tuple[Change, int], ran: Ran) -> Line:
+        arms, both, window, (change, seed) = self.arms, ran.both, self.windows[item.problem], variant
+        context, tokens = len(window.context), len(window.scored)
+        fault = find_fault(both, row, {})
+        if fault is None and change.what is not None:
+            fault = cache_measures.find_fault("cached", ran.cache, row)
+        written = context + tokens - 1  # the last token is fed to nobody
+        record: dict[str, Any] = {
+            "experiment": "perplexity",
+            "problem": window.index,
+            "change": change.name,
+            "seed": seed,
+            "key": ["perplexity", window.index, change.name, seed],
+            "spec": change.describe(arms.config.head_dim),
+            **describe_row(arms, item, row, both, self.spec, fault),
+            "tokens": tokens,
+            "bytes": window.bytes,
+            "words": window.words,
+            **dict.fromkeys(FIGURES),
+            "cache": cache_measures.measure_cache(
+                change.what, arms.config, arms.precision, ran.cache, written, context
+            ),
+            "saturated": cache_measures.describe_saturated(ran.saturated, row),
+        }
+        if fault:
+            return record
+        runs = {"cached": both.cached, "uncached": both.uncached}
+        return record | {
+            "nats": {arm: float(np.sum(score_tokens(run.logits[row], window.scored))) for arm, run in runs.items()},
+            "logits": sum_logits(compare_logits(both.uncached.logits[row], both.cached.logits[row], tokens)),
+        }
+
+
+def make_runner(condition: Condition) -> Perplexity:
+    """Runs a condition: the changes that it asks for beside the clean cache."""
+    changes, seeds = read_changes(condition.options.cache, condition.checkpoint.config)
+    return Perplexity(condition.arms, condition.state, condition.task.windows, condition.spec, changes, seeds)

@@ -2,6 +2,7 @@
 
 import pytest
 from attribution_runs import TILE, differing, first_layers, make_arms
+from cases import daily
 from small_models import make_prompts, set_up
 
 from jaxkv.experiments.attribution.record import ALL, FENCED, VARIANTS
@@ -16,7 +17,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("family", "precision"), CASES)
+@pytest.mark.parametrize(("family", "precision"), daily([("gemma2", "bf16"), ("gemma3", "fp32")], CASES))
 def test_all_aligned_is_exact(family, precision):
     deep = (family, precision) == ("gemma3", "fp32")  # with two RoPE bases; one layer is quicker to compile
     arms = make_arms(family, precision, num_layers=1 + deep)

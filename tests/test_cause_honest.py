@@ -8,6 +8,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from cases import daily
 from judged_runs import of_model
 from small_models import OTHERS, PRESETS, SAMPLERS, VOCAB, small_config, small_state
 
@@ -66,14 +67,11 @@ def test_there_are_forty():
     assert len(CONDITIONS) * len(PRECISIONS) >= 40
 
 
-def _param(family, name, setting):
-    """Each family once and each setting once are enough for every day."""
-    again = name == "usual" and family != "gemma3"
-    return pytest.param(family, setting, id=f"{family}-{name}", marks=[pytest.mark.nightly] if again else [])
-
-
-@pytest.mark.parametrize(("family", "setting"), [_param(*condition) for condition in CONDITIONS])
-def test_an_honest_run_is_no_fault(family, setting):
+@pytest.mark.parametrize(
+    ("family", "name", "setting"),
+    daily([c for c in CONDITIONS if c[1] in ("batch", "growing", "left", "stepwise", "wide residual")], CONDITIONS),
+)
+def test_an_honest_run_is_no_fault(family, name, setting):
     samples = {precision: run(family, precision, setting) for precision in PRECISIONS}
     for precision, found in samples.items():
         distance = measure_distance(found)

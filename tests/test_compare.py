@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import types
 from unittest import mock
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import daily
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -250,8 +252,10 @@ def test_the_first_op_that_is_not_finite_is_named(path, index, op, layer):
         assert np.isfinite(finding.headroom["max_abs"])
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma2"])
-@pytest.mark.parametrize("length", [3, 15, 40])
+@pytest.mark.parametrize(
+    ("family", "length"),
+    daily([("mistral", 3), ("gemma2", 40)], itertools.product(("mistral", "gemma2"), (3, 15, 40))),
+)
 def test_a_nan_is_found_where_it_begins_whatever_the_rows(family, length):
     """A compiled maximum on a CPU drops NaN from some 16 rows on; the fault then showed in a later operation."""
     state = changed_state(small_state(family, "fp32"), "layers/0/attn/q", (1, 2, 0), np.nan)

@@ -8,6 +8,7 @@ from unittest import mock
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import daily
 from planted_bugs import input_not_cast
 from small_models import PRESETS, WINDOWED, changed_state, make_prompts, small_config, small_state
 
@@ -120,7 +121,10 @@ def walk(cached, family):
     return walk_arms(cached, clean_arms(family), state_of(family), BATCH, SPEC)
 
 
-@pytest.mark.parametrize(("family", "bug"), CASES)
+OFTEN = [("gemma2" if "softcap" in bug else "mistral", bug) for bug in BUGS | CONFIGS]
+
+
+@pytest.mark.parametrize(("family", "bug"), daily(OFTEN, CASES))
 def test_a_planted_bug_is_found_and_named(family, bug):
     if bug in BUGS:
         plant, expected = BUGS[bug]
@@ -139,7 +143,7 @@ def test_a_planted_bug_is_found_and_named(family, bug):
     assert all(difference.max_abs > 0 or len(set(difference.dtypes)) == 2 for difference in found.values())
 
 
-@pytest.mark.parametrize("family", PRESETS)
+@pytest.mark.parametrize("family", daily(["mistral", "gemma2"], PRESETS))
 def test_a_clean_model_has_no_difference(family):
     assert walk(clean_arms(family), family) == {4: None, 5: None}
 

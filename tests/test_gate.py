@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import daily
 from planted_bugs import input_not_cast
 from small_models import PRESETS, SAMPLERS, STOP_IDS, VOCAB, WINDOWED, changed_state, small_config, small_state, taken
 
@@ -169,15 +170,16 @@ NARROW = [(b, f, "bf16") for b in ("rotated", "positions", "cast") for f in PRES
 NARROW += [("rotated", "mistral", "fp16"), ("cast", "gemma3", "fp16")]
 STRUCTURAL = [(b, f, "bf16") for b in ("stale", "unwritten") for f in PRESETS]
 STRUCTURAL += [("window", f, "bf16") for f in WINDOWED]
+OFTEN = [(bug, "mistral", "bf16") for bug in BUGS] + [("cast", "gemma3", "fp16")]  # each bug once
 
 
-@pytest.mark.parametrize(("bug", "family", "precision"), NARROW + STRUCTURAL)
+@pytest.mark.parametrize(("bug", "family", "precision"), daily(OFTEN, NARROW + STRUCTURAL))
 def test_a_planted_bug_is_found_and_named(bug, family, precision):
     message = found(lambda: gate(family, precision, buggy_arms(bug, family, precision)))
     assert f"first in {BUGS[bug][1]}" in message
 
 
-@pytest.mark.parametrize(("bug", "family", "precision"), STRUCTURAL)
+@pytest.mark.parametrize(("bug", "family", "precision"), daily(set(OFTEN) & set(STRUCTURAL), STRUCTURAL))
 def test_small_bugs_change_no_token(bug, family, precision):
     cached, uncached = both_arms(bug, family, precision)
     np.testing.assert_array_equal(cached.choices, uncached.choices)
@@ -194,7 +196,11 @@ def both_arms(bug, family, precision):
 
 
 @pytest.mark.parametrize(
-    ("bug", "family"), [(b, "mistral") for b in ("rotated", "positions", "cast")] + [("rotated", "gemma3")]
+    ("bug", "family"),
+    daily(
+        [("rotated", "mistral")],
+        [("rotated", "mistral"), ("positions", "mistral"), ("cast", "mistral"), ("rotated", "gemma3")],
+    ),
 )
 def test_fp32_lets_the_16_bit_bugs_pass(bug, family):
     cached, uncached = both_arms(bug, family, "fp32")
@@ -203,7 +209,11 @@ def test_fp32_lets_the_16_bit_bugs_pass(bug, family):
 
 
 @pytest.mark.parametrize(
-    ("precision", "cache", "family"), [("fp16", "bf16", f) for f in PRESETS] + [("bf16", "fp16", "mistral")]
+    ("precision", "cache", "family"),
+    daily(
+        [("fp16", "bf16", "gemma3"), ("bf16", "fp16", "mistral")],
+        [*(("fp16", "bf16", f) for f in PRESETS), ("bf16", "fp16", "mistral")],
+    ),
 )
 def test_a_cache_of_another_dtype_is_found(precision, cache, family):
     message = found(lambda: gate(family, precision, new_arms(family, precision, TILE, cache=cache)))
@@ -217,8 +227,20 @@ def test_a_cache_of_another_dtype_is_found(precision, cache, family):
 # Clean models.
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
-@pytest.mark.parametrize("family", PRESETS)
+@pytest.mark.parametrize(
+    ("family", "precision"),
+    daily(
+        [
+            ("llama", "fp16"),
+            ("mistral", "bf16"),
+            ("mistral", "fp32"),
+            ("gemma2", "bf16"),
+            ("gemma3", "fp16"),
+            ("qwen2", "bf16"),
+        ],
+        itertools.product(PRESETS, ("fp16", "bf16", "fp32")),
+    ),
+)
 def test_a_clean_model_passes(family, precision):
     plain = None if (precision, family) in [("fp32", "llama"), ("fp32", "gemma2")] else clean_arms(family, precision)
     result = gate(family, precision, plain=plain)
@@ -298,13 +320,18 @@ def plain_gate(family, precision, plain):
 
 @pytest.mark.parametrize(
     ("bug", "family", "precision"),
-    [(bug, "mistral", "bf16") for bug in PLAIN_BUGS]
-    + [
-        (bug, family, "fp16")
-        for bug in ("loop: position", "loop: rotation")
-        for family in ("llama", "gemma2", "gemma3")
-    ]
-    + [("loop: position", "mistral", "fp32"), ("loop: window", "mistral", "fp32")],
+    daily(
+        [
+            (bug, "mistral", "bf16")
+            for bug in PLAIN_BUGS
+            if bug not in ("loop: rotation", "loop: positions", "prefill: slot")
+        ],
+        [
+            *((bug, "mistral", "bf16") for bug in PLAIN_BUGS),
+            *itertools.product(("loop: position", "loop: rotation"), ("llama", "gemma2", "gemma3"), ("fp16",)),
+            *((f"loop: {bug}", "mistral", "fp32") for bug in ("position", "window")),
+        ],
+    ),
 )
 def test_a_bug_in_a_plain_program_is_found(bug, family, precision):
     program, plant, where = PLAIN_BUGS[bug]
@@ -352,7 +379,7 @@ def test_the_first_difference_is_that_of_the_lowest_position():
     assert first_cache_difference(a, moved, first, filled, tolerance=0.5).position == 4
 
 
-@pytest.mark.parametrize("family", PRESETS)
+@pytest.mark.parametrize("family", daily(["mistral", "gemma3"], PRESETS))
 def test_the_probe_is_exact_for_the_families(family):
     for precision in ("fp16", "bf16"):
         arms = new_arms(family, precision)

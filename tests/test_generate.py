@@ -8,6 +8,7 @@ import itertools
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import daily
 from small_models import (
     BUCKET,
     NEW_TOKENS,
@@ -59,15 +60,23 @@ def near_ties(precision):
 # The aligned regime.
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("family", PRESETS)
-def test_aligned_arms_are_bit_equal(family, precision):
-    arms = make_arms(family, precision, "temperature", 4)
+ALIGNED = [
+    ("llama", "bf16", "greedy"), ("mistral", "fp32", "top_k"), ("gemma2", "fp16", "top_p"),
+    ("gemma3", "fp16", "temperature"), ("qwen2", "bf16", "temperature"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "precision", "sampler"),
+    daily(ALIGNED, dict.fromkeys([*ALIGNED, *itertools.product(PRESETS, PRECISIONS, ("temperature",))])),
+)
+def test_aligned_arms_are_bit_equal(family, precision, sampler):
+    arms = make_arms(family, precision, sampler, 4)
     state = arms.prepare(small_state(family, precision))
     layout, tokens, rows = set_up(arms, seed=5)
     assert int(rows.first.max()) > 0  # left padding
     cached = run_cached(arms, state, tokens, rows, layout)
-    assert same_bits(cached.logits, step_uncached(arms, state, tokens, rows, layout).logits)
+    assert_same_run(cached, step_uncached(arms, state, tokens, rows, layout), layout)
     forced = run_forced(arms, state, cached, rows, layout)
     assert same_bits(cached.logits, forced.logits)
     free, drafts = free_by_drafts(arms, state, [Forced(forced, rows, layout)])[0]
@@ -75,21 +84,12 @@ def test_aligned_arms_are_bit_equal(family, precision):
     assert taken(free, layout) == taken(cached, layout)
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_aligned_arms_are_bit_equal_under_every_sampler(sampler):
-    arms = make_arms("gemma2", "fp16", sampler, 8)
-    state = arms.prepare(small_state("gemma2", "fp16"))
-    layout, tokens, rows = set_up(arms, make_prompts((9, 9)), seed=1)
-    cached = run_cached(arms, state, tokens, rows, layout)
-    uncached = step_uncached(arms, state, tokens, rows, layout)
-    assert same_bits(
-        (cached.logits, cached.tokens, cached.lengths), (uncached.logits, uncached.tokens, uncached.lengths)
-    )
-
-
 @pytest.mark.parametrize(
     ("tile", "lengths", "new_tokens"),
-    [(1, (3, 1), 5), (5, (10, 2, 7), 7), (16, (16, 1), 9), (64, (9, 4), 12), (3, (1, 1), 1)],
+    [
+        *((1, (3, 1), 5), (5, (10, 2, 7), 7), (16, (16, 1), 9)),
+        *daily([(3, (1, 1), 1)], [(64, (9, 4), 12), (3, (1, 1), 1)]),
+    ],
 )
 def test_tiles_of_any_size(tile, lengths, new_tokens):
     """Prompts that end where a tile does, tiles larger than the buffer, a number of tokens that fills no tile."""
@@ -150,9 +150,20 @@ def test_the_cached_arm_does_not_recompute():
 # Draft and check.
 
 
-@pytest.mark.parametrize("length", ["padded", "bucket:16"])
 @pytest.mark.parametrize(
-    ("precision", "sampler"), [*(("fp16", name) for name in SAMPLERS), ("bf16", "temperature"), ("fp32", "temperature")]
+    ("precision", "sampler", "length"),
+    daily(
+        [("fp16", "top_p", "bucket:16"), ("bf16", "temperature", "padded"), ("fp32", "temperature", "bucket:16")],
+        [
+            (precision, sampler, length)
+            for precision, sampler in [
+                *(("fp16", name) for name in SAMPLERS),
+                ("bf16", "temperature"),
+                ("fp32", "temperature"),
+            ]
+            for length in ("padded", "bucket:16")
+        ],
+    ),
 )
 def test_a_check_is_the_stepped_run(precision, sampler, length):
     """Along tokens that another seed drew, so that choices and tokens differ."""
@@ -179,7 +190,11 @@ def random_reference(arms, state, tokens, rows, layout, rng):
 
 
 @pytest.mark.parametrize(
-    ("precision", "sampler"), [*(("fp16", name) for name in SAMPLERS), ("bf16", "greedy"), ("bf16", "temperature")]
+    ("precision", "sampler"),
+    daily(
+        [("fp16", "top_k"), ("bf16", "temperature")],
+        [*(("fp16", name) for name in SAMPLERS), ("bf16", "greedy"), ("bf16", "temperature")],
+    ),
 )
 def test_drafts_give_the_stepped_free_run(precision, sampler):
     """The first draft is foreign or random and the arms disagree at near ties, so that rows are drafted repeatedly.

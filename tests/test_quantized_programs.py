@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import daily
 from quantized_models import set_up, wide_arms, wide_config, wide_state
 from small_models import same_bits
 
@@ -67,7 +68,13 @@ def test_a_head_without_a_rotation_is_left_as_it_is():
     assert same_bits(jax.jit(lambda quantizer, x: quantizer.rotate(x))(quantizer, x), x)
 
 
-@pytest.mark.parametrize("spec", [CELLS[0], "kivi:k2v2,group=8,window=8", "turboquant:3,edges=0", "quarot:4,first=3"])
+@pytest.mark.parametrize(
+    "spec",
+    daily(
+        [CELLS[0], "turboquant:3,edges=0"],
+        [CELLS[0], "kivi:k2v2,group=8,window=8", "turboquant:3,edges=0", "quarot:4,first=3"],
+    ),
+)
 def test_layers_packed_in_a_loop_have_the_bits_of_layers_packed_one_by_one(spec, monkeypatch):
     run, cache = generate(quantized(wide_arms("gemma2"), spec))
     late = []

@@ -1,33 +1,24 @@
 """Small models and records of attribution for tests. Programs are compiled, and records made, once a process."""
 
-import dataclasses
 import functools
 
 import jax.numpy as jnp
 import numpy as np
 from small_models import STOP_IDS, make_prompts, run_all, small_config, small_state
 
-from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.experiments.attribution import run as attribution
 from jaxkv.experiments.attribution.record import VARIANTS
 from jaxkv.experiments.attribution.run import Attribution, align_arms, run_pair
 from jaxkv.experiments.batches import Item, RunSpec
-from jaxkv.models.decoder import abstract_decoder
 
 TILE = 4
 SPEC = RunSpec(new_tokens=12, batch_size=2, padding="left", bucket=8)
 
 
-def make_arms(family="mistral", precision="fp16", **changes):
-    return Arms(dataclasses.replace(small_config(family), **changes), make_precision(precision), stop_ids=STOP_IDS)
-
-
-def first_layers(family, precision, layers):
-    leaves = {path: leaf[...] for path, leaf in flat_paths(small_state(family, precision)).items()}
-    _, state = abstract_decoder(dataclasses.replace(small_config(family), num_layers=layers), make_precision(precision))
-    return with_leaves(state, {path: leaves[path] for path in flat_paths(state)})
+def make_arms(family="mistral", precision="fp16", layers=2):
+    return Arms(small_config(family, layers=layers), make_precision(precision), stop_ids=STOP_IDS)
 
 
 def differing(arms, state, variant, reference, rows, layout):

@@ -1,28 +1,43 @@
 """Fixtures that several test files share."""
 
+import itertools
 import os
 import pathlib
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network; the hub's clients read it when they are imported
-os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(2**31)  # of this process and of commands: what is oldest goes
 
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+MOST_BYTES = 2**31
+
+
+def find_programs():
+    """Where compiled programs are kept: of all files and workers, and from one test run to the next."""
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxkv" / "tests"
+
 
 @pytest.fixture(scope="session")
 def programs():
-    """Where compiled programs are kept: of all files and workers, and from one test run to the next."""
-    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxkv" / "tests"
+    return find_programs()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def share_programs(programs):
     """A program that several tests need is compiled once: XLA takes more time than all else in them."""
     jax.config.update("jax_compilation_cache_dir", str(programs))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     compilation_cache.reset_cache()  # of what an environment variable may have begun
+
+
+def pytest_sessionfinish(session):
+    """Forgets the programs that were not used for longest. JAX's own bound reads every file's age at each write."""
+    if not hasattr(session.config, "workerinput"):  # xdist's first process alone
+        files = sorted(find_programs().glob("*-cache"), key=lambda file: file.stat().st_atime, reverse=True)
+        for file, size in zip(files, itertools.accumulate(file.stat().st_size for file in files), strict=True):
+            if size > MOST_BYTES:
+                file.unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="module", autouse=True)

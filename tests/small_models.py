@@ -37,19 +37,19 @@ SAMPLERS = {
 }
 
 
-def small_config(family: str = "mistral", vocab: int = VOCAB) -> ModelConfig:
-    """Two layers, with a window shorter than the texts where the family has windows."""
+def small_config(family: str = "mistral", vocab: int = VOCAB, layers: int = 2) -> ModelConfig:
+    """Two layers, with a window shorter than the texts in the first where the family has windows."""
     base = get_preset((PRESETS | OTHERS)[family])
-    changes = {"name": f"small-{family}", "num_layers": 2, "vocab_size": vocab, "context_length": 64}
+    changes = {"name": f"small-{family}", "num_layers": layers, "vocab_size": vocab, "context_length": 64}
     if base.window:
         changes |= {"window": 9, "window_pattern": (True, False)}
     return dataclasses.replace(base, **changes)
 
 
 @functools.cache
-def small_state(family: str = "mistral", precision: str = "fp32", vocab: int = VOCAB) -> nnx.State:
-    """Weights so large that the next token depends on the whole text."""
-    config = small_config(family, vocab)
+def small_state(family: str = "mistral", precision: str = "fp32", vocab: int = VOCAB, layers: int = 2) -> nnx.State:
+    """Weights so large that the next token depends on the whole text; one layer has those of the first of two."""
+    config = small_config(family, vocab, layers)
     state = nnx.split(Decoder(config, make_precision("fp32"), nnx.Rngs(1)))[1]
     rng = np.random.default_rng(2)
     leaves = {}
@@ -74,9 +74,12 @@ def small_arms(
     sampler: str = "greedy",
     stop_ids: tuple[int, ...] = (),
     backend: str | None = None,
+    layers: int = 2,
 ) -> Arms:
     """Arms of a small model."""
-    return Arms(small_config(family), make_precision(precision), SAMPLERS[sampler], stop_ids, backend=backend)
+    return Arms(
+        small_config(family, layers=layers), make_precision(precision), SAMPLERS[sampler], stop_ids, backend=backend
+    )
 
 
 def make_prompts(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:

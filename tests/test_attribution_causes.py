@@ -2,9 +2,9 @@
 
 import jax.numpy as jnp
 import pytest
-from attribution_runs import TILE, differing, first_layers, make_arms
+from attribution_runs import TILE, differing, make_arms
 from cases import daily
-from small_models import make_prompts, set_up
+from small_models import make_prompts, set_up, small_state
 
 from jaxkv.experiments.attribution.record import ALL, ALL_BUT, ALONE, FENCED, PLAIN, VARIANTS
 from jaxkv.experiments.attribution.run import align_arms
@@ -52,9 +52,9 @@ def plant(monkeypatch, op_class, config):
 @pytest.mark.parametrize("op_class", daily(["mlp", "attention", "norms"], [c for c in CLASSES if c != "head"]))
 def test_a_planted_cause_is_attributed_to_its_class_and_no_other(op_class, monkeypatch):
     """In fp16 this model's plain arms are bit-equal on a CPU, so that every difference is the plant's."""
-    arms = make_arms("llama", "fp16", num_layers=1)
+    arms = make_arms("llama", "fp16", layers=1)
     plant(monkeypatch, op_class, arms.config)
-    state = arms.prepare(first_layers("llama", "fp16", 1))
+    state = arms.prepare(small_state("llama", "fp16", layers=1))
     layout, tokens, rows = set_up(make_prompts((4, 9)))
     reference = run_cached(align_arms(arms, TILE, VARIANTS[FENCED]), state, tokens, rows, layout)
     variants = [v for v in VARIANTS if v != PLAIN or op_class == "mlp"]  # the plain programs are the slow half

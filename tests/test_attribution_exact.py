@@ -1,9 +1,9 @@
 """With every class aligned, cached and uncached are equal in every bit, in every family and precision."""
 
 import pytest
-from attribution_runs import TILE, differing, first_layers, make_arms
+from attribution_runs import TILE, differing, make_arms
 from cases import daily
-from small_models import make_prompts, set_up
+from small_models import make_prompts, set_up, small_state
 
 from jaxkv.experiments.attribution.record import ALL, FENCED, VARIANTS
 from jaxkv.experiments.attribution.run import align_arms
@@ -20,8 +20,8 @@ CASES = [
 @pytest.mark.parametrize(("family", "precision"), daily([("gemma2", "bf16"), ("gemma3", "fp32")], CASES))
 def test_all_aligned_is_exact(family, precision):
     deep = (family, precision) == ("gemma3", "fp32")  # with two RoPE bases; one layer is quicker to compile
-    arms = make_arms(family, precision, num_layers=1 + deep)
-    state = arms.prepare(first_layers(family, precision, arms.config.num_layers))
+    arms = make_arms(family, precision, layers=1 + deep)
+    state = arms.prepare(small_state(family, precision, layers=1 + deep))
     layout, tokens, rows = set_up(make_prompts((4, 9)))
     free = align_arms(arms, TILE, VARIANTS[ALL])
     reference = run_cached(free, state, tokens, rows, layout)

@@ -43,13 +43,13 @@ SPEC = RunSpec(new_tokens=12, bucket=8, control_problems=0, stepwise_problems=0,
 
 @functools.cache
 def clean_arms(family, precision):
-    return Arms(small_config(family), make_precision(precision), SAMPLERS["greedy"], ())
+    return Arms(small_config(family, layers=1), make_precision(precision), SAMPLERS["greedy"], ())
 
 
 def run(arms, family):
     """Samples as the experiment records them, less the texts."""
     (batch,) = plan_batches([ITEM], SPEC)
-    ran = run_batch(arms, arms.prepare(small_state(family, arms.precision.name)), batch, SPEC)
+    ran = run_batch(arms, arms.prepare(small_state(family, arms.precision.name, layers=1)), batch, SPEC)
     return [compare_row(arms, ITEM, 0, ran, SPEC)]
 
 

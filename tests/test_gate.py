@@ -231,7 +231,6 @@ def test_a_cache_of_another_dtype_is_found(precision, cache, family):
     ("family", "precision"),
     daily(
         [
-            ("llama", "fp16"),
             ("mistral", "bf16"),
             ("mistral", "fp32"),
             ("gemma2", "bf16"),

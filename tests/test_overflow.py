@@ -14,7 +14,7 @@ from jaxkv.experiments.batches import Item, RunSpec
 from jaxkv.experiments.divergence.wording import describe_invalid
 from jaxkv.experiments.overflow import describe_remedy, find_remedy
 
-CONFIG = small_config("llama")
+CONFIG, STATE = small_config("llama", layers=1), small_state("llama", layers=1)
 ITEM = Item(3, tuple(np.random.default_rng(0).integers(12, VOCAB, 9).tolist()), "a")
 SPEC = RunSpec(new_tokens=4, bucket=8)
 
@@ -22,10 +22,10 @@ SPEC = RunSpec(new_tokens=4, bucket=8)
 def scaled(factors: dict[str, float]):
     """Weights in fp16, those whose path ends so multiplied."""
     leaves = {}
-    for path, leaf in flat_paths(small_state("llama")).items():
+    for path, leaf in flat_paths(STATE).items():
         factor = next((f for end, f in factors.items() if path.endswith(end)), 1.0)
         leaves[path] = jnp.asarray(leaf[...] * factor, jnp.float16)
-    return with_leaves(small_state("llama"), leaves)
+    return with_leaves(STATE, leaves)
 
 
 def search(factors: dict[str, float]):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import daily
-from kv_inputs import SHIPPED, TOKENS, real_kv, repacks_alike
+from kv_inputs import TOKENS, real_kv, repacks_alike
 from quantized_models import HEAD_DIM, wide_config
 from small_models import same_bits
 
@@ -34,7 +34,7 @@ PATHS = (
     *("fp8:e4m3,scale=token", "hf:4", "hf:4,axis=channel", "hf:4,axis=channel,anchor=end"),
 )
 BITS_OF = ("kvarn:{}", "kvarn:{},aux=fp16", "kivi:{}", "quarot:{}", "turboquant:{}", "int{}", "mask:{}", "hf:{}")
-INPUTS = ("random", *SHIPPED)
+INPUTS = ("random", "tiny-llama2", "tiny-gemma2")
 
 
 def cases(specs):

@@ -1,5 +1,6 @@
 """Fixtures that several test files share."""
 
+import dataclasses
 import itertools
 import os
 import pathlib
@@ -62,6 +63,17 @@ def tiny(tmp_path_factory):
     from tiny_models import TinyModels
 
     return TinyModels(tmp_path_factory.mktemp)
+
+
+@pytest.fixture
+def one_layer(monkeypatch):
+    """Test models of one layer, for commands in this process: compiling takes nearly all their time."""
+    from jaxkv.models.families import PRESETS
+
+    for name, config in PRESETS.items():
+        if name.startswith("test-"):
+            changed = dataclasses.replace(config, num_layers=1, window_pattern=(config.window is not None,))
+            monkeypatch.setitem(PRESETS, name, changed)
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ Each is planted where the aligned gate does not see it. The runs are those of th
 report; no flag is about checking.
 """
 
-import dataclasses
 import json
 
 import pytest
@@ -26,8 +25,8 @@ from planted_bugs import (
 
 from jaxkv import report
 from jaxkv.experiments.divergence.cause import CANNOT_TELL, FAULT, ROUNDING
-from jaxkv.models.families import PRESETS
 
+pytestmark = pytest.mark.usefixtures("one_layer")
 PREFILL, STEP, UNCACHED = "prefill", "cached_loop", "tile_loop"
 # The window of the test models is 24, their texts are some 150 tokens long.
 FAULTS = {
@@ -58,15 +57,6 @@ def run(family, out, cache, problems=2):
     for found in causes:
         assert any(found["name"] in line and found["verdict"] in line for line in page.splitlines())
     return {found["precision"]: found["verdict"] for found in causes}
-
-
-@pytest.fixture(autouse=True)
-def one_layer(monkeypatch):
-    """Compiling takes nearly all the time here. With a window, if there are any."""
-    for name, config in PRESETS.items():
-        if name.startswith("test-"):
-            pattern = (config.window is not None,)
-            monkeypatch.setitem(PRESETS, name, dataclasses.replace(config, num_layers=1, window_pattern=pattern))
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,6 @@ from small_models import (
     make_prompts,
     same_bits,
     set_up,
-    small_config,
-    small_state,
     step_uncached,
     taken,
 )
@@ -29,20 +27,21 @@ from small_models import (
 from jaxkv.cache import empty_cache
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.config import make_precision
-from jaxkv.decode import PAD_ID, Layout, make_layout, round_up, start_rollout
+from jaxkv.decode import PAD_ID, Arms, Layout, make_layout, round_up, start_rollout
 from jaxkv.drafts import first_disagreement, free_stepwise
 from jaxkv.errors import UserError
 from jaxkv.generate import force, run_cached, uncached_lengths
 
+small_arms, small_config, small_state = (  # one layer is quicker to compile
+    functools.partial(make, layers=1)
+    for make in (small_models.small_arms, small_models.small_config, small_models.small_state)
+)
 # Two ways to add up a fp32 product of these sizes: logits of a few units differ by some 1e-6.
 FP32_LOGITS = {"rtol": 0, "atol": 5e-5}
 
 
-def prepared(arms):
-    return arms.prepare(small_state(arms.config.family, arms.precision.name, layers=arms.config.num_layers))
-
-
-small_arms = functools.partial(small_models.small_arms, layers=1)
+def prepared(arms, precision, family="mistral"):
+    return arms.prepare(small_state(family, precision))
 
 
 # The uncached arm's free run out of its forced run.
@@ -73,7 +72,7 @@ def foreign_reference(own, layout, rng):
 )
 def test_free_run_after_a_forced_one_is_the_stepped_run(sampler, length):
     arms = small_arms("mistral", "fp16", sampler, STOP_IDS)
-    state = prepared(arms)
+    state = prepared(arms, "fp16")
     rng = np.random.default_rng(0)
     agreed, stops = set(), 0
     for trial in range(10):
@@ -101,7 +100,7 @@ def test_free_run_after_a_forced_one_is_the_stepped_run(sampler, length):
 
 def test_free_run_keeps_a_rows_own_limit():
     arms = small_arms()
-    state = prepared(arms)
+    state = prepared(arms, "fp32")
     layout, tokens, rows = set_up(make_prompts((7, 7, 7)))
     rows = dataclasses.replace(rows, limit=layout.prompt + jnp.asarray([4, 12, 9], jnp.int32))
     own = step_uncached(arms, state, tokens, rows, layout)
@@ -122,11 +121,11 @@ def test_free_run_keeps_a_rows_own_limit():
 def test_a_row_ends_at_its_stop_token_and_the_loop_with_the_last_row(arm):
     layout, tokens, rows = set_up(make_prompts((7, 7, 7), seed=3), seed=4)
     endless = small_arms("mistral", "fp32", "temperature")
-    full = taken(arm(endless, prepared(endless), tokens, rows, layout), layout)
+    full = taken(arm(endless, prepared(endless, "fp32"), tokens, rows, layout), layout)
     assert [len(row) for row in full] == [NEW_TOKENS] * 3
     stop_ids = (full[0][2], full[1][7], full[2][4])
-    arms = small_arms("mistral", "fp32", "temperature", stop_ids)
-    run = arm(arms, prepared(arms), tokens, rows, layout)
+    arms = Arms(small_config(), make_precision("fp32"), SAMPLERS["temperature"], stop_ids)
+    run = arm(arms, prepared(arms, "fp32"), tokens, rows, layout)
     expected = [row[: 1 + min(row.index(s) for s in stop_ids if s in row)] for row in full]
     assert taken(run, layout) == expected
     longest = max(map(len, expected))
@@ -142,9 +141,9 @@ def test_a_row_ends_at_its_stop_token_and_the_loop_with_the_last_row(arm):
 def test_limits(arm):
     arms = small_arms()
     layout, tokens, rows = set_up(make_prompts((7, 7, 7)))
-    full = arm(arms, prepared(arms), tokens, rows, layout)
+    full = arm(arms, prepared(arms, "fp32"), tokens, rows, layout)
     limited = dataclasses.replace(rows, limit=layout.prompt + jnp.asarray([0, 3, 5], jnp.int32))
-    run = arm(arms, prepared(arms), tokens, limited, layout)
+    run = arm(arms, prepared(arms, "fp32"), tokens, limited, layout)
     assert run.lengths.tolist() == [0, 3, 5]
     assert int(run.slot) == layout.prompt + 5
     assert taken(run, layout) == [row[:n] for row, n in zip(taken(full, layout), (0, 3, 5), strict=True)]
@@ -155,7 +154,7 @@ def test_non_finite_logits_end_their_row_alone(arm):
     """A row whose token has an infinite embedding breaks at the next step; its neighbours keep every bit."""
     arms = small_arms("mistral", "fp16", "temperature")
     layout, tokens, rows = set_up(make_prompts((7, 7, 7), seed=1), seed=2)
-    state = prepared(arms)
+    state = prepared(arms, "fp16")
     clean = arm(arms, state, tokens, rows, layout)
     others = {t for prompt in tokens[:, : layout.prompt].tolist() for t in prompt}
     others |= {t for row in (0, 2) for t in taken(clean, layout)[row]} | {PAD_ID}
@@ -197,7 +196,7 @@ def test_other_lengths_are_refused(text):
 
 def test_buckets_and_one_padded_length_agree_in_fp32():
     arms = small_arms()
-    state = prepared(arms)
+    state = prepared(arms, "fp32")
     layout, tokens, rows = set_up(make_prompts((5, 7, 7)))
     padded = step_uncached(arms, state, tokens, rows, layout)
     bucketed = step_uncached(arms, state, tokens, rows, layout, "bucket:8")
@@ -212,8 +211,8 @@ def test_buckets_and_one_padded_length_agree_in_fp32():
 
 @pytest.mark.parametrize("family", PRESETS)
 def test_runs_repeat_bit_for_bit_and_arms_agree_in_fp32(family):
-    arms = small_arms(family, layers=2)
-    state = prepared(arms)
+    arms = small_arms(family)
+    state = prepared(arms, "fp32", family)
     layout, tokens, rows = set_up(make_prompts((7, 3, 5)))
     cached, uncached = (arm(arms, state, tokens, rows, layout) for arm in (run_cached, step_uncached))
     assert same_bits(cached, run_cached(arms, state, tokens, rows, layout))
@@ -225,7 +224,7 @@ def test_runs_repeat_bit_for_bit_and_arms_agree_in_fp32(family):
 @pytest.mark.parametrize("arm", [run_cached, step_uncached])
 def test_16_bit_runs_repeat_bit_for_bit(arm):
     arms = small_arms("mistral", "fp16", "temperature")
-    state = prepared(arms)
+    state = prepared(arms, "fp16")
     layout, tokens, rows = set_up(make_prompts((7, 7, 7)))
     assert same_bits(arm(arms, state, tokens, rows, layout), arm(arms, state, tokens, rows, layout))
 
@@ -239,7 +238,7 @@ def test_widened_weights_differ_by_roundings_alone(family, precision):
     layout, tokens, rows = set_up(make_prompts((7, 7, 7)))
     for backend in (None, "cuda"):
         arms = small_arms(family, precision, backend=backend)
-        state = prepared(arms)
+        state = prepared(arms, precision, family)
         runs.append([arm(arms, state, tokens, rows, layout) for arm in (run_cached, step_uncached)])
     unit = float(jnp.finfo(make_precision(precision).logits).eps)
     for wide, narrow in zip(*runs, strict=True):
@@ -257,7 +256,7 @@ def test_widening_leaves_32_bits_alone():
 @pytest.mark.parametrize("arm", [run_cached, step_uncached])
 def test_left_padding_changes_no_token_in_fp32(arm, sampler):
     arms = small_arms("mistral", "fp32", sampler)
-    state = prepared(arms)
+    state = prepared(arms, "fp32")
     prompts = make_prompts((3, 7, 5))
     layout, tokens, rows = set_up(prompts)
     together = arm(arms, state, tokens, rows, layout)
@@ -270,7 +269,7 @@ def test_left_padding_changes_no_token_in_fp32(arm, sampler):
 
 def test_prefill_consumes_its_cache():
     arms = small_arms()
-    state = prepared(arms)
+    state = prepared(arms, "fp32")
     layout, tokens, rows = set_up(make_prompts((5, 7, 7)))
     cache = empty_cache(arms.config, arms.precision, layout.batch, layout.slots)
     logits, filled = arms.prefill(state, jnp.asarray(tokens[:, : layout.prefill]), rows, cache)
@@ -290,7 +289,7 @@ def test_prefill_consumes_its_cache():
 
 def test_forcing_leaves_the_arms_own_choices_beside_the_tokens():
     arms = small_arms("mistral", "fp32", "temperature")
-    state = prepared(arms)
+    state = prepared(arms, "fp32")
     layout, tokens, rows = set_up(make_prompts((7, 7, 7)))
     foreign = run_cached(arms, state, tokens, dataclasses.replace(rows, seed=jnp.asarray(9, jnp.int32)), layout)
     forced_rows = force(rows, foreign)
@@ -319,7 +318,7 @@ def test_layouts():
 def test_weights_are_prepared_in_place():
     """The same weights as prepared apart, in one copy; other arms get from them what they would have got before."""
     arms, narrow = small_arms("gemma2", "fp16"), small_arms("gemma2", "bf16")
-    given = small_state("gemma2", "fp16", layers=1)
+    given = small_state("gemma2", "fp16")
     leaves = {path: leaf[...] for path, leaf in flat_paths(given).items()}
     own = with_leaves(given, leaves)
     wanted = arms.prepare(given)

@@ -8,6 +8,7 @@ import itertools
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small_models
 from cases import daily
 from small_models import (
     BUCKET,
@@ -19,8 +20,6 @@ from small_models import (
     changed_state,
     make_prompts,
     same_bits,
-    small_config,
-    small_state,
     step_uncached,
     taken,
 )
@@ -31,18 +30,16 @@ from jaxkv.decode import Arms, make_layout, make_rows
 from jaxkv.drafts import Forced, first_disagreement, free_by_drafts
 from jaxkv.generate import force, run_cached, run_cached_keeping, run_forced
 
+small_config, small_state = (  # one layer is quicker to compile; two are gated and attributed
+    functools.partial(make, layers=1) for make in (small_models.small_config, small_models.small_state)
+)
 PRECISIONS = ("fp16", "bf16", "fp32")
 UNEQUAL = (4, 7, 6)
 
 
 @functools.cache
-def make_arms(family="mistral", precision="fp16", sampler="greedy", tile=None):
-    layers = 2 if family == "gemma3" else 1  # with two RoPE bases; one layer is quicker to compile
-    return Arms(small_config(family, layers=layers), make_precision(precision), SAMPLERS[sampler], STOP_IDS, tile=tile)
-
-
-def state_of(arms):
-    return arms.prepare(small_state(arms.config.family, arms.precision.name, layers=arms.config.num_layers))
+def make_arms(family="mistral", precision="fp16", sampler="greedy", tile=None, keep=True):
+    return Arms(small_config(family), make_precision(precision), SAMPLERS[sampler], STOP_IDS, keep, tile)
 
 
 def set_up(arms, prompts=None, seed=0):
@@ -54,7 +51,7 @@ def set_up(arms, prompts=None, seed=0):
 @functools.cache
 def near_ties(precision):
     """Weights whose head rows come in pairs that a rounding orders: the plain arms then disagree often."""
-    state = small_state("mistral", precision, layers=1)
+    state = small_state("mistral", precision)
     leaves = {path: leaf[...] for path, leaf in flat_paths(state).items()}
     head = np.array(leaves["head"], np.float32)
     head[1::2] = head[: 2 * (VOCAB // 2) : 2] * (1 + 2e-4 * np.random.default_rng(0).normal(size=(VOCAB // 2, 1)))
@@ -77,7 +74,7 @@ ALIGNED = [
 )
 def test_aligned_arms_are_bit_equal(family, precision, sampler):
     arms = make_arms(family, precision, sampler, 4)
-    state = state_of(arms)
+    state = arms.prepare(small_state(family, precision))
     layout, tokens, rows = set_up(arms, seed=5)
     assert int(rows.first.max()) > 0  # left padding
     cached = run_cached(arms, state, tokens, rows, layout)
@@ -99,7 +96,7 @@ def test_aligned_arms_are_bit_equal(family, precision, sampler):
 def test_tiles_of_any_size(tile, lengths, new_tokens):
     """Prompts that end where a tile does, tiles larger than the buffer, a number of tokens that fills no tile."""
     arms = make_arms("mistral", "fp16", "temperature", tile)
-    state = state_of(arms)
+    state = arms.prepare(small_state("mistral", "fp16"))
     prompts = make_prompts(lengths, seed=tile)
     layout = make_layout(prompts, new_tokens, 1, arms.config, tile)
     tokens, rows = make_rows(prompts, list(range(len(prompts))), 3, layout)
@@ -130,7 +127,7 @@ def test_aligned_fp32_stays_near_the_plain_regime():
     for tile in (None, 8):
         arms = make_arms("gemma3", "fp32", "greedy", tile)
         layout, tokens, rows = set_up(arms)
-        logits.append(run_cached(arms, state_of(arms), tokens, rows, layout).logits)
+        logits.append(run_cached(arms, arms.prepare(small_state("gemma3", "fp32")), tokens, rows, layout).logits)
     np.testing.assert_allclose(*logits, rtol=0, atol=5e-5)
     assert np.abs(logits[0]).max() > 1
 
@@ -138,7 +135,7 @@ def test_aligned_fp32_stays_near_the_plain_regime():
 def test_the_cached_arm_does_not_recompute():
     """A token changed behind its back in a finished tile changes the uncached arm's logits and not the cached one's."""
     arms = make_arms("llama", "fp32", "greedy", 4)
-    state = state_of(arms)
+    state = arms.prepare(small_state("llama"))
     layout, tokens, rows = set_up(arms, make_prompts((9,)))
     first = dataclasses.replace(rows, limit=jnp.asarray([layout.prompt + 4], jnp.int32))
     half, cache = run_cached_keeping(arms, state, tokens, first, layout)
@@ -173,7 +170,7 @@ def test_the_cached_arm_does_not_recompute():
 def test_a_check_is_the_stepped_run(precision, sampler, length):
     """Along tokens that another seed drew, so that choices and tokens differ."""
     arms = make_arms("mistral", precision, sampler)
-    state = state_of(arms)
+    state = arms.prepare(small_state("mistral", precision))
     layout, tokens, rows = set_up(arms, seed=2)
     foreign = dataclasses.replace(rows, seed=jnp.asarray(9, jnp.int32))
     reference = run_cached(arms, state, tokens, foreign, layout)
@@ -206,7 +203,7 @@ def test_drafts_give_the_stepped_free_run(precision, sampler):
 
     Rows have limits of their own in every other trial; rows that a draft had ended are taken up again.
     """
-    arms = Arms(small_config(layers=1), make_precision(precision), SAMPLERS[sampler], STOP_IDS, backend="cuda")
+    arms = Arms(small_config(), make_precision(precision), SAMPLERS[sampler], STOP_IDS, backend="cuda")
     state = arms.prepare(near_ties(precision))
     seen, disagreed, revived = [], 0, 0
     for seed in range(8):
@@ -246,7 +243,7 @@ def test_a_row_that_breaks_in_a_later_check_stays_broken():
     The cached arm has a head of its own here, so that its drafts are bad ones.
     """
     whole = make_arms("mistral", "fp16", "temperature")
-    clean = state_of(whole)
+    clean = whole.prepare(small_state("mistral", "fp16"))
     head = flat_paths(clean)["head"][...]
     noise = np.random.default_rng(0).normal(size=head.shape) * 0.1
     other = changed_state(clean, "head", ..., (head + noise).astype(head.dtype))
@@ -274,7 +271,7 @@ def test_a_row_that_breaks_in_a_later_check_stays_broken():
 def test_a_broken_check_is_stepped():
     """A later overflow may reach earlier rows of a check as NaN times zero; the result is that of stepping."""
     arms = make_arms("mistral", "fp16")
-    clean = state_of(arms)
+    clean = arms.prepare(small_state("mistral", "fp16"))
     layout, tokens, rows = set_up(arms, make_prompts((7, 7, 7), seed=1))
     reference = run_cached(arms, clean, tokens, rows, layout)
     row = taken(reference, layout)[1]
@@ -292,7 +289,7 @@ def test_a_broken_check_is_stepped():
 
 def test_a_draft_that_breaks_is_stepped():
     """The cached arm may overflow on tokens of the uncached arm where that one does not."""
-    whole = Arms(small_config(layers=1), make_precision("fp16"), SAMPLERS["greedy"], backend="cuda")
+    whole = Arms(small_config(), make_precision("fp16"), SAMPLERS["greedy"], backend="cuda")
     state = whole.prepare(near_ties("fp16"))
     for seed in range(3, 20):
         layout, tokens, rows = set_up(whole, make_prompts((7,), seed=seed))
@@ -316,7 +313,7 @@ def test_a_draft_that_breaks_is_stepped():
 
 def test_batches_that_draft_together():
     """Rows of several batches, whose shapes differ, in one draft; each batch gets what it gets alone."""
-    arms = Arms(small_config(layers=1), make_precision("bf16"), SAMPLERS["temperature"], STOP_IDS, backend="cuda")
+    arms = Arms(small_config(), make_precision("bf16"), SAMPLERS["temperature"], STOP_IDS, backend="cuda")
     state = arms.prepare(near_ties("bf16"))
     together, stepped = [], []
     for seed, lengths in enumerate([(4, 7, 6), (14, 9, 10), (7, 7, 7), (16, 1, 3)]):
@@ -338,7 +335,7 @@ def test_batches_that_draft_together():
 def test_a_program_that_does_not_repeat_itself_ends():
     """Drafts that settle nothing are given up, not repeated for ever."""
     whole = make_arms("mistral", "fp16", "temperature")
-    state = state_of(whole)
+    state = whole.prepare(small_state("mistral", "fp16"))
     arms, seeds = copy.copy(whole), itertools.count(100)
 
     def restless(state, run, rows, end, cache, recompute, check, **named):
@@ -356,6 +353,6 @@ def test_a_program_that_does_not_repeat_itself_ends():
 def test_forcing_ends_rows_where_the_reference_ended():
     arms = make_arms()
     layout, tokens, rows = set_up(arms)
-    reference = run_cached(arms, state_of(arms), tokens, rows, layout)
+    reference = run_cached(arms, arms.prepare(small_state("mistral", "fp16")), tokens, rows, layout)
     forced = force(rows, reference)
     np.testing.assert_array_equal(forced.limit, layout.prompt + np.asarray(reference.lengths))

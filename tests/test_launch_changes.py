@@ -11,6 +11,7 @@ from jaxkv.experiments.changes import make_changes
 from jaxkv.interventions.quantizers.spec import METHODS
 from jaxkv.models.families import get_preset
 
+pytestmark = pytest.mark.usefixtures("one_layer")
 FEW = ["--num_problems=2", "--max_new_tokens=3", "--gate=off"]
 SPECS = ["--cache_error=normal:0,0.25;side=k", "--cache_quant=int8"]
 

@@ -10,6 +10,7 @@ from jaxkv import checkpoints
 from jaxkv.errors import UserError
 from jaxkv.experiments.mitigations import run as mitigations
 
+pytestmark = pytest.mark.usefixtures("one_layer")
 FEW = ["--num_problems=1", "--max_new_tokens=3", "--gate=off", "--control_problems=0", "--stepwise_problems=0"]
 
 

@@ -16,6 +16,7 @@ from jaxkv.checks import check_condition
 from jaxkv.errors import UserError
 
 LAUNCH = pathlib.Path(__file__).parents[1] / "launch"
+pytestmark = pytest.mark.usefixtures("one_layer")
 FEW = ["--num_problems=1", "--max_new_tokens=3", "--gate=off", "--control_problems=0", "--stepwise_problems=0"]
 
 

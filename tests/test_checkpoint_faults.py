@@ -19,11 +19,11 @@ import pytest
 import torch
 import transformers
 from cases import daily
+from checkpoint_files import FP16, FP32, assert_same_bits, fails
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from test_checkpoints_gguf import assert_same_bits as assert_same_gguf
 from test_checkpoints_gguf import write_gguf
-from test_checkpoints_hf import assert_same_bits, make_model
+from test_checkpoints_hf import make_model
 
 from jaxkv.checkpoints import load, orbax
 from jaxkv.checkpoints.export import export
@@ -32,16 +32,6 @@ from jaxkv.checkpoints.gguf_header import find_parts
 from jaxkv.config import make_precision
 from jaxkv.errors import UserError
 from jaxkv.models.families import get_preset
-
-FP32, FP16 = make_precision("fp32"), make_precision("fp16")
-
-
-def fails(path, words, precision=FP32):
-    """A load ends in one line that holds `words`."""
-    with pytest.raises(UserError) as caught:
-        load(str(path), precision=precision)
-    assert "\n" not in str(caught.value)
-    assert re.search(words, str(caught.value)), str(caught.value)
 
 
 def transformers_weights(path):
@@ -390,7 +380,7 @@ def test_split_model_is_read_whole(parts):
     assert len(paths) > 2
     for path in paths:
         checkpoint = load(str(path), precision=FP32)
-        assert_same_gguf(checkpoint, state)
+        assert_same_bits(checkpoint, state)
         assert not checkpoint.config.tie_embeddings
         assert checkpoint.config.name == "tiny"
         assert set(checkpoint.provenance.files) == {part.name for part in paths}

@@ -11,16 +11,15 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from checkpoint_files import FP32, assert_same_bits, fails
 from gguf import GGMLQuantizationType as QuantType
 
 from jaxkv.checkpoints import gguf as ours
 from jaxkv.checkpoints import load
 from jaxkv.checkpoints.fill import flat_paths
-from jaxkv.config import RopeScaling, make_precision
-from jaxkv.errors import UserError
-from jaxkv.models.families import get_preset, key_table
+from jaxkv.config import RopeScaling
+from jaxkv.models.families import get_preset
 
-FP32 = make_precision("fp32")
 TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "\u2581", *"abcdefghijklmnopqrstuvwxyz"]
 TOKENS += ["\u2581a", "he", "ll", "llo", "hello", "\u2581hello"]
 TEMPLATE = (
@@ -132,20 +131,6 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return state
-
-
-def assert_same_bits(checkpoint, state_dict):
-    params = flat_paths(checkpoint.state)
-    count = 0
-    for name, path in key_table(checkpoint.config.family).items():
-        for layer in range(checkpoint.config.num_layers if "{i}" in name else 1):
-            if (key := path.format(i=layer)) in params:
-                theirs = state_dict[name.format(i=layer)].float()
-                theirs = theirs.contiguous().numpy()
-                mine = np.asarray(params[key][...]).reshape(theirs.shape)
-                np.testing.assert_array_equal(mine.view(np.uint32), theirs.view(np.uint32), err_msg=key)
-                count += 1
-    assert count == len(params)
 
 
 def read_by_transformers(path):
@@ -304,14 +289,6 @@ def test_permuted_once_or_else_told(tmp_path, permute, monkeypatch):
         fails(path, "permuted once too often" if permute == 0 else "RoPE pairs where halves are expected")
         monkeypatch.setenv("JAXKV_TRUST_ROPE_LAYOUT", "1")
         load(str(path), precision=FP32)
-
-
-def fails(path, words, **options):
-    with pytest.raises(UserError) as caught:
-        load(str(path), precision=FP32, **options)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert re.search(words, message), message
 
 
 def test_faults(tmp_path):

@@ -2,21 +2,20 @@
 
 import json
 import re
-import struct
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 import transformers
+from checkpoint_files import FP32, assert_same_bits, fails
 
 from jaxkv.checkpoints import load
 from jaxkv.checkpoints.fill import RopeLayout, flat_paths, reorder
 from jaxkv.config import make_precision
 from jaxkv.errors import UserError
-from jaxkv.models.families import PRESETS, get_preset, key_table, parse_config
+from jaxkv.models.families import PRESETS, get_preset, parse_config
 
-FP32 = make_precision("fp32")
 SIZES = {
     "vocab_size": 259,
     "hidden_size": 32,
@@ -60,26 +59,6 @@ def saved(tmp_path_factory):
             model.save_pretrained(path, max_shard_size=size)
             made[kind, size] = (path, model)
     return made
-
-
-def bits(array):
-    return np.asarray(array).view(f"u{np.asarray(array).dtype.itemsize}")
-
-
-def assert_same_bits(checkpoint, state_dict):
-    params = flat_paths(checkpoint.state)
-    left = set(params)
-    for name, path in key_table(checkpoint.config.family).items():
-        for layer in range(checkpoint.config.num_layers if "{i}" in name else 1):
-            key = path.format(i=layer)
-            if key in params:
-                theirs = state_dict[name.format(i=layer)]
-                theirs = theirs.contiguous()
-                kind = {2: torch.int16, 4: torch.int32}[theirs.element_size()]
-                ours = bits(params[key][...]).reshape(theirs.shape)
-                np.testing.assert_array_equal(ours, theirs.view(kind).numpy().view(ours.dtype), err_msg=key)
-                left.discard(key)
-    assert not left
 
 
 @pytest.mark.parametrize("size", ["1GB", "20KB"])
@@ -189,16 +168,6 @@ def test_gemma_names_of_tanh_gelu():
         assert parse_config({"model_type": "gemma2", "hidden_act": value}, "x").activation == "gelu_tanh"
 
 
-def fails(path, words, **options):
-    """The error of a load: one line that holds `words`."""
-    with pytest.raises(UserError) as caught:
-        load(str(path), precision=options.pop("precision", FP32), **options)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert re.search(words, message), message
-    return message
-
-
 def rewrite(path, edit):
     """Loads the tensors of a directory, lets `edit` change them, and writes them back."""
     from safetensors.torch import load_file, save_file
@@ -259,16 +228,6 @@ def test_tied_and_untied(tmp_path):
     rewrite(tmp_path, lambda t: t.pop("lm_head.weight"))
     edit_config(tmp_path, tie_word_embeddings=False)
     fails(tmp_path, "untied embeddings but lm_head.weight is missing")
-
-
-def test_missing_shard(saved, tmp_path):
-    model = saved["llama", "20KB"][1]
-    model.save_pretrained(tmp_path, max_shard_size="20KB")
-    shard = sorted(tmp_path.glob("*.safetensors"))[1]
-    shard.unlink()
-    fails(tmp_path, rf"lacks 1 of \d+ shards: {shard.name}")
-    (tmp_path / "model.safetensors.index.json").unlink()
-    fails(tmp_path, r"holds \d+ of \d+ shards")
 
 
 def test_truncated_file(llama):
@@ -393,9 +352,3 @@ def test_rope_layout_says_nothing_on_random_weights():
     for _ in range(32):
         layout.see(rng.normal(size=(256, 48)).astype(np.float32))
     layout.check("x")
-
-
-def test_header_longer_than_the_file(llama):
-    file = llama / "model.safetensors"
-    file.write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
-    fails(llama, "truncated or not safetensors")

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import transformers
 from cases import daily
+from checkpoint_files import FP16, make_tokenizer
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, processors
 
 from jaxkv.checkpoints import ByteTokenizer, Tokenizer, load, orbax
 from jaxkv.checkpoints.fill import flat_paths
@@ -21,8 +20,6 @@ from jaxkv.checkpoints.hf_tokenizer import load_tokenizer
 from jaxkv.config import make_precision
 from jaxkv.errors import UserError
 from jaxkv.models.families import get_preset
-
-FP16 = make_precision("fp16")
 
 
 @pytest.fixture(scope="module")
@@ -212,20 +209,6 @@ def test_convert_faults_are_one_line(tmp_path, arguments, words):
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}go{% endif %}"
 )
-
-
-def make_tokenizer(*, adds_bos: bool, template: str | None = None):
-    words = ["<unk>", "<s>", "</s>", "hello", "world", "go", "<end>"]
-    backend = Backend(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend.decoder = decoders.Fuse()
-    if adds_bos:
-        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    hf = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
-    hf.chat_template = template
-    return hf
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])

@@ -11,45 +11,23 @@ import sys
 
 import numpy as np
 import pytest
+import torch
+import transformers
 from cases import daily
 from tokenizers import Tokenizer, models
 
-from jaxkv.models.families import key_table
-from jaxkv.models.gemma2 import gemma2_config
-from jaxkv.models.tables import source_shape
-
 ALLOWANCE = 1.5e9  # bytes over the model: Python, JAX and transformers (about 0.4 GB), a tensor, Orbax's buffers
-WIDTH, MLP, HEADS, KV_HEADS, HEAD_DIM, LAYER_BYTES = 2304, 9216, 8, 4, 256, 155.7e6
+WIDTH, LAYER_BYTES = 2304, 155.7e6
 
 
 def write_sharded(directory, gigabytes: float, shards: int = 3) -> int:
     """A Gemma-2 of about `gigabytes` in bf16, filled with one small block over and over; returns its bytes."""
     vocab = 128000 if gigabytes >= 3 else 32000
     layers = max(1, round((gigabytes * 1e9 - 2 * vocab * WIDTH) / LAYER_BYTES))
-    config = gemma2_config(
-        "big", layers=layers, width=WIDTH, mlp=MLP, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, vocab=vocab
-    )
-    shapes = {
-        "embed": (vocab, WIDTH),
-        "final_norm/weight": (WIDTH,),
-        **{
-            f"layers/{{i}}/{norm}/weight": (WIDTH,)
-            for norm in ("attn_norm", "attn_post_norm", "mlp_norm", "mlp_post_norm")
-        },
-        "layers/{i}/attn/q": (HEADS, HEAD_DIM, WIDTH),
-        "layers/{i}/attn/k": (KV_HEADS, HEAD_DIM, WIDTH),
-        "layers/{i}/attn/v": (KV_HEADS, HEAD_DIM, WIDTH),
-        "layers/{i}/attn/o": (WIDTH, HEADS, HEAD_DIM),
-        "layers/{i}/mlp/gate": (MLP, WIDTH),
-        "layers/{i}/mlp/up": (MLP, WIDTH),
-        "layers/{i}/mlp/down": (WIDTH, MLP),
-    }
-    named = [
-        (name.format(i=layer), source_shape(path, shapes[path]))
-        for name, path in key_table("gemma2").items()
-        if path in shapes
-        for layer in range(layers if "{i}" in name else 1)
-    ]
+    config = transformers.Gemma2Config(vocab_size=vocab, num_hidden_layers=layers)  # else of the size of Gemma-2 2B
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    named = [(name, tuple(value.shape)) for name, value in model.named_parameters()]  # the head is tied
     block = (np.random.default_rng(0).integers(0x3C00, 0x3D00, 1 << 20)).astype(np.uint16).tobytes()
     weight_map, total = {}, 0
     for shard in range(shards):
@@ -68,17 +46,7 @@ def write_sharded(directory, gigabytes: float, shards: int = 3) -> int:
                 out.write(block[: min(len(block), end - start)])
         total += end
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    fields = {
-        "model_type": "gemma2",
-        "vocab_size": config.vocab_size,
-        "num_hidden_layers": layers,
-        "hidden_size": WIDTH,
-        "intermediate_size": MLP,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-    }
-    (directory / "config.json").write_text(json.dumps(fields))
+    config.save_pretrained(directory)
     Tokenizer(models.WordLevel({"<bos>": 0, "<eos>": 1, "a": 2}, unk_token="a")).save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": "<eos>"})

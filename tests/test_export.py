@@ -12,11 +12,10 @@ import pytest
 import torch
 import transformers
 from cases import daily
+from checkpoint_files import make_tokenizer
 from safetensors import safe_open
 from test_checkpoints_gguf import write_gguf
 from tiny_models import FAMILIES, TEXT, load_torch, make_text, run_whole, torch_logits
-from tokenizers import Tokenizer as Backend
-from tokenizers import models, pre_tokenizers, processors
 
 from jaxkv.checkpoints import ByteTokenizer, Tokenizer, export, load, orbax
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
@@ -59,18 +58,6 @@ def stored(path):
     with safe_open(path, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     return {name: (t.dtype, tuple(t.shape), t.view(torch.uint8).numpy().tobytes()) for name, t in tensors.items()}
-
-
-def make_words(*, adds_bos=True, kind=transformers.PreTrainedTokenizerFast):
-    """A tokenizer of seven words."""
-    words = ["<unk>", "<s>", "</s>", "hello", "world", "go", "<end>"]
-    backend = Backend(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    if adds_bos:
-        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    hf = kind(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-    hf.chat_template = TEMPLATE
-    return hf
 
 
 @pytest.mark.parametrize(
@@ -217,7 +204,7 @@ def test_byte_tokenizer(tmp_path, add_bos):
 
 @pytest.mark.parametrize("adds_bos", [True, False])
 def test_tokenizer_generation_config_and_ids(tmp_path, adds_bos):
-    ours = Tokenizer(make_words(adds_bos=adds_bos), eos_ids=[6])
+    ours = Tokenizer(make_tokenizer(adds_bos=adds_bos, template=TEMPLATE), eos_ids=[6])
     values = {"temperature": 0.6, "do_sample": True, "eos_token_id": 2, "pad_token_id": 5, "temp": 0.7}
     export.export(with_tokenizer(make_random(), ours, **values), str(tmp_path / "dest"))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "dest")
@@ -236,14 +223,14 @@ def test_tokenizer_generation_config_and_ids(tmp_path, adds_bos):
 
 def test_tokenizer_that_its_class_would_rebuild(tmp_path):
     """LlamaTokenizer makes its pipeline from the vocabulary alone; what was loaded is what must be written."""
-    ours = Tokenizer(make_words(kind=type("LlamaTokenizer", (transformers.PreTrainedTokenizerFast,), {})))
+    ours = Tokenizer(make_tokenizer(kind=type("LlamaTokenizer", (transformers.PreTrainedTokenizerFast,), {})))
     export.export(with_tokenizer(make_random("test-llama2"), ours), str(tmp_path / "dest"))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "dest")
     assert theirs("hello world")["input_ids"] == [1, 3, 4]
 
 
 def test_tokenizer_that_cannot_be_said_is_refused(tmp_path):
-    ours = Tokenizer(make_words(adds_bos=False), add_bos=True)
+    ours = Tokenizer(make_tokenizer(adds_bos=False), add_bos=True)
     with pytest.raises(UserError, match="would not read this tokenizer back"):
         export.export(with_tokenizer(make_random(), ours), str(tmp_path / "dest"))
     assert list(tmp_path.iterdir()) == []

@@ -86,31 +86,31 @@ def softcap_lost():
     return mock.patch.object(layers, "softcap", lambda x, cap, wide: x)
 
 
-def scaled(name, factor):
-    """An operation's output times a factor, through the hook that every value passes."""
+def patched_values(name, change):
+    """Values whose name begins so are changed, `change(value, positions)`, by the hook that every value passes."""
     original = decoder.Decoder.__call__
 
     def call(self, tokens, positions, cache, slot, hook=layers.no_hook, **named):
-        def change(value_name, value):
-            return hook(value_name, value * factor if value_name.startswith(name) else value)
+        def watch(here, value):
+            return hook(here, change(value, positions) if here.startswith(name) else value)
 
-        return original(self, tokens, positions, cache, slot, change, **named)
+        return original(self, tokens, positions, cache, slot, watch, **named)
 
     return mock.patch.object(decoder.Decoder, "__call__", call)
+
+
+def scaled(name, factor):
+    return patched_values(name, lambda value, _: value * factor)
 
 
 def narrowed(name):
-    """An operation's output cut to bf16 and widened again."""
-    original = decoder.Decoder.__call__
+    """Cut to bf16 and widened again."""
+    return patched_values(name, lambda value, _: value.astype(jnp.bfloat16).astype(value.dtype))
 
-    def call(self, tokens, positions, cache, slot, hook=layers.no_hook, **named):
-        def change(value_name, value):
-            cut = value.astype(jnp.bfloat16).astype(value.dtype) if value_name.startswith(name) else value
-            return hook(value_name, cut)
 
-        return original(self, tokens, positions, cache, slot, change, **named)
-
-    return mock.patch.object(decoder.Decoder, "__call__", call)
+def lost(name, position):
+    """Zeros at a position."""
+    return patched_values(name, lambda value, at: jnp.where((at == position)[:, :, None, None], 0, value))
 
 
 @contextlib.contextmanager

@@ -249,7 +249,10 @@ def test_a_head_of_its_own_beside_a_tied_preset(tmp_path):
     [
         ("llama.embedding_length", "64", "field embedding_length: expected `int`, got `str`"),
         ("llama.block_count", 0, "field block_count: expected `int` >= 1"),
+        ("llama.block_count", 1 << 31, "block_count: expected `int`"),
+        ("llama.block_count", 5, "block_count is 5, and the file has 3 layers"),
         ("llama.attention.head_count", 0, "field attention.head_count: expected `int` >= 1"),
+        ("llama.attention.head_count", 1 << 20, "head_dim: expected `int` >= 1"),
         ("llama.attention.head_count_kv", "2", "field attention.head_count_kv: expected"),
         ("llama.attention.layer_norm_rms_epsilon", float("nan"), "field attention.layer_norm_rms_epsilon"),
         ("llama.rope.freq_base", -1.0, "field rope.freq_base"),

@@ -191,6 +191,7 @@ def test_convert_command(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["/nowhere", "taken"], "exists and is not empty"),  # before anything is read
         (["/nowhere", "dest"], "error: /nowhere does not exist"),
         (["random:0", "dest"], "error: random:0 needs to know the architecture"),
         (["random:0"], "error: need exactly a source and a destination"),
@@ -200,10 +201,13 @@ def test_convert_command(tmp_path):
     ],
 )
 def test_convert_faults_are_one_line(tmp_path, arguments, words):
-    done = run_convert(*[str(tmp_path / a) if a == "dest" else a for a in arguments])
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").write_text("kept")
+    done = run_convert(*[str(tmp_path / a) if a in ("taken", "dest") else a for a in arguments])
     assert done.returncode == 2
     assert words in done.stderr
     assert done.stderr.strip().count("\n") == 0, done.stderr
+    assert [path.name for path in tmp_path.rglob("*")] == ["taken", "file"]
 
 
 TEMPLATE = (

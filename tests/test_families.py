@@ -1,23 +1,16 @@
 """Families as data: presets, stored configs, what config.json may hold, and what a family costs."""
 
-import dataclasses
 import hashlib
 import json
 import math
 import re
 
-import jax.numpy as jnp
 import pytest
 import transformers
 from absl import flags
-from flax import nnx
 
-from jaxkv.cache import empty_cache
-from jaxkv.checkpoints import load
-from jaxkv.config import ModelConfig, make_precision
+from jaxkv.config import ModelConfig
 from jaxkv.errors import UserError
-from jaxkv.experiments.drift.run import repeat_kv_heads
-from jaxkv.models.decoder import abstract_decoder
 from jaxkv.models.families import FAMILIES, HUB_IDS, PRESETS, get_preset, parse_config, public_presets
 
 # sha256 of each preset's JSON as it was stored before configs had fields with defaults.
@@ -198,25 +191,3 @@ def test_the_help_names_public_presets_by_family():
     told = flags.FLAGS["model"].help
     assert public_presets() in told
     assert "test-" not in told
-
-
-@pytest.mark.parametrize("name", ["test-llama3", "test-qwen2", "test-qwen3"])
-def test_random_weights_of_a_new_family(name):
-    checkpoint = load("random:0", precision=make_precision("bf16"), config=get_preset(name))
-    assert checkpoint.config == get_preset(name)
-
-
-def test_repeated_kv_heads_of_a_biased_model_compute_the_same():
-    """The control of the drift experiment: with biases of k and v left behind it would be another model, or none."""
-    config, fp32 = dataclasses.replace(get_preset("test-qwen2"), num_layers=1), make_precision("fp32")
-    state = load("random:0", precision=fp32, config=config).state
-    tokens = jnp.arange(12)[None]
-
-    def logits(config, state):
-        model = nnx.merge(abstract_decoder(config, fp32)[0], state)
-        return model.logits(model(tokens, tokens, empty_cache(config, fp32, 1, 12), 0)[0])
-
-    wide, repeated = repeat_kv_heads(config, state)
-    assert wide.num_kv_heads == 4 != config.num_kv_heads
-    difference = jnp.abs(logits(wide, repeated) - logits(config, state)).max()
-    assert float(difference) < 1e-5

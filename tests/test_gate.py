@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import daily
-from planted_bugs import input_not_cast
+from planted_bugs import input_not_cast, lost, positions_off, window_off
 from small_models import PRESETS, SAMPLERS, STOP_IDS, VOCAB, WINDOWED, changed_state, small_config, small_state, taken
 
 from jaxkv import generate
@@ -119,17 +119,7 @@ def stale_slot():
     return patched_call(change)
 
 
-def slot_not_written():
-    """The last layer's value at position 120 never reaches the cache."""
-    original = decoder.Decoder.__call__
-
-    def call(self, tokens, positions, cache, slot, hook=layers.no_hook, **named):
-        def lost(name, value):
-            return hook(name, jnp.where((positions == 120)[:, :, None, None], 0, value) if name == "v.1" else value)
-
-        return original(self, tokens, positions, cache, slot, lost, **named)
-
-    return mock.patch.object(decoder.Decoder, "__call__", call)
+slot_not_written = functools.partial(lost, "v.1", 120)  # the last layer's value never reaches the cache
 
 
 def planted(arms, program, bug):
@@ -281,32 +271,23 @@ def test_a_row_that_overflows_in_both_arms_passes_and_in_one_does_not():
 # Bugs in the plain regime's own programs, which the aligned regime does not run.
 
 
-def one_further():
-    return patched_call(lambda tokens, positions, cache, slot: (tokens, positions + 1, cache, slot))
-
-
 def one_slot_off():
     return patched_call(lambda tokens, positions, cache, slot: (tokens, positions, cache, slot + 1))
 
 
-def wider_window():
-    original = layers.visible
-    return mock.patch.object(layers, "visible", lambda q, k, window: original(q, k, window and window + 1))
-
-
 PLAIN_BUGS = {
-    "loop: position": ("cached_loop", one_further, "positions at position 252 "),
+    "loop: position": ("cached_loop", positions_off, "positions at position 252 "),
     "loop: slot": ("cached_loop", one_slot_off, "positions at position 252 "),
     "loop: rotation": ("cached_loop", rotated_wide, "k of layer 0 at position 252 "),
     "loop: positions": ("cached_loop", positions_in_activation_dtype, "k of layer 0 at position 257 "),
     "loop: cast": ("cached_loop", input_not_cast, "k of layer 0 at position 2"),
     "loop: stale": ("cached_loop", stale_slot, "k of layer 1 at position 252 "),
-    "loop: window": ("cached_loop", wider_window, "k of layer 1 at position 252 "),
+    "loop: window": ("cached_loop", window_off, "k of layer 1 at position 252 "),
     "prefill: slot": ("prefill", one_slot_off, "positions at position 0 "),
     "prefill: rotation": ("prefill", rotated_wide, "k of layer 0 at position 1 "),
     "prefill: positions": ("prefill", positions_in_activation_dtype, "k of layer 0 at position 257 "),
     "prefill: unwritten": ("prefill", slot_not_written, "v of layer 1 at position 120 "),
-    "uncached: window": ("tile_loop", wider_window, f"k of layer 1 at position {WINDOW} "),
+    "uncached: window": ("tile_loop", window_off, f"k of layer 1 at position {WINDOW} "),
 }
 
 

@@ -10,7 +10,9 @@ import pytest
 from hub_stub import Hub, requests_by_token
 
 from jaxkv import hub as ours
+from jaxkv.config import make_precision
 from jaxkv.errors import UserError
+from jaxkv.models.families import get_preset
 
 SECONDS = 10  # the clients' retries alone are 23
 PINNED, MOVED, OTHER = "1" * 40, "2" * 40, "3" * 40
@@ -298,10 +300,12 @@ def test_gsm8k_that_the_hub_does_not_give(hub, tmp_path):
 
 def test_command(tmp_path, cache):
     """A model and its problems from the hub; then the same command goes on without it, in the same run."""
-    from jaxkv.checkpoints.shipped import find_shipped
+    from jaxkv.checkpoints import export, load
     from jaxkv.tasks.gsm8k import HUB_REVISION
 
-    model = {path.name: path for path in find_shipped("tiny-gemma2").iterdir() if path.is_file()}
+    checkpoint = load("random:0", precision=make_precision("fp16"), config=get_preset("test-llama2"))
+    export.export(checkpoint, str(tmp_path / "model"))
+    model = {path.name: path for path in (tmp_path / "model").iterdir()}
     out = tmp_path / "run"
     command = [
         sys.executable, "-m", "jaxkv.launch", "--checkpoint=owner/tiny", "--task=gsm8k", "--precision=fp16",

@@ -79,6 +79,20 @@ def test_chat_answers(tmp_path, answer, passes):
     assert task.score(answer, task.problems[0].answer)["pass"]["correct"] is passes
 
 
+KINDS = {
+    **{f"```{label}": lambda code, label=label: f"```{label}\n{code}```" for label in LABELS},
+    "tildes": lambda code: f"~~~python\n{code}~~~",
+    "indented": lambda code: "1. So:\n" + textwrap.indent(f"```python\n{code}```", "   "),
+    "CRLF": lambda code: f"Sure:\n```python\n{code}```\n".replace("\n", "\r\n"),
+    "after bash": lambda code: f"```bash\npip install numpy\n```\n```\n{code}```",
+    "after text": lambda code: f"```text\nIt loops.\n```\n```python\n{code}```",
+    "after usage": lambda code: f"```python\nprint(1)\n```\nis printed by\n```python\n{code}```\nDone.",
+    "before another": lambda code: f"```python\n{code}```\nTests:\n```python\nassert False\n```",
+    "open": lambda code: f"```python\n{code}",
+    "no fence": lambda code: code,
+}
+
+
 SOLUTION = "def area(r):\n    return math.pi * r**2\n"
 OTHER = "def area(r):\n    return 0\n"
 
@@ -86,27 +100,22 @@ OTHER = "def area(r):\n    return 0\n"
 @pytest.mark.parametrize(
     "answer",
     [
-        *(f"Sure:\n```{label}\n{SOLUTION}```\nDone." for label in LABELS),
-        f"~~~python\n{SOLUTION}~~~",
+        *(f"Sure:\n{wrap(SOLUTION)}\nDone." for kind, wrap in KINDS.items() if kind.startswith("```")),
+        *(KINDS[kind](SOLUTION) for kind in ("tildes", "indented", "CRLF", "after bash", "after usage", "no fence")),
         f"````python\n{SOLUTION}````",
         f"Here it is: ```python\n{SOLUTION}```",
         f"Use `area`: ```python\n{SOLUTION}``` and ```pi```.",
-        "1. So:\n" + textwrap.indent(f"```python\n{SOLUTION}```", "   ") + "\n2. Done.",
         "1. ```python\n" + textwrap.indent(SOLUTION, "   ") + "   ```",
-        f"```python\n{SOLUTION}```".replace("\n", "\r\n"),
         f"```python\n{SOLUTION.rstrip()}```",
         f"```python\n{SOLUTION}",  # never closed
-        f"```bash\npip install numpy\n```\n```python\n{SOLUTION}```",
         f"```text\nThe area of a circle\n```\nSo:\n```\n{SOLUTION}```",
         f"```text\narea(2) = 12.57\n```\n{SOLUTION}",
-        f"For example\n```python\nprint(area(2))\n```\nwith\n```python\n{SOLUTION}```",
         f"```python\n{SOLUTION}```\nTo try it:\n```python\nassert area(1) == 3\n```",
         f"```python\n{SOLUTION}```\nNot so:\n```python\n{OTHER}```",  # the first counts
         f'You gave\n```python\ndef area(r):\n    """Area."""\n```\nand I\n```python\n{SOLUTION}```',
         f"You gave\n```python\ndef area(r):\n    pass\n```\nand I\n```python\n{SOLUTION}```",
         f"```python\nfrom __future__ import annotations\n{SOLUTION}```",
         '```python\ndef area(r):\n    """As\n    ```\n    area(1)\n    ```\n    """\n    return math.pi * r**2\n```',
-        SOLUTION,
         f"Here is the function:\n\nimport math\n{SOLUTION}\nExplanation\nIt multiplies. area(2) is 12.57.",
         "```python\n    return math.pi * r * r\n```",
         "Usage:\n```python\nprint(area(2))\n```\nThe body:\n```python\n    return math.pi * r * r\n```",
@@ -296,20 +305,6 @@ def test_hub(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load)
     task = load_task("humaneval", allow_code_execution=True)
     assert task.score(task.problems[0].solution, task.problems[0].answer)["pass"]["correct"]
-
-
-KINDS = {
-    **{f"```{label}": lambda code, label=label: f"```{label}\n{code}```" for label in LABELS},
-    "tildes": lambda code: f"~~~python\n{code}~~~",
-    "indented": lambda code: "1. So:\n" + textwrap.indent(f"```python\n{code}```", "   "),
-    "CRLF": lambda code: f"Sure:\n```python\n{code}```\n".replace("\n", "\r\n"),
-    "after bash": lambda code: f"```bash\npip install numpy\n```\n```\n{code}```",
-    "after text": lambda code: f"```text\nIt loops.\n```\n```python\n{code}```",
-    "after usage": lambda code: f"```python\nprint(1)\n```\nis printed by\n```python\n{code}```\nDone.",
-    "before another": lambda code: f"```python\n{code}```\nTests:\n```python\nassert False\n```",
-    "open": lambda code: f"```python\n{code}",
-    "no fence": lambda code: code,
-}
 
 
 def read_public():

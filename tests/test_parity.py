@@ -157,13 +157,16 @@ def test_rope_tables_are_those_of_transformers(precision, head_dim, theta):
 LLAMA3_SCALINGS = [(5e5, 8.0, 1.0, 4.0, 8192), (5e5, 32.0, 1.0, 4.0, 8192), (1e4, 7.3, 0.7, 3.1, 10000)]
 
 
+def scaled_config(head_dim, theta, *numbers):
+    changes = {"rope_theta": theta, "rope_scaling": RopeScaling(*numbers), "query_scale": head_dim**-0.5}
+    return dataclasses.replace(tiny_config("llama3"), head_dim=head_dim, context_length=131072, **changes)
+
+
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
 @pytest.mark.parametrize(("theta", "factor", "low", "high", "length"), LLAMA3_SCALINGS)
 def test_llama3_frequencies_are_those_of_transformers(theta, factor, low, high, length, head_dim):
     """Bit for bit in fp32. At some other dims torch's own power is off by a unit."""
-    scaling = RopeScaling(factor, low, high, length)
-    config = dataclasses.replace(tiny_config("llama3"), head_dim=head_dim, rope_theta=theta, rope_scaling=scaling)
-    config = dataclasses.replace(config, context_length=131072, query_scale=head_dim**-0.5)
+    config = scaled_config(head_dim, theta, factor, low, high, length)
     expected, factor_of_attention = ROPE_INIT_FUNCTIONS["llama3"](transformers_config(config))
     assert factor_of_attention == 1
     found = rope_frequencies(config.layer_rope(0), head_dim, jnp.float32)
@@ -178,9 +181,7 @@ def test_llama3_frequencies_are_those_of_transformers(theta, factor, low, high, 
 @pytest.mark.parametrize(("theta", "factor", "low", "high", "length"), LLAMA3_SCALINGS[:2])
 def test_llama3_tables_are_those_of_transformers(theta, factor, low, high, length, head_dim):
     """Frequencies and angles bit for bit; cos and sin as far as two libraries' functions agree, ours the closer."""
-    scaling = RopeScaling(factor, low, high, length)
-    config = dataclasses.replace(tiny_config("llama3"), head_dim=head_dim, rope_theta=theta, rope_scaling=scaling)
-    config = dataclasses.replace(config, context_length=131072, query_scale=head_dim**-0.5)
+    config = scaled_config(head_dim, theta, factor, low, high, length)
     positions = np.arange(8192)
     theirs = LlamaRotaryEmbedding(transformers_config(config))(torch.zeros(1), torch.from_numpy(positions)[None])
     angles = positions[:, None].astype(np.float32) * rope_frequencies(config.layer_rope(0), head_dim, jnp.float32)

@@ -7,6 +7,7 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import daily
 from quantized_models import wide_arms, wide_config, wide_state
 from small_models import SAMPLERS, make_prompts, same_bits
 
@@ -56,7 +57,10 @@ def valid_logits(logits):
     return [logits[row, :length] for row, length in enumerate(lengths)]
 
 
-@pytest.mark.parametrize(("quant", "own"), [(PACKED, "step"), (PROMPT, "prompt"), (HISTORY, "step")])
+@pytest.mark.parametrize(
+    ("quant", "own"),
+    daily([(PACKED, "step"), (PROMPT, "prompt")], [(PACKED, "step"), (PROMPT, "prompt"), (HISTORY, "step")]),
+)
 def test_accumulated_1_is_decode(quant, own):
     """Blocks of one token by the program of the regimes, and the arm's own loop: bit for bit, left padding included."""
     quantizer = parse_cache_quant(quant).k.quantizer

@@ -220,13 +220,7 @@ def test_a_cache_of_another_dtype_is_found(precision, cache, family):
 @pytest.mark.parametrize(
     ("family", "precision"),
     daily(
-        [
-            ("mistral", "bf16"),
-            ("mistral", "fp32"),
-            ("gemma2", "bf16"),
-            ("gemma3", "fp16"),
-            ("qwen2", "bf16"),
-        ],
+        [("mistral", "bf16"), ("mistral", "fp32"), ("gemma3", "fp16")],  # test_generate.py has the others aligned
         itertools.product(PRESETS, ("fp16", "bf16", "fp32")),
     ),
 )

@@ -110,7 +110,10 @@ def test_free_run_and_text_are_the_changed_arms_own(some_records):
 
 @pytest.mark.parametrize(
     ("sampler", "errors", "quants"),
-    [("greedy", ("normal:0,0", "uniform:0,0;draw=read"), ("mask:16",)), ("temperature", ("normal:0,0",), ())],
+    [
+        ("greedy", ("normal:0,0", "uniform:0,0;draw=read"), ("mask:16",)),
+        pytest.param("temperature", ("normal:0,0",), (), marks=pytest.mark.nightly),
+    ],
 )
 def test_a_change_of_nothing_is_the_clean_run_bit_for_bit(sampler, errors, quants):
     records = run(errors, quants, (7,), sampler)

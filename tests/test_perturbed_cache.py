@@ -61,7 +61,7 @@ def test_an_error_of_nothing_is_the_clean_run(draw):
 
 @pytest.mark.parametrize(
     ("family", "precision"),
-    daily([("gemma3", "fp32"), ("llama", "bf16")], itertools.product(FAMILIES, ("fp32", "bf16"))),
+    daily([("gemma3", "fp32")], itertools.product(FAMILIES, ("fp32", "bf16"))),
 )
 def test_an_error_of_nothing_changes_no_bit_in_other_precisions(family, precision):
     error = Perturbation(CacheError("normal", (0.0, 0.0)))
@@ -73,9 +73,7 @@ def test_an_error_of_nothing_changes_no_bit_in_other_precisions(family, precisio
 ONE = {"side": "k", "layers": ((1, 1),)}
 
 
-@pytest.mark.parametrize(
-    ("draw", "scope"), daily([("read", {}), ("write", ONE)], itertools.product(("write", "read"), ({}, ONE)))
-)
+@pytest.mark.parametrize(("draw", "scope"), daily([("write", ONE)], itertools.product(("write", "read"), ({}, ONE))))
 def test_what_is_drawn_ahead_is_what_each_layer_would_draw(draw, scope, monkeypatch):
     error = CacheError("normal", (0.0, 0.3), draw=draw, **scope)
     ahead = run_error(error)[0]

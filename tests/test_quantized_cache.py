@@ -131,7 +131,7 @@ def reference(quant, rows, lengths):
     return expected
 
 
-@pytest.mark.parametrize("spec", daily([SPECS[i] for i in (0, 2, 3, 6, 8, 10)], SPECS))
+@pytest.mark.parametrize("spec", daily([SPECS[i] for i in (0, 2, 5, 8)], SPECS))
 def test_reads_are_the_quantizers_own_at_every_step(spec):
     """Position by position and step by step, the bits of quantize and dequantize on each row alone."""
     cache, seen, rows = run(spec)
@@ -162,7 +162,7 @@ def test_reads_are_the_quantizers_own_at_every_step(spec):
 ALONE = (SPECS[1], SPECS[2], SPECS[8])
 
 
-@pytest.mark.parametrize("spec", [*ALONE, "kvarn:k2v3,tile=16,first=5"])
+@pytest.mark.parametrize("spec", daily([*ALONE[:1], ALONE[2]], [*ALONE, "kvarn:k2v3,tile=16,first=5"]))
 def test_neighbours_and_left_padding_change_no_bit(spec):
     """Other neighbours, of other lengths, so that a row's slots move: what is stored of it stays."""
     cache, seen, _ = run(spec)
@@ -177,7 +177,7 @@ def test_neighbours_and_left_padding_change_no_bit(spec):
                 assert same_bits(seen[side][call][row, start : start + n], moved[side][call][row, to : to + n])
 
 
-@pytest.mark.parametrize("spec", ALONE)
+@pytest.mark.parametrize("spec", daily(ALONE[1:2], ALONE))
 def test_a_row_by_itself_has_the_bits_it_has_in_a_batch(spec):
     """One row takes slices where a batch takes gathers; a vmapped row is the third way."""
     cache, seen, _ = run(spec)

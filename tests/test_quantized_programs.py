@@ -71,7 +71,7 @@ def test_a_head_without_a_rotation_is_left_as_it_is():
 @pytest.mark.parametrize(
     "spec",
     daily(
-        [CELLS[0], "turboquant:3,edges=0"],
+        [CELLS[0]],
         [CELLS[0], "kivi:k2v2,group=8,window=8", "turboquant:3,edges=0", "quarot:4,first=3"],
     ),
 )

@@ -43,7 +43,8 @@ def cases(specs):
 
 
 EVERY = pytest.mark.parametrize(("spec", "side"), daily(cases(PATHS[:-1]), cases(SPECS)))
-SOME = pytest.mark.parametrize(("spec", "side"), cases(PATHS))
+FEW = [("kvarn:2", "k"), ("kivi:2", "v"), ("turboquant:2", "k"), ("llama:q5_1", "k"), ("hf:4,axis=channel", "k")]
+SOME = pytest.mark.parametrize(("spec", "side"), daily(FEW, cases(PATHS)))
 RNG = np.random.default_rng(0)
 # Spread over tokens and channels, as real caches have it, and values that fp16 holds exactly.
 RANDOM = (
@@ -148,7 +149,7 @@ def test_rows_and_heads_stand_alone(spec, side):
     assert same_bits(mapped, jax.tree.map(lambda leaf: leaf[:, None], packed))
 
 
-@pytest.mark.parametrize(("spec", "side"), cases(PATHS[:-1]))
+@pytest.mark.parametrize(("spec", "side"), daily(FEW, cases(PATHS[:-1])))
 def test_storage_divides_along_tokens(spec, side):
     """A cache may write new tiles where they belong and read any: leaves lie in proportion on axis 1."""
     quantize, _ = programs(spec, side)

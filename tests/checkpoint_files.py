@@ -43,6 +43,20 @@ def assert_same_bits(checkpoint, state_dict):
     assert not left
 
 
+def weights(checkpoint):
+    """Dtype, shape and bytes of each parameter."""
+    arrays = {path: np.asarray(leaf[...]) for path, leaf in flat_paths(checkpoint.state).items()}
+    return {path: (array.dtype, array.shape, array.tobytes()) for path, array in arrays.items()}
+
+
+def finish_gguf(writer):
+    """Writes what a GGUFWriter was given."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def make_tokenizer(*, adds_bos=True, template=None, kind=None):
     """A tokenizer of transformers of seven words."""
     import transformers

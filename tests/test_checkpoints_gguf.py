@@ -1,17 +1,17 @@
 """GGUF files: our tensors are those of transformers to the bit, on tiny written files and on real ones if named."""
 
-import builtins
 import dataclasses
 import math
 import os
 import re
+import sys
 
 import gguf
 import numpy as np
 import pytest
 import torch
 import transformers
-from checkpoint_files import FP32, assert_same_bits, fails
+from checkpoint_files import FP32, assert_same_bits, fails, finish_gguf
 from gguf import GGMLQuantizationType as QuantType
 
 from jaxkv.checkpoints import gguf as ours
@@ -126,10 +126,7 @@ def write_gguf(
         writer.add_tensor(short, gguf.quants.quantize(np.ascontiguousarray(array), kind), raw_dtype=kind)
     for name, array in extra:
         writer.add_tensor(name, array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish_gguf(writer)
     return state
 
 
@@ -325,23 +322,13 @@ def test_truncated_and_foreign_files(tmp_path):
     fails(path, "truncated or no GGUF file")
     writer = gguf.GGUFWriter(path, "qwen2moe")
     writer.add_block_count(1)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish_gguf(writer)
     fails(path, "architecture 'qwen2moe' is not implemented; known: llama, gemma2, gemma3, qwen2, qwen3$")
 
 
 def test_without_the_gguf_package(tmp_path, monkeypatch):
     write_gguf(tmp_path / "tiny.gguf")
-    real = builtins.__import__
-
-    def no_gguf(name, *args, **options):
-        if name.split(".")[0] == "gguf":
-            raise ImportError(name)
-        return real(name, *args, **options)
-
-    monkeypatch.setattr(builtins, "__import__", no_gguf)
+    monkeypatch.setitem(sys.modules, "gguf", None)
     fails(tmp_path / "tiny.gguf", r"pip install 'jaxkv\[gguf\]'")
 
 

@@ -12,6 +12,7 @@ import gguf
 import pytest
 import regex
 import transformers
+from checkpoint_files import finish_gguf
 
 from jaxkv.checkpoints import gguf as reader
 from jaxkv.checkpoints.gguf_tokenizer import build_tokenizer
@@ -157,10 +158,7 @@ def byte_level_fields(tmp_path, pre="smollm"):
 
 
 def finish(writer, tmp_path):
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish_gguf(writer)
     return read_fields(tmp_path / "tokenizer.gguf")
 
 

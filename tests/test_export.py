@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from cases import daily
-from checkpoint_files import make_tokenizer
+from checkpoint_files import make_tokenizer, weights
 from safetensors import safe_open
 from test_checkpoints_gguf import write_gguf
 from tiny_models import FAMILIES, TEXT, load_torch, make_text, run_whole, torch_logits
@@ -45,12 +45,6 @@ def make_random(preset="test-gemma2", precision="fp32", **changes):
 
 def with_tokenizer(checkpoint, tokenizer, **generation):
     return dataclasses.replace(checkpoint, tokenizer=tokenizer, generation=generation)
-
-
-def weights(checkpoint):
-    """Dtype, shape and bytes of each parameter."""
-    arrays = {path: np.asarray(leaf[...]) for path, leaf in flat_paths(checkpoint.state).items()}
-    return {path: (array.dtype, array.shape, array.tobytes()) for path, array in arrays.items()}
 
 
 def stored(path):

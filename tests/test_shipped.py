@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from checkpoint_files import weights
 from tiny_models import load_torch, run_whole
 
 from jaxkv.checkpoints import load, shipped
 from jaxkv.checkpoints.export import export
-from jaxkv.checkpoints.fill import flat_paths
 from jaxkv.checkpoints.shipped import SHIPPED, find_shipped
 from jaxkv.config import make_precision
 from jaxkv.errors import UserError
@@ -32,10 +32,6 @@ FILES = {*LOADED, "tokenizer_config.json", "training.json"}
 FP16 = make_precision("fp16")
 # Six layers of width 256 sum more than the models of tests/test_parity.py, whose tolerance is 2e-5.
 TOLERANCE = 1e-4
-
-
-def weights(checkpoint):
-    return {path: np.asarray(leaf[...]).tobytes() for path, leaf in flat_paths(checkpoint.state).items()}
 
 
 @pytest.mark.parametrize("name", NAMES)

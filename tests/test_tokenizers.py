@@ -1,18 +1,19 @@
 """Tokenizers as published: sentencepiece's ids from every form, text in its context, turn ends, ids, broken files."""
 
-import builtins
 import dataclasses
 import gzip
 import json
 import os
 import pathlib
 import shutil
+import sys
 import types
 
 import gguf
 import mistral_common
 import pytest
 import sentencepiece
+from checkpoint_files import finish_gguf
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from tokenizers import AddedToken, decoders, normalizers
 from tokenizers import Tokenizer as Backend
@@ -71,10 +72,7 @@ def write_gguf(path, proto):
     writer.add_token_list([piece.piece for piece in proto.pieces])
     writer.add_token_scores([piece.score for piece in proto.pieces])
     writer.add_token_types([piece.type for piece in proto.pieces])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish_gguf(writer)
 
 
 def model_config(rows):
@@ -194,14 +192,8 @@ def test_templates_beside_the_file(directory, file):
 
 def test_tokenizer_model_without_sentencepiece(tmp_path, monkeypatch):
     shutil.copy(MODELS["v1"], tmp_path / "tokenizer.model")
-    inner = builtins.__import__
-
-    def refuse(name, *rest):
-        if name.startswith("sentencepiece"):
-            raise ImportError(name)
-        return inner(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
+    for name in [name for name in sys.modules if name.startswith("sentencepiece")]:
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError, match=r"pip install 'jaxkv\[sentencepiece\]'") as caught:
         read_tokenizer(tmp_path, model_config(32000), [])
     assert "\n" not in str(caught.value)

@@ -130,6 +130,10 @@ class Generator:
 
         return Case(name, str(path), make)
 
+    def _put(self, kind: str, name: str, file: str | pathlib.Path, content: bytes) -> Case:
+        """A copy of a base directory with other content in one file."""
+        return self._change(kind, name, lambda path: replace(path / file, content))
+
     def _write(self, name: str, suffix: str, content: bytes) -> Case:
         """A file of its own."""
         path = self._place(suffix)
@@ -145,25 +149,13 @@ class Generator:
             wrong: list[Any] = [None, [], {}, "x", -1, 0, True]
             for value in rng.sample(wrong, 4):
                 content = json.dumps(raw | {field: value}).encode()
-                yield self._change(
-                    "safetensors",
-                    f"{field}: {value!r}",
-                    lambda path, content=content: replace(path / "config.json", content),
-                )
+                yield self._put("safetensors", f"{field}: {value!r}", "config.json", content)
         for file in ("config.json", "generation_config.json", "tokenizer.json"):
             for name, content in broken_texts((base / file).read_bytes(), rng):
-                yield self._change(
-                    "safetensors",
-                    f"{file} {name}",
-                    lambda path, file=file, content=content: replace(path / file, content),
-                )
+                yield self._put("safetensors", f"{file} {name}", file, content)
         for value in ({}, "x", -1, 1.5):
             content = json.dumps({"eos_token_id": value}).encode()
-            yield self._change(
-                "safetensors",
-                f"eos_token_id: {value!r}",
-                lambda path, content=content: replace(path / "generation_config.json", content),
-            )
+            yield self._put("safetensors", f"eos_token_id: {value!r}", "generation_config.json", content)
         for file in ("config.json", "generation_config.json", "tokenizer.json", "model.safetensors"):
             yield self._change("safetensors", f"{file} a folder", lambda path, file=file: to_folder(path / file))
 
@@ -175,7 +167,7 @@ class Generator:
         tensors = [name for name in header if name != "__metadata__"]
 
         def case(name: str, content: bytes) -> Case:
-            return self._change("safetensors", name, lambda path: replace(path / "model.safetensors", content))
+            return self._put("safetensors", name, "model.safetensors", content)
 
         def with_header(name: str, change: Callable[[dict[str, Any]], Any]) -> Case:
             changed = json.loads(json.dumps(header))
@@ -260,14 +252,8 @@ class Generator:
         for file in rng.sample(files, min(len(files), 14)):
             content = (base / file).read_bytes()
             flipped, half = flip(content, 0, len(content), rng), content[: len(content) // 2]
-            yield self._change(
-                "orbax", f"{file} flipped", lambda path, file=file, new=flipped: replace(path / file, new)
-            )
-            yield self._change(
-                "orbax",
-                f"{file} cut",
-                lambda path, file=file, new=half: replace(path / file, new),
-            )
+            yield self._put("orbax", f"{file} flipped", file, flipped)
+            yield self._put("orbax", f"{file} cut", file, half)
             yield self._change("orbax", f"{file} gone", lambda path, file=file: (path / file).unlink())
 
     # What is asked and answered
@@ -328,7 +314,7 @@ class Generator:
         base = self.bases["run"]
         run, samples = (json.loads((base / "run.json").read_text()), (base / "samples.jsonl").read_bytes())
         for name, content in broken_texts((base / "run.json").read_bytes(), rng):
-            yield self._change("run", f"run.json {name}", lambda path, new=content: replace(path / "run.json", new))
+            yield self._put("run", f"run.json {name}", "run.json", content)
         config = run["config"]
         for name, changed in {
             "sessions junk": run | {"sessions": [1, "x"]},
@@ -342,7 +328,7 @@ class Generator:
             "fingerprint of another": run | {"fingerprint": "0" * 64},
         }.items():
             content = json.dumps(changed).encode()
-            yield self._change("run", f"run.json {name}", lambda path, new=content: replace(path / "run.json", new))
+            yield self._put("run", f"run.json {name}", "run.json", content)
         good = make_sample(1)
         forced = good["teacher_forced"]
         for name, record in {
@@ -360,7 +346,7 @@ class Generator:
             "a number": 7,
         }.items():
             content = samples + json.dumps(record).encode() + b"\n"
-            yield self._change("run", f"record {name}", lambda path, new=content: replace(path / "samples.jsonl", new))
+            yield self._put("run", f"record {name}", "samples.jsonl", content)
         for name, content in {
             "not JSON": samples + b"{\n",
             "twice": samples + samples,
@@ -368,12 +354,10 @@ class Generator:
             "nested deep": samples + b"[" * 100_000 + b"]" * 100_000 + b"\n",
             "infinite": samples.replace(b"0.5", b"1e999", 1),
         }.items():
-            yield self._change("run", f"records {name}", lambda path, new=content: replace(path / "samples.jsonl", new))
+            yield self._put("run", f"records {name}", "samples.jsonl", content)
         for file in ("run.json", "samples.jsonl", "run.flags"):
             yield self._change("run", f"{file} a folder", lambda path, file=file: to_folder(path / file))
-        yield self._change(
-            "run", "run.flags binary", lambda path: replace(path / "run.flags", rng.randbytes(99) + b"\xff")
-        )
+        yield self._put("run", "run.flags binary", "run.flags", rng.randbytes(99) + b"\xff")
 
     # What is typed
 

@@ -14,7 +14,7 @@ from jaxkv.checkpoints import load
 from jaxkv.checkpoints.fill import RopeLayout, flat_paths, reorder
 from jaxkv.config import make_precision
 from jaxkv.errors import UserError
-from jaxkv.models.families import PRESETS, get_preset, parse_config
+from jaxkv.models.families import get_preset, parse_config
 
 SIZES = {
     "vocab_size": 259,
@@ -304,12 +304,6 @@ def test_random_weights():
     assert (first["embed"][...] != third["embed"][...]).any()
     fails("random:0", "name a model")
     fails("random:x", "whole number", config=config)
-
-
-def test_preset_names():
-    assert get_preset("gemma2-2b") is PRESETS["gemma2-2b"]
-    with pytest.raises(UserError, match="did you mean 'gemma2-2b'"):
-        get_preset("gema2-2b")
 
 
 def test_sharding_by_path(saved):

@@ -16,10 +16,11 @@ from jaxkv.decode import Arms, Layout
 from jaxkv.errors import UserError
 from jaxkv.experiments.batches import Item, RunSpec, plan_batches
 from jaxkv.experiments.divergence.record import CONTROLS
-from jaxkv.experiments.divergence.run import Divergence, control_length
+from jaxkv.experiments.divergence.run import Divergence, compare_row, control_length, run_batch
 from jaxkv.experiments.driver import run_missing
 from jaxkv.generate import uncached_lengths
 from jaxkv.records import to_record
+from jaxkv.reporting import metrics
 
 TOKENIZER = ByteTokenizer()
 V = TOKENIZER.vocab_size
@@ -189,6 +190,22 @@ def test_the_first_flip_is_where_the_free_runs_part(spec):
         if first is None:
             assert cached == uncached
     assert 0 < flipped < len(records)
+
+
+def test_tokens_and_figures_are_of_the_arms_that_they_name():
+    """The cached arm alone is another model here; KL and margins have the uncached one for their reference."""
+    arms, clean = make_flipping_arms(), {record["problem"]: record["arms"] for record in undisturbed(SPEC)[0]}
+    records = {record["problem"]: record["arms"] for record in run(arms=arms)[0]}
+    tokens = lambda found, arm: {problem: each[arm]["tokens"] for problem, each in found.items()}  # noqa: E731
+    assert tokens(records, "uncached") == tokens(clean, "uncached")
+    assert tokens(records, "cached") != tokens(clean, "cached")
+    batch = plan_batches(make_items(), SPEC)[0]
+    ran = run_batch(arms, arms.prepare(make_state()), batch, SPEC)
+    found = compare_row(arms, batch.items[0], 0, ran, SPEC)["teacher_forced"]
+    uncached, cached = (np.asarray(each.logits[0, : len(found["kl"])]) for each in (ran.runs.forced, ran.runs.cached))
+    wanted = metrics.compare_logits(uncached, cached)
+    np.testing.assert_allclose(found["kl"], wanted["kl"], rtol=1e-9)
+    assert found["margin"] == wanted["margin"].tolist() != found["margin_other"]
 
 
 def test_stops_say_why_a_row_ended():

@@ -28,7 +28,7 @@ from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms, make_layout, make_rows
 from jaxkv.drafts import Forced, first_disagreement, free_by_drafts
-from jaxkv.generate import force, run_cached, run_cached_keeping, run_forced
+from jaxkv.generate import run_cached, run_cached_keeping, run_forced
 
 small_config, small_state = (  # one layer is quicker to compile; two are gated and attributed
     functools.partial(make, layers=1) for make in (small_models.small_config, small_models.small_state)
@@ -348,11 +348,3 @@ def test_a_program_that_does_not_repeat_itself_ends():
     forced = run_forced(arms, state, reference, rows, layout)
     _, drafts = free_by_drafts(arms, state, [Forced(forced, rows, layout)])[0]
     assert drafts <= NEW_TOKENS + 1
-
-
-def test_forcing_ends_rows_where_the_reference_ended():
-    arms = make_arms()
-    layout, tokens, rows = set_up(arms)
-    reference = run_cached(arms, arms.prepare(small_state("mistral", "fp16")), tokens, rows, layout)
-    forced = force(rows, reference)
-    np.testing.assert_array_equal(forced.limit, layout.prompt + np.asarray(reference.lengths))

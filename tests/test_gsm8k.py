@@ -290,24 +290,12 @@ GOOD = b'{"question": "q", "answer": "#### 1"}\n'
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", GOOD + b"\n{bad\n", "line 3: is not JSON"),
-        (
-            "a.jsonl",
-            GOOD + b'{"question": "q"}\n',
-            "line 2: object missing required field `answer`",
-        ),
-        (
-            "a.jsonl",
-            GOOD + b'{"question": "", "answer": "#### 1"}\n',
-            "line 2: field question: .* that is not blank",
-        ),
+        ("a.jsonl", GOOD + b'{"question": "q"}', "line 2: object missing required field `answer`"),
+        ("a.jsonl", GOOD + b'{"question": "", "answer": "#### 1"}', "line 2: field question: .* that is not blank"),
         ("a.jsonl", GOOD + b'{"question": "q", "answer": "18"}\n', "line 2: the answer does not end in '#### N'"),
         ("a.jsonl", GOOD + b'{"question": "q", "answer": "#### ten"}\n', "line 2: the answer does not end in"),
-        ("a.jsonl", GOOD + b"[1]\n", "line 2: expected `object`, got `array`; each line must be one JSON object"),
-        ("a.jsonl", GOOD + b'{"question": "\xff"}\n', "line 2: is not UTF-8"),
         ("a.jsonl", b"", "holds no rows"),
         ("a.jsonl", b"\n \n", "holds no rows"),
-        ("a.csv", GOOD, "unknown extension '.csv'"),
         ("a.parquet", b"no parquet", "cannot be read .*not a parquet file.*give a .jsonl file"),
     ],
 )
@@ -317,12 +305,6 @@ def test_faults_of_a_file(tmp_path, name, content, message):
     with pytest.raises(UserError, match=message) as caught:
         load_problems(str(path))
     assert str(path) in str(caught.value)
-
-
-def test_missing_file(tmp_path):
-    for path in (tmp_path / "none.jsonl", tmp_path):
-        with pytest.raises(UserError, match=r"cannot be read|is a directory"):
-            load_problems(str(path))
 
 
 def test_hub_without_network_or_package(monkeypatch):
@@ -339,22 +321,6 @@ def test_hub_without_network_or_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match="pip install datasets"):
         load_problems(None)
-
-
-def test_hub_rows_and_revision(monkeypatch):
-    import datasets
-
-    asked = {}
-
-    def load(*args, **kwargs):
-        asked.update(kwargs, args=args)
-        return datasets.Dataset.from_list([{"question": "q", "answer": "#### 1"}])
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    rows, origin = load_problems(None, "train")
-    assert rows == (Problem(0, "q", "1", "#### 1"),)
-    assert asked == {"args": ("openai/gsm8k", "main"), "revision": gsm8k.HUB_REVISION, "split": "train"}
-    assert origin["revision"] == gsm8k.HUB_REVISION
 
 
 # Prompts

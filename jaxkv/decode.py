@@ -239,6 +239,10 @@ class Arms:
         self.tile_loop = jit(self._tile_loop, static_argnames="tile", donate_argnames=("cache", "run"))
         self.audit_pass = jit(self._audit_pass)
 
+    def describe_held(self) -> dict[str, str]:
+        """Dtypes in which weights and operands lie on the device."""
+        return {part: self.held.to_json()[part] for part in ("param", "operand")}
+
     def prepare(self, state: nnx.State) -> nnx.State:
         """Weights in the form the programs take: as they are, or on a CPU widened once (Precision.widened)."""
         return jax.tree.map(lambda leaf, want: leaf.astype(want.dtype), state, self.abstract_state)

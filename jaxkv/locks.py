@@ -25,27 +25,22 @@ def take_lock(directory: pathlib.Path, name: str) -> Iterator[None]:
     except OSError as error:
         raise write_error(directory, error) from error
     try:
-        wait_for_lock(lock, directory)
+        for left in reversed(range(LOCK_TRIES)):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if not left:
+                    told = f"another process is at work in {directory}; wait for it to end or choose another --out"
+                    raise Busy(told) from error
+                time.sleep(LOCK_PAUSE)
+            except OSError as error:
+                raise UserError(
+                    f"cannot lock {directory}: {error.strerror}; choose another --out on a local file system"
+                ) from error
         yield
     finally:
         os.close(lock)
-
-
-def wait_for_lock(descriptor: int, directory: pathlib.Path) -> None:
-    """Takes the lock of an open file. Raises Busy if another process keeps it, UserError if it cannot be had."""
-    for left in reversed(range(LOCK_TRIES)):
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError as error:
-            if not left:
-                told = f"another process is at work in {directory}; wait for it to end or choose another --out"
-                raise Busy(told) from error
-            time.sleep(LOCK_PAUSE)
-        except OSError as error:
-            raise UserError(
-                f"cannot lock {directory}: {error.strerror}; choose another --out on a local file system"
-            ) from error
 
 
 def is_locked(directory: pathlib.Path) -> bool:

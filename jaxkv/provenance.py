@@ -39,6 +39,18 @@ def hash_tokens(ids: Sequence[int] | np.ndarray) -> str:
     return hashlib.sha256(np.asarray(ids, "<i4").tobytes()).hexdigest()
 
 
+def describe_device() -> dict[str, str]:
+    """JAX's default device."""
+    import jax
+
+    device = jax.devices()[0]
+    return {
+        "platform": device.platform,
+        "kind": device.device_kind,
+        "runtime": " ".join(device.client.platform_version.split()),
+    }
+
+
 def git_revision() -> str | None:
     """Commit of the source tree this package runs from, with '-dirty' if tracked files differ; None outside one.
 

@@ -35,9 +35,9 @@ from jaxkv.errors import UserError
 from jaxkv.experiments.experiment import EXPERIMENTS
 from jaxkv.experiments.record_parts import Record
 from jaxkv.files import check, decode_json
-from jaxkv.locks import Busy, is_locked, wait_for_lock
+from jaxkv.locks import Busy, is_locked, take_lock
 from jaxkv.run_file import FORMAT, check_samples, read_run_file
-from jaxkv.writing import Lines, new_directories, read_complete, write_error
+from jaxkv.writing import Lines, new_directories, read_complete
 from jaxkv.writing import write_atomically as write_atomically
 
 Key = tuple[str | int, ...]
@@ -199,11 +199,10 @@ class RunDirectory:
 
     path: pathlib.Path
     run: dict[str, Any]
-    resumed: bool
     _keys: set[Key]
     _samples: Lines
     _timing: Lines
-    _lock: int
+    _held: contextlib.ExitStack
     _sealed: float = dataclasses.field(default_factory=time.monotonic)
 
     @classmethod
@@ -226,53 +225,35 @@ class RunDirectory:
         Raises:
           UserError: another config, another process at work in the directory, corrupt records, or not writable.
         """
-        directory = pathlib.Path(path)
-        with new_directories(directory):
-            check_place(directory)
-            try:
-                lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o666)
-            except OSError as error:
-                raise write_error(directory, error) from error
-            try:
-                wait_for_lock(lock, directory)
-                try:
-                    return cls._open_locked(directory, to_plain(config), flags_text, provenance or {}, lock)
-                except BaseException:
-                    if not (directory / "run.json").exists():
-                        (directory / "lock").unlink(missing_ok=True)
-                    raise
-            except BaseException:
-                os.close(lock)
-                raise
+        directory, ours = pathlib.Path(path), to_plain(config)
 
-    @classmethod
-    def _open_locked(
-        cls,
-        directory: pathlib.Path,
-        config: dict[str, Any],
-        flags_text: str | None,
-        provenance: Mapping[str, Any],
-        lock: int,
-    ) -> "RunDirectory":
-        for leftover in directory.glob("run.*.tmp"):
-            leftover.unlink(missing_ok=True)
-        run = read_run_file(directory)
-        resumed = run is not None
-        if run is None:
-            run = {"format": FORMAT, "config": config, "fingerprint": fingerprint(config), "sessions": []}
-        elif run["fingerprint"] != fingerprint(config):
-            raise UserError(
-                f"{directory} was begun with another configuration: {describe_difference(run['config'], config)};"
-                " choose another --out or delete that directory"
-            )
-        keys = set(_read_samples(run, directory))
-        started = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-        run["sessions"].append({"started": started, "done_before": len(keys)} | to_plain(provenance))
-        write_atomically(directory / "run.json", _pretty(run))
-        if flags_text is not None and not (directory / "run.flags").exists():
-            write_atomically(directory / "run.flags", flags_text)
-        samples, timing = Lines(directory / "samples.jsonl"), Lines(directory / "timing.jsonl")
-        return cls(directory, run, resumed, keys, samples, timing, lock)
+        def take_back(fault: object, *_: object) -> None:
+            if fault is not None and not (directory / "run.json").exists():
+                (directory / "lock").unlink(missing_ok=True)
+
+        with contextlib.ExitStack() as held:
+            held.enter_context(new_directories(directory))
+            check_place(directory)
+            held.enter_context(take_lock(directory, "lock"))
+            held.push(take_back)
+            for leftover in directory.glob("run.*.tmp"):
+                leftover.unlink(missing_ok=True)
+            run = read_run_file(directory)
+            if run is None:
+                run = {"format": FORMAT, "config": ours, "fingerprint": fingerprint(ours), "sessions": []}
+            elif run["fingerprint"] != fingerprint(ours):
+                raise UserError(
+                    f"{directory} was begun with another configuration: {describe_difference(run['config'], ours)};"
+                    " choose another --out or delete that directory"
+                )
+            keys = set(_read_samples(run, directory))
+            started = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+            run["sessions"].append({"started": started, "done_before": len(keys)} | to_plain(provenance or {}))
+            write_atomically(directory / "run.json", _pretty(run))
+            if flags_text is not None and not (directory / "run.flags").exists():
+                write_atomically(directory / "run.flags", flags_text)
+            samples, timing = Lines(directory / "samples.jsonl"), Lines(directory / "timing.jsonl")
+            return cls(directory, run, keys, samples, timing, held.pop_all())
 
     def record_provenance(self, provenance: Mapping[str, Any]) -> None:
         """Adds fields to this session's entry in run.json, e.g. once device and checkpoint are known."""
@@ -321,7 +302,7 @@ class RunDirectory:
         finally:
             self._samples.close()
             self._timing.close()
-            os.close(self._lock)
+            self._held.close()
 
     def __enter__(self) -> "RunDirectory":
         return self

@@ -26,9 +26,9 @@ from jaxkv.experiments.record_parts import Invalid, Sample, known
 from jaxkv.loading import load_condition
 from jaxkv.options import Options, to_flagfile
 from jaxkv.programs import release_programs
-from jaxkv.provenance import environment, git_revision, hash_tokens
+from jaxkv.provenance import describe_device, environment, git_revision, hash_tokens
 from jaxkv.records import RunDirectory, check_place, read_run
-from jaxkv.run_config import describe_device, make_provenance, make_run_config
+from jaxkv.run_config import make_provenance, make_run_config
 from jaxkv.writing import check_writable
 
 if TYPE_CHECKING:
@@ -87,11 +87,11 @@ def _set_up_jax(options: Options) -> None:
 def _run_experiments(options: Options, path: pathlib.Path, flags: str, console: Console) -> None:
     begin = time.monotonic()
     condition = load_condition(options, console)
-    with RunDirectory.open(path, make_run_config(condition), flags, make_provenance(condition)) as run:
-        from jaxkv.experiments.driver import run_missing
+    from jaxkv.experiments.driver import run_missing
 
+    runners = [EXPERIMENTS[name].make_runner(condition) for name in options.run.experiments]
+    with RunDirectory.open(path, make_run_config(condition, runners), flags, make_provenance(condition)) as run:
         _check_prompts(condition, run)
-        runners = [EXPERIMENTS[name].make_runner(condition) for name in options.run.experiments]
         if asked := {runner.name: list(runner.variants) for runner in runners if runner.grows}:
             run.record_provenance({"asked": asked})
         for number, runner in enumerate(runners):

@@ -112,6 +112,12 @@ def describe_torch() -> dict[str, Any]:
         }
 
 
+def describe_origin(attention: str) -> dict[str, Any]:
+    """What decides the numbers of PyTorch's arms, for the config of a run directory."""
+    found = {name: value for name, value in describe_torch().items() if name != "device"}
+    return {"attention": attention, "torch": found}
+
+
 class TorchModel:
     """transformers' model of a checkpoint, fed slots of a token buffer.
 

@@ -35,7 +35,7 @@ from jaxkv.experiments.divergence.run import BatchRun, Divergence, Runs, control
 from jaxkv.experiments.driver import Line, Runner
 from jaxkv.generate import force, start_forced, uncached_lengths
 from jaxkv.sampling import Sampler
-from jaxkv.torch_model import TorchModel, describe_torch, true_fp32
+from jaxkv.torch_model import TorchModel, describe_origin, describe_torch, true_fp32
 
 GROWING = "growing"
 Give = Callable[[np.ndarray, int], np.ndarray]  # tokens [B, S], slot -> logits [B, V] for the slot
@@ -306,6 +306,9 @@ class TorchDivergence(Divergence):
         self.tokenizer, self.scoring = checkpoint.tokenizer, scoring
         self._given = (checkpoint, precision, sampler, attention, device)
         self._origin = {"framework": "torch", "attention": attention, "versions": describe_torch()["versions"]}
+
+    def describe(self) -> dict[str, Any]:
+        return describe_origin(self._origin["attention"])
 
     @functools.cached_property
     def arms(self) -> Any:  # type: ignore[override]

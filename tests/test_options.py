@@ -10,6 +10,7 @@ from commands import DATA, SMALL, parse
 from rich.console import Console
 
 from jaxkv import launch, options
+from jaxkv.experiments.experiment import EXPERIMENTS
 from jaxkv.loading import load_condition
 from jaxkv.options import OPTIONS, CacheOptions, Options, list_options, name_values, option, to_flagfile
 from jaxkv.records import fingerprint
@@ -74,7 +75,8 @@ OF_THE_MACHINE = ("versions", "device", "compiler_options", "variables", "torch"
 @pytest.mark.parametrize("command", CONFIGS)
 def test_a_run_directory_stays_that_of_its_command(command):
     (one,) = launch.spread(parse(*SMALL, "--tile=8", *command.split()))
-    config = make_run_config(load_condition(one, Console(file=io.StringIO())))
+    condition = load_condition(one, Console(file=io.StringIO()))
+    config = make_run_config(condition, [EXPERIMENTS[name].make_runner(condition) for name in one.run.experiments])
     assert fingerprint({k: v for k, v in config.items() if k not in OF_THE_MACHINE})[:8] == CONFIGS[command]
 
 

@@ -41,12 +41,12 @@ def fill(path: pathlib.Path, indices) -> None:
 def test_a_new_directory_is_written_and_resumed(tmp_path):
     path = tmp_path / "deep" / "run"
     with RunDirectory.open(path, CONFIG, "--precision=fp16\n", {"device": "cpu"}) as run:
-        assert not run.resumed
+        assert len(run.run["sessions"]) == 1
         run.append(record(1))
         run.append_timing({"key": ["other", 1], "seconds": 0.1})
         run.record_provenance({"hash": "abc"})
     with RunDirectory.open(path, {**CONFIG, "lengths": [1, 2]}, "--other\n", {"device": "gpu"}) as run:
-        assert run.resumed
+        assert len(run.run["sessions"]) == 2
         assert run.done_keys() == {("other", 1)}
         assert run.read() == [to_record(record(1))]
         assert records.read_lines(path / "samples.jsonl") == [record(1)]

@@ -110,6 +110,10 @@ class Runner(Generic[Begun, Variant, Ran]):
     def __init__(self, spec: RunSpec, variants: Mapping[Key, Variant]):
         self.spec, self.variants = spec, variants
 
+    def describe(self) -> dict[str, Any]:
+        """What else decides its numbers, for the config of a run directory."""
+        return {}
+
     def plan(self, items: Sequence[Item]) -> list[Batch]:
         """The batches, whatever is missing of them."""
         return plan_batches(items, self.spec)

@@ -47,7 +47,7 @@ def start_process(spec: Mapping[str, Any], seconds: float) -> dict[str, Nested]:
     Raises:
       RuntimeError: the process could not be started, failed or took too long; in one line.
     """
-    command = [sys.executable, "-m", "jaxkv.experiments.doctor", "--hashes"]
+    command = [sys.executable, "-m", "jaxkv.experiments.doctor"]
     try:
         done = subprocess.run(
             command,

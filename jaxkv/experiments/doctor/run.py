@@ -35,7 +35,7 @@ from jaxkv.experiments.doctor.shapes import (
     merge_figures,
 )
 from jaxkv.models.families import get_preset
-from jaxkv.provenance import environment
+from jaxkv.provenance import describe_device, environment
 
 Nested = dict[str, dict[str, Any]]  # dtype -> operation -> figures
 SECONDS = 44.0  # how long compilations may begin so that all is done in about a minute
@@ -277,19 +277,10 @@ def compute_hashes(spec: DoctorSpec) -> dict[str, Nested]:
     return {str(n): hash_results(compute_tested(runs[s], s, spec.pool)) for n, s in shapes.items() if s in runs}
 
 
-def device_description() -> dict[str, Any]:
-    """The default device, and what a second process will find of its memory."""
-    device = jax.devices()[0]
-    shared = device.platform != "gpu" or os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower() in (
-        "false",
-        "0",
-    )
-    return {
-        "platform": device.platform,
-        "kind": device.device_kind,
-        "runtime": " ".join(device.client.platform_version.split()),
-        "preallocated": not shared,
-    }
+def is_preallocated() -> bool:
+    """Whether this process has taken most of the device's memory, of which a second process will find little."""
+    asked = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower()
+    return jax.default_backend() == "gpu" and asked not in ("false", "0")
 
 
 def plan(spec: DoctorSpec, bench: Bench) -> tuple[dict[Any, Callable[[], Any]], dict[Any, Callable[[], Any]]]:
@@ -345,7 +336,7 @@ def _examine(
     if other is not None:
         process = compare_processes(hashes, other.result)
     held = {d: p.to_json() for d, p in bench.held.items()}
-    device = device_description()
+    device = describe_device() | {"preallocated": is_preallocated()}
     return {
         "experiment": "doctor",
         "key": ["doctor", device["kind"]],

@@ -192,6 +192,14 @@ class Mitigations(Runner[Begun, Variant, Ran]):
         self.float64 = Float64Model(config, sampler, stop_ids)
         self.costed: set[str] = set()
 
+    def describe(self) -> dict[str, Any]:
+        variants = self.variants.values()
+        return {"variants": {v.name: self._describe(v) | {"tile": v.tile} for v in variants}}
+
+    def _describe(self, variant: Variant) -> dict[str, Any]:
+        arms = self.programs[variant.name]
+        return {"precision": arms.precision.to_json(), "held": arms.describe_held()}
+
     def _spec(self, variant: Variant) -> RunSpec:
         return self.spec if variant.tile is None else dataclasses.replace(self.spec, uncached_length="padded")
 
@@ -238,8 +246,7 @@ class Mitigations(Runner[Begun, Variant, Ran]):
             "problem": item.problem,
             "variant": variant.name,
             "key": ["mitigations", item.problem, variant.name],
-            "precision": arms.precision.to_json(),
-            "held": {part: arms.held.to_json()[part] for part in ("param", "operand")},
+            **self._describe(variant),
             **{name: found[name] for name in ("prompt_tokens", "prompt_sha256", "shapes", "sampling", "headroom")},
             "status": "invalid" if fault else "ok",
             "invalid": fault,

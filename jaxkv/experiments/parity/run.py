@@ -28,7 +28,7 @@ from jaxkv.experiments.batches import Batch, Item, RunSpec, describe_setting, fi
 from jaxkv.experiments.driver import Condition, Line, Runner, Took
 from jaxkv.experiments.parity.record import CELLS, PAIRS
 from jaxkv.generate import force, run_cached, run_forced
-from jaxkv.torch_model import describe_torch, true_fp32
+from jaxkv.torch_model import describe_origin, describe_torch, true_fp32
 from jaxkv.torch_path import GROWING, Give, TorchArms
 
 RESID = "resid_pre."
@@ -293,6 +293,9 @@ class Parity(Runner[Batch, None, Ran]):
     def theirs(self) -> TorchArms:
         """PyTorch's arms."""
         return TorchArms(*self._torch)
+
+    def describe(self) -> dict[str, Any]:
+        return describe_origin(self.origin["attention"])
 
     def begin(self, batch: Batch, missing: Sequence[None]) -> Batch:
         return batch

@@ -292,6 +292,9 @@ class Patching(Runner[Begun, tuple[str, str], Patched | None]):
         self.arms, self.state, self.traced = arms, state, TracedArms(arms)
         self.max_layers, self.position_bins = max_layers, position_bins
 
+    def describe(self) -> dict[str, Any]:
+        return {"patching": {"layers": self.max_layers, "bins": self.position_bins}}
+
     def begin(self, batch: Batch, missing: Sequence[tuple[str, str]]) -> Begun:
         reference = run_reference(self.arms, self.state, batch, self.spec)
         patcher = Patcher(self.traced, self.state, reference.layout)

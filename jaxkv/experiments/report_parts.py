@@ -12,11 +12,12 @@ from jaxkv.experiments import law
 from jaxkv.experiments.injection.record import InjectionRecord
 from jaxkv.experiments.perplexity.record import PerplexityRecord
 from jaxkv.experiments.record_parts import CacheSize, Comparison, Invalid, Record, Sample, Saturated
-from jaxkv.reporting.document import Block, Figure
-from jaxkv.reporting.format import format_count
+from jaxkv.reporting.document import Block, Brief, Figure
+from jaxkv.reporting.format import format_mean, format_number
 from jaxkv.reporting.shares import clustered_share, describe_column, share
 
 S = TypeVar("S", bound=Sample)
+Plain = dict[str, Any]
 Summary = Mapping[str, Any]
 R = TypeVar("R", bound=Record)
 
@@ -83,26 +84,47 @@ def collect(records: Sequence[object], kind: type[S]) -> list[S]:
     return sorted((r for r in records if isinstance(r, kind)), key=lambda sample: sample.problem)
 
 
+def begin_summary(records: Sequence[object], run: Mapping[str, Any], kind: type[S]) -> tuple[Plain, list[S], list[S]]:
+    """What every summary begins with.
+
+    Args:
+      records: in any order; those of other experiments are left out.
+      run: content of run.json; its fingerprint ties the summary to the run.
+      kind: of the experiment's records.
+
+    Returns:
+      The summary so far, all samples, and the valid ones: no other enters a figure but the count of invalid ones.
+      `status` is 'ok', 'invalid' (no sample is valid) or 'empty'.
+    """
+    samples = collect(records, kind)
+    valid = [sample for sample in samples if sample.status == "ok"]
+    head = {
+        "experiment": str(kind.__struct_config__.tag),
+        "fingerprint": run.get("fingerprint"),
+        "status": "ok" if valid else "invalid" if samples else "empty",
+        "problems": count_problems(samples, run),
+        "invalid": group_invalid(samples),
+    }
+    return head, samples, valid
+
+
 def count_problems(samples: Sequence[Sample], run: Mapping[str, Any]) -> dict[str, int]:
     """How many problems were asked for, have a sample, and have no invalid one."""
     problems = {s.problem for s in samples}
     broken = {s.problem for s in samples if s.invalid is not None}
     asked = run.get("config", {}).get("num_problems", len(problems))
-    return {"asked": asked, "total": len(problems), "ok": len(problems - broken)}
+    return {"asked": asked, "total": len(problems), "ok": len(problems - broken), "invalid": len(broken)}
 
 
-def list_invalid(samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """Where invalid samples broke."""
-    return [{"key": list(s.key)} | asdict(s.invalid) for s in samples if s.invalid is not None]
+def say_nothing(summary: Summary, so: str) -> list[str]:
+    """Of a summary without a valid sample, that there is none, and what follows from it; nothing of others."""
+    kinds = {"empty": "no sample yet", "invalid": "no sample with finite numbers"}
+    return [f"There is {kinds[summary['status']]}, so {so}."] if summary["status"] in kinds else []
 
 
-def say_invalid(name: str, groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What is invalid of a change or a quantizer, a sentence for each group (`group_invalid`)."""
-    return [
-        f"{name}: {group['samples']} samples invalid at {group['reason']} ({group['arm']}, {group['value']}); counted "
-        "nowhere."
-        for group in groups
-    ]
+def say_invalid(group: Summary) -> str:
+    """Where the numbers of a group of `group_invalid` broke off."""
+    return f"{group['samples']} samples invalid at {group['reason']} ({group['arm']}, {group['value']})"
 
 
 def average_caches(caches: Sequence[CacheSize]) -> dict[str, float] | None:
@@ -118,25 +140,28 @@ def add_saturated(found: Iterable[Saturated | None]) -> dict[str, int] | None:
     return {part: sum(counts[part] for counts in kept) for part in kept[0]} if kept else None
 
 
-def say_saturated(name: str, found: Mapping[str, int] | None) -> list[str]:
-    """How many elements a quantizer's format cannot hold, where there are any."""
-    if not found or not found["k"] + found["v"]:
-        return []
-    count = format_count({"count": found["k"] + found["v"], "total": found["elements"]})
-    return [f"{name}: {count} elements lie outside its format."]
+def say_odd(name: str, invalid: Sequence[Summary], packed: Sequence[float], saturated: Summary | None) -> list[str]:
+    """What is odd about a change of the cache or a quantizer: invalid samples, nothing packed, elements beyond format.
+
+    Args:
+      name: of it.
+      invalid: of `group_invalid`.
+      packed: shares of packed elements; none where nothing is quantized.
+      saturated: of `add_saturated`.
+    """
+    lines = [f"{name}: {say_invalid(group)}; counted nowhere." for group in invalid]
+    if packed and not any(packed):
+        lines.append(f"{name} packed nothing: its windows, or layers that it leaves alone, hold the whole text.")
+    if saturated and (count := saturated["k"] + saturated["v"]):
+        lines.append(f"{name}: {count} of {saturated['elements']} elements lie outside its format.")
+    return lines
 
 
-def say_packed_nothing(name: str, shares: Sequence[float]) -> list[str]:
-    """Of a quantizer whose shares of packed elements are all 0."""
-    text = f"{name} packed nothing: its windows, or layers that it leaves alone, hold the whole text."
-    return [text] if shares and not any(shares) else []
-
-
-def say_unpacked(entry: Mapping[str, Any]) -> list[str]:
-    """`say_packed_nothing` of a change with its `spec` and mean `cache`."""
-    spec, cache = entry["spec"], entry["cache"]
-    quantized = spec is not None and spec["family"] == "quant"
-    return say_packed_nothing(f"`{entry['change']}`", [cache["packed"]] if quantized and cache else [])
+def say_change(entry: Summary) -> list[str]:
+    """`say_odd` of a change with its `spec` and mean `cache`."""
+    quantized = entry["spec"] is not None and entry["spec"]["family"] == "quant" and entry["cache"]
+    packed = [entry["cache"]["packed"]] if quantized else []
+    return say_odd(f"`{entry['change']}`", entry["invalid"], packed, entry["saturated"])
 
 
 def describe_problems(summary: Mapping[str, Any]) -> str:
@@ -148,6 +173,11 @@ def describe_problems(summary: Mapping[str, Any]) -> str:
     if summary.get("samples_missing"):
         unfinished.append(f"{summary['samples_missing']} samples are missing")
     return text + (f"; UNFINISHED: {', '.join(unfinished)}" if unfinished else "")
+
+
+def show_mean(entry: Summary) -> Brief:
+    """A mean; its interval where there is room."""
+    return Brief(format_mean(entry), format_number(entry["mean"]))
 
 
 def say_few(problems: int) -> list[str]:

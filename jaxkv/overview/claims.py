@@ -4,7 +4,7 @@ Every function is pure: the summary of a study (jaxkv.overview.study) in, a clai
 those of the study, not those of the paper: 'not reproduced' says that it does not hold here.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxkv.experiments.divergence import cause
@@ -17,7 +17,6 @@ from jaxkv.overview.claims_common import (
     by_model,
     describe_aligned,
     describe_reruns,
-    make_claim,
     say_count,
     select,
 )
@@ -27,6 +26,7 @@ from jaxkv.reporting import statistics
 from jaxkv.reporting.format import (
     format_count,
     format_counted_share,
+    format_interval,
     format_number,
     format_points,
 )
@@ -49,7 +49,7 @@ def judge_c1(study: Study) -> Claim:
     shares = [(c, c["divergence"]["free_running"]["diverged"]) for c in conditions]
     control = [*describe_reruns(study), *describe_aligned(study)]
     if not shares:
-        return make_claim("C1", None, ["no valid FP16 run of the plain regime"], control)
+        return Claim(None, ["no valid FP16 run of the plain regime"], control)
     lines = _list_diverged(conditions)
     theirs = [c for c in select(study, "fp16", framework="torch") if c["divergence"]["free_running"]]
     lines += [f"PyTorch, {line}" for line in _list_diverged(theirs)]
@@ -67,8 +67,7 @@ def judge_c1(study: Study) -> Claim:
             lines.append("all part, but the bounds of so few sequences do not tell 100 % from less")
     if cut:
         lines.append(f"cut by length, the arms together, so that they might part yet: {cut}")
-    rates = {c["name"]: s["rate"] for c, s in shares}
-    return make_claim("C1", evidence, lines, control, diverged=rates)
+    return Claim(evidence, lines, control)
 
 
 def _list_diverged(conditions: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -99,14 +98,14 @@ def _describe_truth(study: Study, precision: str) -> list[str]:
     return lines or ["no fp64 run, so which arm is nearer the truth is not measured"]
 
 
-def _judge_accuracy(study: Study, name: str, precision: str) -> Claim:
+def judge_accuracy(study: Study, precision: str) -> Claim:
     """More accurate with the cache: the exact sign-flip test over problems, conditions of a problem added up."""
     pooled = study["accuracy"].get(precision, {}).get("numeric")
     control = _describe_truth(study, precision)
     if wide := study["accuracy"].get("fp32", {}).get("numeric"):
         control.append(f"FP32, where the arms hardly differ: {format_points(wide['difference'])} points")
     if not pooled:
-        return make_claim(name, None, [f"no valid {precision.upper()} run of the plain regime"], control)
+        return Claim(None, [f"no valid {precision.upper()} run of the plain regime"], control)
     found = pooled["conditions"]
     only = [sum(table[side] for table in pooled["tables"]) for side in ("only_cached", "only_uncached")]
     lines = [
@@ -122,24 +121,13 @@ def _judge_accuracy(study: Study, name: str, precision: str) -> Claim:
     if evidence.holds and found["cached_ahead"] <= sum(found.values()) / 2:
         evidence = Evidence(1.0, evidence.refutes)
         lines.append("on average ahead, but not in most conditions")
-    return make_claim(name, evidence, lines, control, difference=pooled["difference"], conditions=found)
-
-
-def judge_c2(study: Study) -> Claim:
-    """In FP16, of which the paper speaks."""
-    return _judge_accuracy(study, "C2", "fp16")
-
-
-def judge_c2b(study: Study) -> Claim:
-    """In BF16."""
-    return _judge_accuracy(study, "C2b", "bf16")
+    return Claim(evidence, lines, control)
 
 
 def _orders(entry: Mapping[str, Any]) -> str:
     if entry["orders"] is None:
         return "not defined, since the arms do not differ at all in one of the two"
-    text = f"{entry['orders']:.1f}"
-    return text if entry["interval"] is None else f"{text} [{entry['interval'][0]:.1f}, {entry['interval'][1]:.1f}]"
+    return format_interval(entry["orders"], entry["interval"], "{:.1f}".format)
 
 
 def _list_orders(pairs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -162,15 +150,15 @@ def judge_c3a(study: Study) -> Claim:
     if accumulators:
         control.append(f"products returned in {', '.join(accumulators)}")
     if not ours:
-        return make_claim("C3a", None, ["no FP16 and FP32 run of one condition"], control)
-    found = [pair["metrics"]["kl"]["estimate"] for pair in ours]
-    evidence = hold_all([lies_above(each and statistics.read_estimate(each), 10**ORDERS) for each in found])
+        return Claim(None, ["no FP16 and FP32 run of one condition"], control)
+    found = [statistics.read_estimate(pair["metrics"]["kl"]) for pair in ours]
+    evidence = hold_all([lies_above(ratio, 10**ORDERS) for ratio in found])
     lines = _list_orders(ours)
     linear = [p["metrics"]["max_abs"]["orders"] for p in ours if p["metrics"]["max_abs"]["orders"] is not None]
     if linear:
         lines.append(f"the largest logit difference falls by {min(linear):.1f} to {max(linear):.1f} orders")
     control += [f"PyTorch, {line}" for line in _list_orders([p for p in pairs if p["framework"] == "torch"])]
-    return make_claim("C3a", evidence, lines, control, orders=[p["metrics"]["kl"] for p in ours])
+    return Claim(evidence, lines, control)
 
 
 def _count_parted(study: Study) -> tuple[int, int] | None:
@@ -239,7 +227,7 @@ def judge_c3b(study: Study) -> Claim:
     """
     lines, control = _describe_fp32(study)
     if not lines:
-        return make_claim("C3b", None, NO_FP32, control)
+        return Claim(None, NO_FP32, control)
     found, narrow = study["flips"]["fp32"], study["flips"]["fp16"]
     problems, worth = found["problems_with_flip"], found["worth"]
     allowed = ZERO_PERCENT * found["flips"]["total"] / found["problems"]  # flips of a problem
@@ -251,14 +239,14 @@ def judge_c3b(study: Study) -> Claim:
     if evidence.holds and not _flips_more(found, narrow):
         evidence = Evidence(1.0, evidence.refutes)
         lines.append(NO_TEST)
-    return make_claim("C3b", evidence, lines, control, flips=found["flips"])
+    return Claim(evidence, lines, control)
 
 
 def judge_c3c(study: Study) -> Claim:
     """No flip in FP32: one refutes it, and none is worth something where as many problems flip one in FP16."""
     lines, control = _describe_fp32(study)
     if not lines:
-        return make_claim("C3c", None, NO_FP32, control)
+        return Claim(None, NO_FP32, control)
     found, narrow = study["flips"]["fp32"], study["flips"]["fp16"]
     if found["most"]:
         evidence = Evidence(refutes=0.0)
@@ -269,7 +257,7 @@ def judge_c3c(study: Study) -> Claim:
     else:
         evidence = OPEN
         lines.append(NO_TEST)
-    return make_claim("C3c", evidence, lines, control, flips=found["flips"])
+    return Claim(evidence, lines, control)
 
 
 RARE = 1 - ALMOST_ALL  # of runs: more that differ would be seen
@@ -280,7 +268,7 @@ def judge_c6a(study: Study) -> Claim:
     again = {arm: found for arm, found in study["reruns"].items() if found is not None}
     lines = describe_reruns(study)
     if not again:
-        return make_claim("C6a", None, lines, [])
+        return Claim(None, lines)
     if any(found["count"] for found in again.values()):
         evidence = Evidence(refutes=0.0)
         lines.append("other bits alone do not say that the direction is another")
@@ -290,10 +278,10 @@ def judge_c6a(study: Study) -> Claim:
         if len(again) < 2:
             evidence = OPEN
             lines.append("one arm alone was run again")
-    return make_claim("C6a", evidence, lines, [], reruns=again)
+    return Claim(evidence, lines)
 
 
-def _judge_replicates(study: Study, name: str, kind: str, noun: str, plural: str) -> Claim:
+def judge_replicates(study: Study, kind: str, noun: str, plural: str) -> Claim:
     """Runs of one configuration made more than once, and for processes what the doctor compiled twice.
 
     Each further process, or build, is a trial: its kernels are chosen once for all of its problems.
@@ -316,7 +304,7 @@ def _judge_replicates(study: Study, name: str, kind: str, noun: str, plural: str
             equal = equal and found["process"].get("fp16", "equal") == "equal"
     if not pairs:
         said = f"no configuration was run again in another {noun}, so that no direction was seen to return"
-        return make_claim(name, None, [said], control)
+        return Claim(None, [said], control)
     others = len({pair["another"] for pair in pairs})
     said = f"{others} other {noun if others == 1 else plural}"
     apart = sum(pair["other_tokens"]["count"] > 0 for pair in pairs)
@@ -328,25 +316,28 @@ def _judge_replicates(study: Study, name: str, kind: str, noun: str, plural: str
     else:
         evidence = OPEN
         lines.append("runs differ, which alone does not say that the direction does")
-    return make_claim(name, evidence, lines, control, pairs=len(pairs))
+    return Claim(evidence, lines, control)
 
 
-def judge_c6b(study: Study) -> Claim:
-    """Run again in another process of one build."""
-    return _judge_replicates(study, "C6b", PROCESS, "process", "processes")
+JUDGES: dict[str, Callable[[Study], Claim]] = {
+    "C1": judge_c1,
+    "C2": lambda study: judge_accuracy(study, "fp16"),  # of which the paper speaks
+    "C2b": lambda study: judge_accuracy(study, "bf16"),
+    "C3a": judge_c3a,
+    "C3b": judge_c3b,
+    "C3c": judge_c3c,
+    "C4": judge_c4,
+    "C4b": judge_c4b,
+    "C5a": judge_c5a,
+    "C5b": judge_c5b,
+    "C6a": judge_c6a,
+    "C6b": lambda study: judge_replicates(study, PROCESS, "process", "processes"),
+    "C6c": lambda study: judge_replicates(study, BUILD, "build", "builds"),
+}
 
 
-def judge_c6c(study: Study) -> Claim:
-    """Run again under other versions."""
-    return _judge_replicates(study, "C6c", BUILD, "build", "builds")
-
-
-JUDGES = (
-    judge_c1, judge_c2, judge_c2b, judge_c3a, judge_c3b, judge_c3c, judge_c4, judge_c4b, judge_c5a, judge_c5b,
-    judge_c6a, judge_c6b, judge_c6c,
-)  # fmt: skip
-
-
-def judge(study: Study) -> list[Claim]:
-    """All claims in order, with verdicts that hold together."""
-    return decide([judge_claim(study) for judge_claim in JUDGES], (REPRODUCED, NOT_REPRODUCED))
+def judge(study: Study) -> list[dict[str, Any]]:
+    """All claims in order, with verdicts that hold together, figures and controls."""
+    claims = {name: judge_claim(study) for name, judge_claim in JUDGES.items()}
+    judged = decide({name: (c.evidence, c.figure) for name, c in claims.items()}, (REPRODUCED, NOT_REPRODUCED))
+    return [claim | {"control": list(claims[claim["id"]].control)} for claim in judged]

@@ -1,5 +1,6 @@
 """What the judges of claims share: verdicts, and the controls that several claims rest on."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,26 +12,30 @@ from jaxkv.reporting.shares import take_rest
 
 REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
 Study = Mapping[str, Any]
-Claim = dict[str, Any]
 
 
-def make_claim(
-    name: str, evidence: Evidence | None, figure: Sequence[str], control: Sequence[str], **numbers: Any
-) -> Claim:
-    """A row of the claims table without its verdict, which depends on the other rows (`rules.decide`).
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """What there is on a claim; its verdict depends on the others of the table (`rules.decide`).
 
-    Args:
-      name: of the statement's rule.
+    Attributes:
       evidence: None where no record bears on it.
-      figure: sentences.
-      control: sentences.
-      numbers: what the evidence was read from.
+      figure, control: sentences.
     """
-    return {"id": name, "evidence": evidence, "figure": list(figure), "control": list(control), "numbers": numbers}
+
+    evidence: Evidence | None
+    figure: Sequence[str]
+    control: Sequence[str] = ()
 
 
-def select(study: Study, precision: str | None = None, regime: str = "plain", framework: str = "jax") -> list[Any]:
-    """Conditions with valid 'divergence' samples, each once: of runs of one configuration that with most problems."""
+def select(
+    study: Study,
+    precision: str | None = None,
+    regime: str = "plain",
+    framework: str = "jax",
+    each: bool = False,
+) -> list[Any]:
+    """Conditions with valid 'divergence' samples: of runs of one configuration that with most problems, or `each`."""
     valid = [
         (c, range(c["divergence"]["problems"]["ok"]))
         for c in study["conditions"]
@@ -40,7 +45,7 @@ def select(study: Study, precision: str | None = None, regime: str = "plain", fr
         and c["framework"] == framework
         and precision in (None, base_precision(c))
     ]
-    return [c for c, _ in drop_replicates(valid)]
+    return [c for c, _ in (valid if each else drop_replicates(valid))]
 
 
 def say_count(count: int, noun: str) -> str:
@@ -48,13 +53,12 @@ def say_count(count: int, noun: str) -> str:
 
 
 def describe_reruns(study: Study) -> list[str]:
-    lines = []
-    for arm, found in study["reruns"].items():
-        if found is not None:
-            lines.append(
-                f"{arm} run again has other bits in {format_counted_share(found, 'runs')}, of "
-                f"{found['sequences']} sequences and {found['steps']} steps"
-            )
+    lines = [
+        f"{arm} run again has other bits in {format_counted_share(found, 'runs')}, of {found['sequences']} sequences "
+        f"and {found['steps']} steps"
+        for arm, found in study["reruns"].items()
+        if found is not None
+    ]
     return lines or ["no arm was run again, so a difference between reruns is not ruled out"]
 
 

@@ -11,15 +11,14 @@ from jaxkv.overview.claims_common import (
     Study,
     by_model,
     describe_aligned,
-    make_claim,
     say_count,
     select,
 )
 from jaxkv.overview.contrasts import ASKED
-from jaxkv.reporting.format import format_counted_share, format_number
+from jaxkv.reporting.format import format_counted_share, format_interval, format_number, format_part
 from jaxkv.reporting.rules import DOUBLE, FAMILY, HALF, Evidence, hold_all, lies_above, lies_below
 from jaxkv.reporting.shares import share
-from jaxkv.reporting.statistics import Estimate, fisher_exact, read_estimate, share_p_above, share_p_below
+from jaxkv.reporting.statistics import fisher_exact, read_estimate, share_p_above, share_p_below
 
 NARROW = ("fp16", "bf16")
 
@@ -27,10 +26,8 @@ NARROW = ("fp16", "bf16")
 def _percent(entry: Mapping[str, Any] | None) -> str:
     if entry is None:
         return "not defined (no drift)"
-    text = f"{format_number(100 * entry['mean'], 3)} %"
-    if entry["interval"] is None:
-        return f"{text} (one problem, no interval)"
-    return f"{text} [{format_number(100 * entry['interval'][0], 3)}, {format_number(100 * entry['interval'][1], 3)}]"
+    text = format_part(entry["mean"], entry["interval"])
+    return text if entry["interval"] else f"{text} (one problem, no interval)"
 
 
 def _select_drift(study: Study) -> list[Any]:
@@ -44,11 +41,6 @@ def _select_drift(study: Study) -> list[Any]:
 NO_DRIFT = ["no valid 16-bit drift records (`--experiments=drift`)"]
 
 
-def _read(entry: Mapping[str, Any] | None) -> Estimate | None:
-    """What the tests of a figure are made of; None where it has no interval."""
-    return read_estimate(entry["estimate"]) if entry and entry["estimate"] else None
-
-
 def judge_c4(study: Study) -> Claim:
     """Sharp at the first layer in grouped-query models other than Gemma, even in Gemma.
 
@@ -57,7 +49,7 @@ def judge_c4(study: Study) -> Claim:
     """
     found = _select_drift(study)
     if not found:
-        return make_claim("C4", None, NO_DRIFT, [])
+        return Claim(None, NO_DRIFT)
     lines, control = [], []
     sides: dict[str, list[Evidence]] = {"GQA": [], "Gemma": []}
     for condition in found:
@@ -72,42 +64,33 @@ def judge_c4(study: Study) -> Claim:
         if repeated := drift["repeated"]:
             control.append(f"{name} with K/V heads repeated into MHA: {_percent(repeated['first_layer'])}")
         if kind != "MHA":
-            sides[kind].append((lies_below if kind == "Gemma" else lies_above)(_read(first), HALF))
+            sides[kind].append((lies_below if kind == "Gemma" else lies_above)(read_estimate(first), HALF))
     evidence = hold_all([*sides["GQA"], *sides["Gemma"]])
     if missing := [kind for kind, parts in sides.items() if not parts]:
         evidence = Evidence(1.0, evidence.refutes)
         lines.append(f"no model of the kind {' or '.join(missing)} to set beside")
-    return make_claim("C4", evidence, lines, control)
+    return Claim(evidence, lines, control)
 
 
 def judge_c4b(study: Study) -> Claim:
     """Whether grouping makes the first layer sharp: the model beside itself with repeated K/V heads."""
-    found = [c for c in _select_drift(study) if c["drift"]["repeated"] is not None]
-    compared = [(c, c["drift"]["repeated"]["first_layer_against"]) for c in found]
     parts, lines = [], []
-    for condition, each in compared:
-        if each is None:
+    for condition in _select_drift(study):
+        drift = condition["drift"]
+        if (compared := drift["repeated"] and drift["repeated"]["first_layer_against"]) is None:
             continue
-        difference, ratio = each["difference"], each["ratio"]
-        span = difference["interval"]
-        shown = "no interval" if span is None else f"[{', '.join(format_number(100 * end, 3) for end in span)}]"
+        difference, ratio = compared["difference"], compared["ratio"]
+        points = format_interval(difference["mean"], difference["interval"], lambda p: format_number(100 * p, 3))
+        times = format_interval(ratio["mean"], ratio["interval"], lambda r: format_number(r, 3))
         lines.append(
-            f"{condition['model']} {condition['precision']}: {_percent(condition['drift']['first_layer'])} as it is, "
-            f"{_percent(condition['drift']['repeated']['first_layer'])} with repeated heads: "
-            f"{format_number(100 * difference['mean'], 3)} points {shown} more, {_times(ratio)}"
+            f"{condition['model']} {condition['precision']}: {_percent(drift['first_layer'])} as it is, "
+            f"{_percent(drift['repeated']['first_layer'])} with repeated heads: {points} points more, {times} times"
         )
-        parts.append(lies_above(_read(ratio), DOUBLE))
+        parts.append(lies_above(read_estimate(ratio), DOUBLE))
     if not parts:
-        return make_claim("C4b", None, ["no drift records of a model beside itself with repeated K/V heads"], [])
+        return Claim(None, ["no drift records of a model beside itself with repeated K/V heads"])
     control = ["repeated heads are equal mathematics in other shapes, which round otherwise by themselves"]
-    return make_claim("C4b", hold_all(parts), lines, control)
-
-
-def _times(entry: Mapping[str, Any]) -> str:
-    text = f"{format_number(entry['mean'], 3)} times"
-    return (
-        text if entry["interval"] is None else f"{text} [{', '.join(format_number(e, 3) for e in entry['interval'])}]"
-    )
+    return Claim(hold_all(parts), lines, control)
 
 
 def judge_c5a(study: Study) -> Claim:
@@ -115,12 +98,12 @@ def judge_c5a(study: Study) -> Claim:
     found = [c for c in study["conditions"] if c.get("patching") and c["patching"]["status"] == "ok"]
     control = ["every value of the donor gives the donor's logits, its own values change nothing: else no verdict"]
     if not found:
-        return make_claim("C5a", None, ["no valid patching records (`--experiments=patching`)"], control)
+        return Claim(None, ["no valid patching records (`--experiments=patching`)"], control)
     found = _choose_patching(found)
     claims = [c["patching"]["claim"] for c in found]
     lines = [f"{c['model']} {c['precision']}: {claim['why']}" for c, claim in zip(found, claims, strict=True)]
     evidence = hold_all([Evidence(claim["supports"], claim["refutes"]) for claim in claims])
-    return make_claim("C5a", evidence, lines, control, verdicts=sorted({claim["verdict"] for claim in claims}))
+    return Claim(evidence, lines, control)
 
 
 def _choose_patching(found: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -168,14 +151,7 @@ def diagnose(study: Study) -> list[dict[str, Any]]:
       ratios of their distances to float64 (None without one), and `verdict`, by
       `jaxkv.experiments.divergence.cause.decide`.
     """
-    plain = [
-        c
-        for c in study["conditions"]
-        if c.get("divergence")
-        and c["divergence"]["status"] == "ok"
-        and (c["framework"], c["regime"]) == ("jax", "plain")
-        and c["divergence"]["teacher_forced"]
-    ]
+    plain = [c for c in select(study, each=True) if c["divergence"]["teacher_forced"]]
     found = []
     for name, members in by_model(plain).items():
         shares = [_count_problems(c["divergence"]["teacher_forced"]) for c in members]
@@ -195,13 +171,16 @@ def diagnose(study: Study) -> list[dict[str, Any]]:
             strays=any(cause.strays(d, c["divergence"]["teacher_forced"]["mean_abs"]["max"]) for c, d in measured),
         )
         ratios = [r for c in members if (d := cause.read_distance(c["divergence"])) for r in (d.ratio, 1 / d.ratio)]
-        entry: dict[str, Any] = {
-            "name": name,
-            "precision": base_precision(members[0]),
-            "plain": without,
-            "aligned": aligned,
-        }
-        found.append(entry | {"distance": max(ratios, default=None), "verdict": cause.decide(known)})
+        found.append(
+            {
+                "name": name,
+                "precision": base_precision(members[0]),
+                "plain": without,
+                "aligned": aligned,
+                "distance": max(ratios, default=None),
+                "verdict": cause.decide(known),
+            }
+        )
     return found
 
 
@@ -262,7 +241,7 @@ def judge_c5b(study: Study) -> Claim:
             else "in these programs a cache alone does not make most of it: it takes other shapes too"
         )
     control = [*_describe_lengths(study), *describe_aligned(study)]
-    return make_claim("C5b", evidence, lines or ["no valid 16-bit run of the plain regime"], control)
+    return Claim(evidence, lines or ["no valid 16-bit run of the plain regime"], control)
 
 
 def _describe_lengths(study: Study) -> list[str]:

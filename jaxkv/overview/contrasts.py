@@ -130,7 +130,7 @@ def compare_precisions(narrow: Samples, wide: Samples) -> dict[str, Any] | None:
             "wide": means[1],
             "orders": math.log10(means[0] / means[1]) if all(means) else None,
             "interval": found and [math.log10(end) for end in found.interval()],
-            "estimate": statistics.to_record(found),  # of the ratio
+            "estimate": statistics.describe(0.0, found)["estimate"],  # of the ratio
         }
     return {"problems": len(shared), "metrics": metrics}
 

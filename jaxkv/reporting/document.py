@@ -6,9 +6,9 @@ a record says can become markup.
 
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import resources
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from xml.etree import ElementTree as ET
 
 import rich.box
@@ -16,6 +16,7 @@ import rich.table
 import rich.text
 from rich.console import Console, ConsoleOptions, Group
 
+T = TypeVar("T")
 NUMBER = re.compile(r"-|[+-]?\d[\d.e+-]*( %| of \d+)?")  # what stands to the right in a terminal's column
 
 
@@ -71,6 +72,18 @@ class Table:
     caption: str = ""
     kind: str = ""
     terminal: Sequence[int] = ()
+
+
+def make_table(
+    columns: Mapping[str, Callable[[T], Cell]],
+    entries: Iterable[T],
+    caption: str = "",
+    terminal: Sequence[int] = (),
+    kind: str = "",
+) -> Table:
+    """A row for each entry; `columns` holds what makes its cell under each head. The rest is as in `Table`."""
+    rows = [[show(entry) for show in columns.values()] for entry in entries]
+    return Table(list(columns), rows, caption, kind, terminal)
 
 
 @dataclasses.dataclass(frozen=True)

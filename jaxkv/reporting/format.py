@@ -1,7 +1,7 @@
 """Numbers as text: shares with intervals, means, differences."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
@@ -26,7 +26,7 @@ def format_share(entry: Mapping[str, Any] | None, what: str = "") -> str:
     sequences)``.
 
     Args:
-      entry: as in jaxkv.experiments.divergence.summary.
+      entry: as in jaxkv.reporting.shares.
       what: the trials' name, put behind a count.
     """
     if entry is None:
@@ -37,8 +37,19 @@ def format_share(entry: Mapping[str, Any] | None, what: str = "") -> str:
             clustered = entry.get("clusters") not in (None, entry["total"])
             inside = f" in {entry['clusters']} {entry['unit']}" if clustered else ""
             return f"{_count(entry, what)}{inside} ({said})"
-    low, high = entry["interval"]
-    return f"{format_percent(entry['rate'])} % [{format_percent(low)}, {format_percent(high)}]"
+    return format_interval(entry["rate"], entry["interval"], format_percent, " %")
+
+
+def format_interval(
+    value: float, interval: Sequence[float] | None, show: Callable[[float], str] = format_number, unit: str = ""
+) -> str:
+    """A figure in its unit, and its interval if it has one: ``0.26 % [0.1, 0.5]``."""
+    return f"{show(value)}{unit}" + ("" if interval is None else f" [{', '.join(map(show, interval))}]")
+
+
+def format_part(value: float, interval: Sequence[float] | None) -> str:
+    """A ratio in percent that is no share of a whole and may leave 0 to 100 %: ``-12.5 % [-40, 15]``."""
+    return format_interval(value, interval, lambda part: format_number(100 * part, 3), " %")
 
 
 def format_percent(rate: float) -> str:
@@ -71,49 +82,22 @@ def format_counted_share(entry: Mapping[str, Any] | None, what: str = "") -> str
 
 
 def format_mean(entry: Mapping[str, Any]) -> str:
-    """A mean with its interval, in its own unit."""
-    if entry["interval"] is None or entry["max"] == 0:
-        return format_number(entry["mean"])
-    low, high = entry["interval"]
-    return f"{format_number(entry['mean'])} [{format_number(low)}, {format_number(high)}]"
+    """A mean with its interval, in its own unit; of nothing but zeros without."""
+    return format_interval(entry["mean"], entry["interval"] if entry["max"] else None)
 
 
 def format_points(entry: Mapping[str, Any]) -> str:
     """A difference of two shares with its interval, in percentage points, signed."""
-    low, high = entry["interval"]
-    return f"{100 * entry['mean']:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
+    return format_interval(entry["mean"], entry["interval"], lambda value: f"{100 * value:+.1f}")
 
 
 def format_cell(entry: Mapping[str, Any]) -> str:
     """Accuracy in percent without the sign; its interval is also given at 0 and at 100."""
-    low, high = entry["interval"]
-    return f"{format_percent(entry['rate'])} [{format_percent(low)}, {format_percent(high)}]"
+    return format_interval(entry["rate"], entry["interval"], format_percent)
 
 
 def format_expected(entry: Mapping[str, Any]) -> str:
     """An expected share with its interval; only the upper bound if it rests on a count of 0."""
     if "upper_bound" in entry:
         return f"at most {format_percent(entry['upper_bound'])} % (95 % upper bound)"
-    low, high = entry["interval"]
-    return f"{format_percent(entry['rate'])} % [{format_percent(low)}, {format_percent(high)}]"
-
-
-def format_law(comparison: Mapping[str, Any]) -> str:
-    """Flips that margins and shifts predict, as counts: linear and by convolution."""
-    if (found := comparison.get("law")) is None:
-        return "not recorded"
-    said = found["prediction"]
-    return ", ".join(format_number(said[form] * said["steps"], 3) for form in ("linear", "convolution"))
-
-
-def format_kinds(comparison: Mapping[str, Any]) -> str:
-    """Flips by how near the two tokens were."""
-    if (found := comparison.get("law")) is None:
-        return "not recorded"
-    return ", ".join(str(found["kinds"][kind]) for kind in ("tie_in_one", "tie_in_both", "swap_by_one_unit", "more"))
-
-
-def format_choices(comparison: Mapping[str, Any]) -> str:
-    """Steps at which the arms choose other tokens under the shared noise."""
-    found = comparison.get("law")
-    return "not recorded" if found is None or found["choice_flips"] is None else str(found["choice_flips"])
+    return format_interval(entry["rate"], entry["interval"], format_percent, " %")

@@ -56,6 +56,7 @@ class Evidence:
 
 
 OPEN = Evidence()
+Found = tuple[Evidence | None, Sequence[str]]  # and sentences; None where no record bears on the statement
 
 
 def lies_above(estimate: statistics.Estimate | None, threshold: float = 0.0) -> Evidence:
@@ -280,40 +281,33 @@ KVARN = (
 RULES: Mapping[str, Rule] = {rule.name: rule for rule in (*ILLUSION, *SHEBEL, *KVARN)}
 
 
-def decide(
-    claims: Sequence[Mapping[str, Any]], words: tuple[str, str], untested: str = CANNOT_TELL
-) -> list[dict[str, Any]]:
+def decide(found: Mapping[str, Found], words: tuple[str, str], untested: str = CANNOT_TELL) -> list[dict[str, Any]]:
     """Gives statements their verdicts, all of a table together, by Holm's method.
 
     Args:
-      claims: of one table, each with its `id`, its `figure` (sentences), and `evidence`: None where no record bears
-        on it.
+      found: what there is on each statement of one table, by name, in any order.
       words: what a statement is called that the records support, and one that they refute.
       untested: what one is called that no record bears on.
 
     Returns:
-      The claims with `claim`, `verdict`, `p` (adjusted; None where untested), in place of their evidence.
+      The statements in order: `id`, `claim`, `verdict`, `p` (adjusted; None where untested) and `figure` (sentences).
     """
-    tested = {claim["id"]: claim["evidence"].p for claim in claims if claim["evidence"] is not None}
-    adjusted = statistics.holm(tested)
+    tested = {name: evidence for name, (evidence, _) in found.items() if evidence is not None}
+    adjusted = statistics.holm({name: evidence.p for name, evidence in tested.items()})
     judged = []
-    for claim in claims:
-        evidence: Evidence | None = claim["evidence"]
-        kept = {name: value for name, value in claim.items() if name != "evidence"}
-        verdict = untested if evidence is None else CANNOT_TELL
-        found = {"claim": RULES[claim["id"]].statement, "verdict": verdict, "p": adjusted.get(claim["id"])}
-        lines = list(claim["figure"])
+    for name, (evidence, figure) in sorted(found.items()):
+        verdict, lines = untested, list(figure)
         if evidence is not None:
             side = words[0] if evidence.holds else words[1]
-            if adjusted[claim["id"]] <= FAMILY:
-                found["verdict"] = side
-            elif evidence.p <= FAMILY:
+            verdict = side if adjusted[name] <= FAMILY else CANNOT_TELL
+            if verdict == CANNOT_TELL and evidence.p <= FAMILY:
                 lines.append(
                     f"by itself it would be '{side}' (p = {format_number(evidence.p)}); of the {len(tested)} "
                     f"statements tested here one as clear may come out by chance (Holm: p = "
-                    f"{format_number(adjusted[claim['id']])})"
+                    f"{format_number(adjusted[name])})"
                 )
-        judged.append({"id": claim["id"], **found, **kept, "figure": lines})
+        claim = {"id": name, "claim": RULES[name].statement, "verdict": verdict, "p": adjusted.get(name)}
+        judged.append(claim | {"figure": lines})
     return judged
 
 

@@ -91,3 +91,12 @@ def mean_over_problems(sums: Sequence[float], sizes: Sequence[float]) -> dict[st
         "interval": statistics.ends(found),
         "max": float(largest),
     }
+
+
+def ratio_of_sums(first: Sequence[float], second: Sequence[float]) -> dict[str, Any] | None:
+    """sum(first) / sum(second) over the same problems with its interval; None where the second adds up to nothing."""
+    if not sum(second):
+        return None
+    ones = np.ones(len(first))
+    interval = statistics.ends(statistics.estimate_ratio((first, ones), (second, ones)))
+    return {"share": sum(first) / sum(second), "interval": interval, "problems": len(first)}

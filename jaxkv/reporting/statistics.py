@@ -31,7 +31,7 @@ class Estimate:
     Attributes:
       center: of the interval, on the log scale if `log`.
       error: standard error of the center.
-      freedom: degrees of freedom of Student's t; infinite for a normal law.
+      freedom: degrees of freedom of Student's t.
       log: whether the interval is made on the log scale.
       tails: nominal shares left out below and above by the interval of 95 %.
       least, most: what the figure cannot be below or above; the interval ends there.
@@ -67,12 +67,7 @@ class Estimate:
         gap = sign * (self.center - threshold)
         if not self.error or math.isinf(gap):
             return 0.0 if gap > 0 else 1.0
-        return min(1.0, _left_out(gap / self.error, self.freedom) * EVEN[0] / tail)
-
-    def as_record(self) -> dict[str, Any]:
-        """Plain values for a summary, from which `read_estimate` makes it again."""
-        kept = {name: value for name, value in dataclasses.asdict(self).items() if value not in (math.inf, -math.inf)}
-        return kept | {"tails": list(self.tails)}
+        return min(1.0, float(special.stdtr(self.freedom, -gap / self.error)) * EVEN[0] / tail)
 
 
 def ends(estimate: Estimate | None) -> list[float] | None:
@@ -80,24 +75,23 @@ def ends(estimate: Estimate | None) -> list[float] | None:
     return None if estimate is None else list(estimate.interval())
 
 
-def to_record(estimate: Estimate | None) -> dict[str, Any] | None:
-    """`Estimate.as_record`, None for None."""
-    return None if estimate is None else estimate.as_record()
+def describe(value: float, estimate: Estimate | None) -> dict[str, Any]:
+    """A figure for a summary: its mean, its interval, and what `read_estimate` makes the estimate of again."""
+    kept = None
+    if estimate is not None:
+        kept = {name: part for name, part in dataclasses.asdict(estimate).items() if part not in (math.inf, -math.inf)}
+    return {"mean": value, "interval": ends(estimate), "estimate": kept}
 
 
-def read_estimate(record: Mapping[str, Any]) -> Estimate:
-    """The estimate of `Estimate.as_record`."""
-    return Estimate(**{"freedom": math.inf, **record, "tails": tuple(record["tails"])})
+def read_estimate(entry: Mapping[str, Any] | None) -> Estimate | None:
+    """The estimate of an entry of `describe`; None where there is none."""
+    kept = entry and entry["estimate"]
+    return Estimate(**{**kept, "tails": tuple(kept["tails"])}) if kept else None
 
 
 def _quantile(probability: float, freedom: float) -> float:
-    """Of Student's t, or of the normal law where degrees of freedom are infinite."""
-    return float(special.ndtri(probability) if math.isinf(freedom) else special.stdtrit(freedom, probability))
-
-
-def _left_out(value: float, freedom: float) -> float:
-    """The share of that law above a value."""
-    return float(special.ndtr(-value) if math.isinf(freedom) else special.stdtr(freedom, -value))
+    """Of Student's t."""
+    return float(special.stdtrit(freedom, probability))
 
 
 def clopper_pearson(count: float, total: float, confidence: float = CONFIDENCE) -> tuple[float, float]:
@@ -134,7 +128,7 @@ def effective_trials(counts: Array, sizes: Array, trials: float | None = None) -
         return 1.0
     spread = float(np.sum((counted - rate * size) ** 2)) * clusters / (clusters - 1) / total**2
     effect = max(1.0, spread / (rate * (1 - rate) / trials))
-    return trials / effect / (_quantile(0.975, clusters - 1) / _quantile(0.975, math.inf)) ** 2
+    return trials / effect / (_quantile(0.975, clusters - 1) / float(special.ndtri(0.975))) ** 2
 
 
 def clustered_share_interval(counts: Array, sizes: Array, trials: float | None = None) -> tuple[float, float]:
@@ -323,10 +317,9 @@ def estimate_paired(first: Array, second: Array, *, skewed: bool = False) -> Est
     return dataclasses.replace(found, tails=SKEWED_BOTH) if found is not None and skewed else found
 
 
-def paired_interval(first: Array, second: Array) -> tuple[float, float] | None:
-    """The interval of `estimate_paired`."""
-    found = estimate_paired(first, second)
-    return None if found is None else found.interval()
+def paired_interval(first: Array, second: Array | None = None) -> list[float] | None:
+    """The interval of `estimate_paired`, for a summary; of the first figures' own mean without a second."""
+    return ends(estimate_paired(first, np.zeros(len(np.asarray(first))) if second is None else second))
 
 
 def estimate_paired_share(differences: Array, weight: float = 1.0) -> Estimate:

@@ -4,6 +4,7 @@ How each statement is judged is told by `rules.KVARN`. A quantizer with invalid 
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 
 from jaxkv.experiments.methods import KVARN, is_published_kvarn, read_codes, weigh_bits
 from jaxkv.reporting import statistics
-from jaxkv.reporting.format import format_number, format_percent
+from jaxkv.reporting.format import format_interval, format_number, format_percent
 from jaxkv.reporting.rules import (
     CANNOT_TELL,
     DOES_NOT_HOLD,
@@ -20,6 +21,7 @@ from jaxkv.reporting.rules import (
     HOLDS,
     OPEN,
     Evidence,
+    Found,
     decide,
     hold_all,
     lies_above,
@@ -45,13 +47,12 @@ def average(values: Mapping[int, float], least: float = -math.inf, most: float =
     if not values:
         return None
     column = np.asarray([values[problem] for problem in sorted(values)], np.float64)
-    interval = statistics.paired_interval(column, np.zeros(len(column)))
-    equal = len(column) > 1 and not column.any()
+    ends = statistics.paired_interval(column)
     return {
         "mean": float(column.mean()),
-        "interval": None if interval is None else [max(least, interval[0]), min(most, interval[1])],
+        "interval": ends and [max(least, ends[0]), min(most, ends[1])],
         "problems": len(column),
-        "bound": statistics.zero_upper_bound(len(column)) if equal else None,
+        "bound": statistics.zero_upper_bound(len(column)) if len(column) > 1 and not column.any() else None,
     }
 
 
@@ -78,9 +79,7 @@ def show_average(entry: Summary | None, show: Callable[[float], str] = format_nu
         return "-"
     if entry["bound"] is not None:
         return f"0{unit} (bound {format_percent(entry['bound'])} %)"
-    if entry["interval"] is None:
-        return f"{show(entry['mean'])}{unit}"
-    return f"{show(entry['mean'])}{unit} [{', '.join(map(show, entry['interval']))}]"
+    return format_interval(entry["mean"], entry["interval"], show, unit)
 
 
 def _weigh_values(values: Mapping[int, float], least: float = 0.0) -> Evidence:
@@ -130,9 +129,6 @@ class Figure:
     least: float = 0.0
     percent: bool = False
     quadrature: Callable[[Mapping[str, Any]], Mapping[int, float]] | None = None
-
-
-Found = tuple[Evidence | None, list[str]]  # None where no quantizer has the records
 
 
 def _judge_each(entries: Sequence[Summary], values: Values, figures: Sequence[Figure]) -> Found:
@@ -209,27 +205,24 @@ def _judge_kvarn(entries: Sequence[Summary], values: Values) -> Found:
         return None, [said, *left_out]
     decided: list[Evidence] = []
     lines = []
-    for kvarn in ours:
-        for rival in rivals:
-            names = rival["quantizer"], kvarn["quantizer"]
-            gap, other = (subtract(*(values[name][part] for name in names)) for part in ("extra", "quadrature"))
-            caches = f"({_describe_cache(rival)}; {_describe_cache(kvarn)})"
-            label = f"`{names[0]}` - `{names[1]}` {caches}"
-            if not gap:
-                lines.append(f"{label}: no problem has both")
-                continue
-            found, again = average(gap), average(other)
-            both = _weigh_values(gap), _weigh_values(other)
-            each = ", ".join(f"`{name}` {show_average(average(values[name]['quadrature'], 0.0))}" for name in names)
-            line = f"{label}: {show_average(found)}; in quadrature {show_average(again)} (of {each})"
-            line += f" ({_say_problems(len(gap))})"
-            evidence = _both(*both)
-            verdict, counts = _weigh(rival, kvarn, min(found["mean"], again["mean"]), evidence)
-            if counts:
-                broken = rival["invalid"] or kvarn["invalid"]
-                decided.append(OPEN if broken or verdict else evidence)
-                verdict = "invalid samples, so it decides nothing" if broken else verdict or _say_both(*both)
-            lines.append(f"{line}: {verdict}")
+    for kvarn, rival in itertools.product(ours, rivals):
+        names = rival["quantizer"], kvarn["quantizer"]
+        line = f"`{names[0]}` - `{names[1]}` ({_describe_cache(rival)}; {_describe_cache(kvarn)})"
+        gap, other = (subtract(*(values[name][part] for name in names)) for part in ("extra", "quadrature"))
+        if not gap:
+            lines.append(f"{line}: no problem has both")
+            continue
+        found, again = average(gap), average(other)
+        each = ", ".join(f"`{name}` {show_average(average(values[name]['quadrature'], 0.0))}" for name in names)
+        line += f": {show_average(found)}; in quadrature {show_average(again)} (of {each}) ({_say_problems(len(gap))})"
+        measures = _weigh_values(gap), _weigh_values(other)
+        evidence = _both(*measures)
+        verdict, counts = _weigh(rival, kvarn, min(found["mean"], again["mean"]), evidence)
+        if counts:
+            broken = rival["invalid"] or kvarn["invalid"]
+            decided.append(OPEN if broken or verdict else evidence)
+            verdict = "invalid samples, so it decides nothing" if broken else verdict or _say_both(*measures)
+        lines.append(f"{line}: {verdict}")
     return (hold_all(decided) if decided else None), [*lines, *left_out]
 
 
@@ -274,5 +267,4 @@ def judge(entries: Sequence[Summary], values: Values) -> list[dict[str, Any]]:
         ),
         "K3b": judge_each(Figure("all tokens, of the squared static error:", taken_squared, HALF, percent=True)),
     }
-    claims = [{"id": name, "evidence": evidence, "figure": lines} for name, (evidence, lines) in found.items()]
-    return decide(claims, (HOLDS, DOES_NOT_HOLD))
+    return decide(found, (HOLDS, DOES_NOT_HOLD))

@@ -1,24 +1,17 @@
 """The report on errors of a quantized cache along a text: statements, what accumulates, error split, repair."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxkv.experiments.accumulation.claims import show_average
 from jaxkv.experiments.accumulation.figures import DECODE, REPAIRED, STATIC, draw_accumulation
+from jaxkv.experiments.accumulation.record import SIDES
 from jaxkv.experiments.accumulation.summary import summarize_accumulation
-from jaxkv.experiments.report_parts import (
-    Report,
-    describe_problems,
-    say_few,
-    say_invalid,
-    say_packed_nothing,
-    say_saturated,
-)
-from jaxkv.reporting.document import Block, Brief, Bullets, Cell, Fold, Heading, Only, Paragraph, Table
+from jaxkv.experiments.report_parts import Report, Summary, describe_problems, say_few, say_odd
+from jaxkv.reporting.document import Block, Brief, Bullets, Cell, Fold, Heading, Only, Paragraph, Table, make_table
 from jaxkv.reporting.format import format_count, format_counted_share, format_number, format_percent
 from jaxkv.reporting.rules import say_family, write_verdicts
 
-Summary = Mapping[str, Any]
 NOTES = (
     "`static`: every layer is handed the clean run's queries, keys, values and attention output, so errors do not feed "
     "back. `accumulated:B`: the tokens after the prompt are run B at a time, and later ones see them as they were "
@@ -50,32 +43,28 @@ NOTES = (
 
 def show_agreement(entry: Summary | None) -> str:
     """A share of steps; without an interval, for one problem, the count alone."""
-    if entry is None or entry["interval"] is None:
-        return format_count(entry)
-    return format_counted_share(entry)
+    return format_count(entry) if entry is None or entry["interval"] is None else format_counted_share(entry)
 
 
-def _decoded(entry: Summary, regime: str) -> Summary | None:
-    found = entry["regimes"].get(regime)
-    return found["error"]["decoded"] if found else None
+def _get(entry: Summary, *names: str) -> Any:
+    """What lies under these names, None where something on the way is not there."""
+    found: Any = entry
+    for name in names:
+        found = found.get(name) if found else None
+    return found
 
 
-def _logits(entry: Summary, regime: str = DECODE) -> Summary:
-    found = entry["regimes"].get(regime)
-    return (found and found["logits"]) or {"kl": None, "agreement": None}
+def _show(*names: str, show: Callable[[float], str] = format_number) -> Callable[[Summary], str]:
+    """What shows the average that an entry has under these names."""
+    return lambda entry: show_average(_get(entry, *names), show)
 
 
-def _from_decode(entry: Summary, figure: str) -> Summary | None:
-    found = entry["regimes"].get(DECODE, {}).get(figure)
-    return found["decoded"] if found and figure == "extra" else found
+def _name(entry: Summary) -> str:
+    return f"`{entry['quantizer']}`"
 
 
-def _bits(entry: Summary) -> str:
-    return format_number(entry["storage"]["bits"], 3) if entry["storage"] else "-"
-
-
-def _packed(entry: Summary, side: str) -> Summary | None:
-    return next((found["stored"][side]["packed"] for found in entry["regimes"].values()), None)
+def _packed(side: str) -> Callable[[Summary], Summary | None]:
+    return lambda entry: next((found["stored"][side]["packed"] for found in entry["regimes"].values()), None)
 
 
 def say_what_there_is(summary: Summary) -> list[str]:
@@ -85,28 +74,23 @@ def say_what_there_is(summary: Summary) -> list[str]:
         text = ", ".join(map(str, summary["parted"]))
         lines.append(f"LEFT OUT, since their records follow different tokens: problems {text}.")
     for entry in summary["quantizers"]:
-        name, total = f"`{entry['quantizer']}`", summary["problems"]["total"]
+        name, total = _name(entry), summary["problems"]["total"]
         missing = {regime: count for regime, count in entry["samples"].items() if count < total}
         lines += [f"UNFINISHED: {name} has {count} of {total} samples of {r}." for r, count in missing.items()]
-        lines += say_invalid(name, entry["invalid"])
-        packed = [_packed(entry, side) for side in ("k", "v")]
-        lines += say_packed_nothing(name, [found["mean"] for found in packed if found])
-        lines += say_saturated(name, entry["saturated"])
+        packed = [found["mean"] for side in SIDES if (found := _packed(side)(entry))]
+        lines += say_odd(name, entry["invalid"], packed, entry["saturated"])
     return lines
 
 
 def _say_controls(summary: Summary) -> list[str]:
     """What must be equal, and whether it is."""
-    lines = []
-    entries = [e["regimes"][STATIC]["logits"] for e in summary["quantizers"] if STATIC in e["regimes"]]
-    if any(entries):
-        count = _add([found["bit_equal"] for found in entries if found])
-        lines.append(f"Control: in `static` the logits are the clean run's, bit for bit, at {count} steps.")
-    watched = [found["watched"] for entry in summary["quantizers"] for found in entry["regimes"].values()]
+    regimes = [regime for entry in summary["quantizers"] for regime in entry["regimes"].items()]
+    equal = [found["logits"]["bit_equal"] for name, found in regimes if name == STATIC and found["logits"]]
+    lines = [f"Control: in `static` the logits are the clean run's, bit for bit, at {_add(equal)} steps."]
+    lines = lines if equal else []
     for run, what in (("clean", "the clean run's"), ("changed", "the decoding run's")):
-        found = [entry[run] for entry in watched if run in entry]
-        if found:
-            lines.append(f"Watching left {what} logits as they were, bit for bit, at {_add(found)} steps.")
+        if watched := [found["watched"][run] for _, found in regimes if run in found["watched"]]:
+            lines.append(f"Watching left {what} logits as they were, bit for bit, at {_add(watched)} steps.")
     return lines
 
 
@@ -120,98 +104,88 @@ def _write_claims(summary: Summary) -> list[Block]:
     return [Paragraph(f"{text} {say_family(summary['claims'])}", "note"), *write_verdicts(summary["claims"])]
 
 
-def _write_quantizers(summary: Summary) -> list[Block]:
-    rows: list[list[Cell]] = []
-    for entry in summary["quantizers"]:
-        storage, logits = entry["storage"], _logits(entry)
-        same = logits["agreement"]
-        share = "-" if not storage or storage["of_clean"] is None else format_percent(storage["of_clean"])
-        rows.append(
-            [
-                f"`{entry['quantizer']}`",
-                _bits(entry),
-                show_average(_decoded(entry, STATIC)),
-                show_average(_decoded(entry, DECODE)),
-                show_average(_from_decode(entry, "extra")),
-                show_average(_from_decode(entry, "growth")),
-                show_average(logits["kl"]),
-                Brief(show_agreement(same), f"{format_percent(same['rate'])} %" if same else "-"),
-                show_average(_packed(entry, "k"), format_percent),
-                show_average(_packed(entry, "v"), format_percent),
-                share,
-            ]
-        )
-    head = ["quantizer", "bits", "error, static", "error, decode", "decode - static", "later - earlier half"]
-    head += ["KL, nats", "same top token", "K packed, %", "V packed, %", "bytes, %"]
-    return [
-        Heading("Every quantizer, at decoded positions", 3),
-        Table(head, rows, terminal=(0, 1, 2, 3, 4, 6, 7)),
-        Paragraph("KL and top token are those of `decode` beside the clean run.", "note"),
+def _same_token(logits: Summary | None) -> Brief:
+    same = _get(logits or {}, "agreement")
+    return Brief(show_agreement(same), f"{format_percent(same['rate'])} %" if same else "-")
+
+
+def _of(name: str, show: Callable[[float], str]) -> Callable[[Summary], str]:
+    return lambda entry: "-" if _get(entry, "storage", name) is None else show(entry["storage"][name])
+
+
+QUANTIZER: dict[str, Callable[[Summary], Cell]] = {
+    "quantizer": _name,
+    "bits": _of("bits", lambda bits: format_number(bits, 3)),
+    "error, static": _show("regimes", STATIC, "error", "decoded"),
+    "error, decode": _show("regimes", DECODE, "error", "decoded"),
+    "decode - static": _show("regimes", DECODE, "extra", "decoded"),
+    "later - earlier half": _show("regimes", DECODE, "growth"),
+    "KL, nats": _show("regimes", DECODE, "logits", "kl"),
+    "same top token": lambda entry: _same_token(_get(entry, "regimes", DECODE, "logits")),
+    "K packed, %": lambda entry: show_average(_packed("k")(entry), format_percent),
+    "V packed, %": lambda entry: show_average(_packed("v")(entry), format_percent),
+    "bytes, %": _of("of_clean", format_percent),
+}
+# Cells of a quantizer in a regime: an entry with what it has of the regime beside it.
+REGIME: dict[str, Callable[[Summary], Cell]] = {
+    "quantizer": _name,
+    "regime": lambda entry: str(entry["regime"]),
+    "valid": lambda entry: f"{entry['problems']} of {entry['samples'][entry['regime']]}",
+    "error, prompt": _show("error", "prompt"),
+    "prompt - static": _show("extra", "prompt"),
+    "error, decoded": _show("error", "decoded"),
+    "decoded - static": _show("extra", "decoded"),
+    "later - earlier half": _show("growth"),
+    "KL, nats": _show("logits", "kl"),
+    "same top token": lambda entry: show_agreement(_get(entry, "logits", "agreement")),
+}
+STORED: dict[str, Callable[[Summary], Cell]] = {
+    **{name: REGIME[name] for name in ("quantizer", "regime")},
+    "K, relative error": _show("stored", "k", "relative"),
+    "K, E_M %": _show("stored", "k", "norm_share", show=format_percent),
+    "V, relative error": _show("stored", "v", "relative"),
+    "V, E_M %": _show("stored", "v", "norm_share", show=format_percent),
+}
+REPAIR: dict[str, Callable[[Summary], Cell]] = {
+    "quantizer": _name,
+    "error": _show("repair", "error", "nothing"),
+    **{f"{name} repaired": _show("repair", "error", choice) for choice, name in REPAIRED.items()},
+    **{f"{name}: % gone": _show("repair", "taken", choice, show=format_percent) for choice, name in REPAIRED.items()},
+}
+
+
+def _write_tables(summary: Summary) -> list[Block]:
+    """By regime, what is stored, and repairs; of each what there is."""
+    regimes = [
+        {**entry, "regime": name, **found}
+        for entry in summary["quantizers"]
+        for name, found in entry["regimes"].items()
     ]
-
-
-def _write_regimes(summary: Summary) -> list[Block]:
-    rows = []
-    for entry in summary["quantizers"]:
-        for regime, found in entry["regimes"].items():
-            extra, logits = found["extra"] or {"prompt": None, "decoded": None}, _logits(entry, regime)
-            cells = [found["error"]["prompt"], extra["prompt"], found["error"]["decoded"], extra["decoded"]]
-            shown = [*map(show_average, cells), show_average(found["growth"]), show_average(logits["kl"])]
-            counted = f"{found['problems']} of {entry['samples'][regime]}"
-            rows.append(
-                [f"`{entry['quantizer']}`", regime, counted, *shown, show_agreement(logits["agreement"])]
-            )  # fmt: skip
-    head = ["quantizer", "regime", "valid", "error, prompt", "- static", "error, decoded", "- static"]
-    head += ["later - earlier half", "KL, nats", "same top token"]
-    return [Heading("By regime", 3), Table(head, rows)] if rows else []
-
-
-def _write_stored(summary: Summary) -> list[Block]:
-    rows = []
-    for entry in summary["quantizers"]:
-        for regime in (STATIC, DECODE):
-            if regime in entry["regimes"]:
-                stored = entry["regimes"][regime]["stored"]
-                cells = [
-                    show_average(stored[side][figure], show)
-                    for side in ("k", "v")
-                    for figure, show in (("relative", format_number), ("norm_share", format_percent))
-                ]
-                rows.append([f"`{entry['quantizer']}`", regime, *cells])
-    head = ["quantizer", "regime", "K, relative error", "K, E_M %", "V, relative error", "V, E_M %"]
-    text = "What is packed at the end of the text beside the clean run's keys and values."
-    return [Heading("Error of norms and of directions", 3), Paragraph(text), Table(head, rows)] if rows else []
-
-
-def _write_repairs(summary: Summary) -> list[Block]:
-    rows = []
-    for entry in summary["quantizers"]:
-        repair = entry["repair"]
-        if repair:
-            cells = [show_average(found) for found in repair["error"].values()]
-            cells += [show_average(repair["taken"][name], format_percent) for name in REPAIRED]
-            rows.append([f"`{entry['quantizer']}`", *cells])
-    head = ["quantizer", "error", *(f"{name} repaired" for name in REPAIRED.values())]
-    head += [f"{name}: % gone" for name in REPAIRED.values()]
-    return [Heading("Token scales repaired by an oracle", 3), Table(head, rows)] if rows else []
+    stored = [entry for entry in regimes if entry["regime"] in (STATIC, DECODE)]
+    repaired = [entry for entry in summary["quantizers"] if entry["repair"]]
+    what = Paragraph("What is packed at the end of the text beside the clean run's keys and values.")
+    parts: tuple[tuple[list[Any], list[Block]], ...] = (
+        (regimes, [Heading("By regime", 3), make_table(REGIME, regimes)]),
+        (stored, [Heading("Error of norms and of directions", 3), what, make_table(STORED, stored)]),
+        (repaired, [Heading("Token scales repaired by an oracle", 3), make_table(REPAIR, repaired)]),
+    )
+    return [block for entries, blocks in parts if entries for block in blocks]
 
 
 def _write_positions(summary: Summary) -> list[Block]:
     tables: list[Block] = []
     for entry in summary["quantizers"]:
-        curves = {
-            regime: {(p["begin"], p["end"]): p for p in found["curve"]} for regime, found in entry["regimes"].items()
-        }
-        logits = {(p["begin"], p["end"]): p for p in _logits(entry).get("curve", [])}
+        curves = {name: _by_place(found["curve"]) for name, found in entry["regimes"].items()}
+        logits = _by_place(_get(entry, "regimes", DECODE, "logits", "curve") or ())
         rows = []
         for place in sorted({place for curve in (*curves.values(), logits) for place in curve}):
-            cells = [show_average(curve[place]["error"] if place in curve else None) for curve in curves.values()]
-            extra = curves.get(DECODE, {}).get(place, {"extra": None})["extra"]
-            step = logits.get(place, {"kl": None, "agreement": None})
-            at = [curve[place]["error"] for curve in curves.values() if place in curve]
-            count = str(max(found["problems"] for found in at)) if at else str(step["kl"]["problems"])
-            cells += [show_average(extra), show_average(step["kl"]), show_agreement(step["agreement"])]
-            rows.append([f"{place[0]} to {place[1] - 1}", count, *cells])
+            errors = [_get(curve.get(place, {}), "error") for curve in curves.values()]
+            step = logits.get(place, {})
+            problems = [found["problems"] for found in errors if found] or [step["kl"]["problems"]]
+            extra = _get(curves.get(DECODE, {}).get(place, {}), "extra")
+            shown = [show_average(found) for found in (*errors, extra, step.get("kl"))]
+            at = f"{place[0]} to {place[1] - 1}"
+            rows.append([at, str(max(problems)), *shown, show_agreement(step.get("agreement"))])
         if rows:
             head = ["positions", "problems", *(f"error, {regime}" for regime in curves)]
             head += ["decode - static", "KL, nats", "same top token"]
@@ -219,22 +193,21 @@ def _write_positions(summary: Summary) -> list[Block]:
     return [Fold("Every figure by position", tables)] if tables else []
 
 
+def _by_place(curve: Sequence[Summary]) -> dict[tuple[int, int], Summary]:
+    return {(place["begin"], place["end"]): place for place in curve}
+
+
 def write_accumulation(summary: Summary) -> list[Block]:
     """The whole report of a run's quantizers, figures included."""
     return [
         Bullets([*say_what_there_is(summary), *_say_controls(summary)]),
         *_write_claims(summary),
-        *_write_quantizers(summary),
+        Heading("Every quantizer, at decoded positions", 3),
+        make_table(QUANTIZER, summary["quantizers"], terminal=(0, 1, 2, 3, 4, 6, 7)),
+        Paragraph("KL and top token are those of `decode` beside the clean run.", "note"),
         Only(
             "page",
-            [
-                *draw_accumulation(summary),
-                *_write_regimes(summary),
-                *_write_stored(summary),
-                *_write_repairs(summary),
-                *_write_positions(summary),
-                Bullets(NOTES),
-            ],
+            [*draw_accumulation(summary), *_write_tables(summary), *_write_positions(summary), Bullets(NOTES)],
         ),
     ]
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxkv import records
+from jaxkv.experiments import law
 from jaxkv.experiments.divergence import cause
 from jaxkv.experiments.divergence.summary import summarize
 from jaxkv.experiments.divergence.wording import (
@@ -25,12 +26,9 @@ from jaxkv.experiments.report_parts import Report, Run, name_of
 from jaxkv.reporting.document import Block, Bullets, Heading, Only, Paragraph, Table
 from jaxkv.reporting.format import (
     format_cell,
-    format_choices,
     format_count,
     format_counted_share,
     format_expected,
-    format_kinds,
-    format_law,
     format_mean,
     format_number,
     format_percent,
@@ -134,6 +132,26 @@ def _what_was_run(summary: Summary) -> list[Block]:
     return [Heading("What was run", 3), Table(["what", "value"], rows)]
 
 
+def _show_law(comparison: Mapping[str, Any]) -> str:
+    """Flips that margins and shifts predict, as counts: linear and by convolution."""
+    if (found := comparison["law"]) is None:
+        return "not recorded"
+    said = found["prediction"]
+    return ", ".join(format_number(said[form] * said["steps"], 3) for form in ("linear", "convolution"))
+
+
+def _show_kinds(comparison: Mapping[str, Any]) -> str:
+    """Flips by how near the two tokens were."""
+    found = comparison["law"]
+    return "not recorded" if found is None else ", ".join(str(found["kinds"][kind]) for kind in law.KINDS)
+
+
+def _show_choices(comparison: Mapping[str, Any]) -> str:
+    """Steps at which the arms choose other tokens under the shared noise."""
+    found = comparison["law"]
+    return "not recorded" if found is None or found["choice_flips"] is None else str(found["choice_flips"])
+
+
 # A row of the table of agreement: its name, and what it shows of a comparison.
 AGREEMENT: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "sequences": lambda c: str(c["sequences"]),
@@ -149,9 +167,9 @@ AGREEMENT: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "max abs logit difference, mean over steps": lambda c: format_mean(c["max_abs"]),
     "max abs logit difference, largest": lambda c: format_number(c["max_abs"]["max"]),
     "mean abs logit difference": lambda c: format_mean(c["mean_abs"]),
-    "flips predicted by margins and shifts: linear, convolution": format_law,
-    "flips at a tie in one arm, in both; swaps by one unit; more": format_kinds,
-    "other tokens chosen under the same noise": format_choices,
+    "flips predicted by margins and shifts: linear, convolution": _show_law,
+    "flips at a tie in one arm, in both; swaps by one unit; more": _show_kinds,
+    "other tokens chosen under the same noise": _show_choices,
     "exact ties (margin 0)": lambda c: str(c["ties"]["count"]),
     "flips at exact ties": lambda c: f"{c['ties']['flips']} of {c['flips']['count']}",
 }

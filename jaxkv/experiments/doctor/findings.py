@@ -87,46 +87,77 @@ def compare_processes(record: Record, dtype: str) -> tuple[str, list[str]]:
     return ("differ" if names else "equal" if equal else UNKNOWN), names
 
 
-def _group(texts: Mapping[str, str]) -> list[str]:
-    """``fp16, bf16: text`` for every text, once."""
-    return [f"{join(d for d in texts if texts[d] == text)}: {text}" for text in dict.fromkeys(texts.values())]
+# Of a question: what is concluded for dtypes in which nothing differs, and for those in which something does.
+ABOUT = {
+    "slots": (
+        "one row's bits did not depend on the number of slots.",
+        "one row's bits depend on the number of slots. Fix it, as --regime=aligned does.",
+    ),
+    "batch": (
+        "a row in a batch had the bits of a row alone.",
+        "a row in a batch has other bits than alone. Compare runs of one batch size.",
+    ),
+    "neighbours": (
+        "what a row's neighbours in a batch hold did not matter.",
+        "what a row's neighbours in a batch hold matters. Decode one problem at a time.",
+    ),
+    "following": (
+        "what follows a row in its tile did not matter, as draft and check needs.",
+        "what follows a row in its tile matters. Draft and check is not exact: use --uncached=stepwise.",
+    ),
+    "rerun": (
+        "a program run again gave the same bits.",
+        "a program run again gives other bits. No comparison of arms means much before that is mended; try"
+        " XLA_FLAGS=--xla_gpu_deterministic_ops=true.",
+    ),
+    "place": (
+        "exp and tanh of a number did not depend on its place in a vector.",
+        "exp or tanh of a number depends on its place in a vector.",
+    ),
+}
+COMPILED_ALONE = (
+    "Operations were compiled alone; within a model XLA may fuse them with others. Only the layer shows that, and"
+    " only for its own widths, outside a decoding loop."
+)
 
 
-def _about(record: Record, question: str, clean: str, dirty: str) -> list[str]:
-    """One sentence for the dtypes in which nothing differs, one for those in which something does."""
-    found = {d: summarize(values[question]) for d, values in record["dtypes"].items()}
+def _sort(found: Mapping[str, tuple[str, list[str]]], clean: str, dirty: str, part: str = "") -> list[str]:
+    """One sentence for the dtypes in which nothing differs, and one for those in which something does.
+
+    Args:
+      found: of each dtype, as `summarize` and `compare_processes` give it.
+      clean, dirty: the sentences.
+      part: what is told of the text beside the operations that differ.
+    """
     quiet = [d for d, (text, _) in found.items() if text == "equal"]
-    loud = [f"{d} ({join(names)}: up to {text})" for d, (text, names) in found.items() if names]
+    loud = [f"{d} ({join(names)}{part and part.format(text)})" for d, (text, names) in found.items() if names]
     return ([f"{join(quiet)}: {clean}"] if quiet else []) + ([f"{join(loud)}: {dirty}"] if loud else [])
+
+
+def _group(texts: Mapping[str, str | None]) -> list[str]:
+    """``fp16, bf16: text`` for every text, once."""
+    return [f"{join(d for d in texts if texts[d] == text)}: {text}" for text in dict.fromkeys(texts.values()) if text]
 
 
 def _about_rows(record: Record) -> list[str]:
     found = {d: summarize(values["rows"]) for d, values in record["dtypes"].items()}
-    counts = join(record["spec"]["rows"][1:])
-    texts = {d: "whether the number of rows matters was not measured." for d in found if found[d][0] == UNKNOWN}
-    texts |= {
-        d: f"no operation gave other bits at {counts} rows than at 1. Other widths may, and cached and uncached can"
-        " still differ by their numbers of slots."
-        for d in found
-        if found[d][0] == "equal"
-    }
-    whole = [f"{d} ({join(names)}: up to {text})" for d, (text, names) in found.items() if "layer" in names]
-    parts = [
-        f"{d} ({join(names)}: up to {text})" for d, (text, names) in found.items() if names and "layer" not in names
-    ]
-    sentences = _group(texts)
-    if whole:
-        sentences.append(
-            f"{join(whole)}: a row has other bits among many rows than at 1, through a whole layer too. Cached (1 row a"
-            " step) and uncached (many) can then differ by shape alone, with no fault in the cache; --regime=aligned"
-            " removes that."
-        )
-    if parts:
-        sentences.append(
-            f"{join(parts)}: a row has other bits among many rows than at 1, though no difference was seen in a whole"
-            " layer."
-        )
-    return sentences
+    whole = {d: answer for d, answer in found.items() if "layer" in answer[1]}
+    unknown = [d for d, (text, _) in found.items() if text == UNKNOWN]
+    lines = [f"{join(unknown)}: whether the number of rows matters was not measured."] if unknown else []
+    lines += _sort(
+        {d: answer for d, answer in found.items() if d not in whole},
+        f"no operation gave other bits at {join(record['spec']['rows'][1:])} rows than at 1. Other widths may, and "
+        "cached and uncached can still differ by their numbers of slots.",
+        "a row has other bits among many rows than at 1, though no difference was seen in a whole layer.",
+        ": up to {}",
+    )
+    return lines + _sort(
+        whole,
+        "",
+        "a row has other bits among many rows than at 1, through a whole layer too. Cached (1 row a step) and uncached "
+        "(many) can then differ by shape alone, with no fault in the cache; --regime=aligned removes that.",
+        ": up to {}",
+    )
 
 
 def _about_many_rows(values: Mapping[str, Any], most: int) -> str | None:
@@ -135,31 +166,23 @@ def _about_many_rows(values: Mapping[str, Any], most: int) -> str | None:
         return None
     same, other = ([n for n, f in layer.items() if bool(share_of(f)) == differs] for differs in (False, True))
     text = f"a layer's bits at {most} rows are "
-    text += f"those at {join(same)}" if same else "those at no other number of rows"
-    text += f", not at {join(other)}" if same and other else ""
     if not same:
-        return f"{text}: uncached runs at two padded lengths can differ as much as cached and uncached."
+        text += "those at no other number of rows: uncached runs at two padded lengths can differ as much as cached"
+        return f"{text} and uncached."
+    text += f"those at {join(same)}" + (f", not at {join(other)}" if other else "")
     return f"{text}: a control at another padded length may show nothing although shape matters."
 
 
 def _about_process(record: Record) -> list[str]:
-    found = {d: compare_processes(record, d) for d in record["dtypes"]}
     if record["process"]["status"] != "ok":
         return [f"Whether another process gets the same bits cannot be told: {record['process']['reason']}."]
-    equal = [d for d, (text, _) in found.items() if text == "equal"]
-    other = [f"{d} ({join(names)})" for d, (_, names) in found.items() if names]
-    rows = join(record["spec"]["process_rows"])
-    sentences = []
-    if equal:
-        sentences.append(
-            f"{join(equal)}: a second process, which compiled for itself, got the same bits at {rows} rows."
-        )
-    if other:
-        sentences.append(
-            f"{join(other)}: a second process, which compiled for itself, got other bits. Compare arms within one"
-            " process; resume with the compilation cache, which keeps the kernels that were chosen."
-        )
-    return sentences
+    return _sort(
+        {d: compare_processes(record, d) for d in record["dtypes"]},
+        "a second process, which compiled for itself, got the same bits at "
+        f"{join(record['spec']['process_rows'])} rows.",
+        "a second process, which compiled for itself, got other bits. Compare arms within one process; resume with the "
+        "compilation cache, which keeps the kernels that were chosen.",
+    )
 
 
 def _at_rows(kinds: Mapping[str, str]) -> str:
@@ -170,25 +193,22 @@ def _at_rows(kinds: Mapping[str, str]) -> str:
 
 
 def _about_fp32(values: Mapping[str, Any]) -> list[str]:
-    sentences = []
+    lines = []
+    asked = {
+        "highest": ("as jaxkv asks for it (precision highest)", "it is no control here"),
+        "default": ("at XLA's default precision", "only precision highest is an fp32 control"),
+    }
     for precision, by_rows in values.get("operand_bits", {}).items():
         kinds = {rows: operand_kind(bits) for rows, bits in by_rows.items()}
-        true = set(kinds.values()) == {"fp32"}
-        if precision == "highest":
-            text = "fp32 as jaxkv asks for it (precision highest) has the errors of "
-            text += "true fp32." if true else f"{_at_rows(kinds)}: it is no control here."
-        else:
-            text = "fp32 at XLA's default precision has the errors of "
-            text += "true fp32 here too." if true else f"{_at_rows(kinds)}: only precision highest is an fp32 control."
-        sentences.append(text)
-    return sentences
+        name, so = asked[precision]
+        errors = "true fp32" if set(kinds.values()) == {"fp32"} else f"{_at_rows(kinds)}: {so}"
+        lines.append(f"fp32 {name} has the errors of {errors}.")
+    return lines
 
 
 def _about_sums(dtype: str, values: Mapping[str, Any]) -> str | None:
-    kinds = {
-        out: {rows: sum_kind(bits) for rows, bits in by_rows.items()}
-        for out, by_rows in values.get("sum_bits", {}).items()
-    }
+    found = values.get("sum_bits", {}).items()
+    kinds = {out: {rows: sum_kind(bits) for rows, bits in by_rows.items()} for out, by_rows in found}
     if not kinds:
         return None
     held = values["held"]
@@ -199,90 +219,35 @@ def _about_sums(dtype: str, values: Mapping[str, Any]) -> str | None:
         f"returned in {'16 bits' if out == dtype else out}, products show {_at_rows(by_rows)}"
         for out, by_rows in kinds.items()
     )
-    same = {rows for by_rows in kinds.values() for rows in by_rows if kinds["fp32"][rows] != by_rows[rows]}
-    return text + (". --accumulation decides which a study gets." if same else f"{wide}.")
+    differ = any(by_rows != kinds["fp32"] for by_rows in kinds.values())
+    return text + (". --accumulation decides which a study gets." if differ else f"{wide}.")
 
 
 def _about_casts(record: Record) -> list[str]:
-    sentences = []
-    for options, label in (("ours", "as jaxkv compiles"), ("default", "with XLA's default options")):
-        found = {
-            d: describe_dropped(values["casts_dropped"][options])
-            for d, values in record["dtypes"].items()
-            if "casts_dropped" in values
-        }
-        kept = [d for d, text in found.items() if not text]
-        dropped = [f"{d} ({text} of results)" for d, text in found.items() if text]
-        if kept:
-            sentences.append(f"Every probed rounding to {join(kept)} was kept {label}.")
-        if dropped:
-            sentences.append(
-                f"Roundings to {join(dropped)} are dropped {label}: "
-                + (
-                    "a 16-bit study is not 16-bit here."
-                    if options == "ours"
-                    else "programs compiled so are not 16-bit."
-                )
-            )
-    return sentences
+    lines = []
+    for options, label, so in (
+        ("ours", "as jaxkv compiles", "a 16-bit study is not 16-bit here"),
+        ("default", "with XLA's default options", "programs compiled so are not 16-bit"),
+    ):
+        casts = {d: values["casts_dropped"] for d, values in record["dtypes"].items() if "casts_dropped" in values}
+        found = {d: describe_dropped(shares[options]) for d, shares in casts.items()}
+        if kept := [d for d, text in found.items() if not text]:
+            lines.append(f"Every probed rounding to {join(kept)} was kept {label}.")
+        if dropped := [f"{d} ({text} of results)" for d, text in found.items() if text]:
+            lines.append(f"Roundings to {join(dropped)} are dropped {label}: {so}.")
+    return lines
 
 
 def conclude(record: Record) -> list[str]:
     """What follows for a study on this device, in sentences."""
-    dtypes = record["dtypes"]
-    sentences = _about_rows(record)
-    many = {d: _about_many_rows(values, max(record["spec"]["rows"])) for d, values in dtypes.items()}
-    sentences += _group({d: text for d, text in many.items() if text})
-    sentences += _about(
-        record,
-        "slots",
-        "one row's bits did not depend on the number of slots.",
-        "one row's bits depend on the number of slots. Fix it, as --regime=aligned does.",
-    )
-    sentences += _about(
-        record,
-        "batch",
-        "a row in a batch had the bits of a row alone.",
-        "a row in a batch has other bits than alone. Compare runs of one batch size.",
-    )
-    sentences += _about(
-        record,
-        "neighbours",
-        "what a row's neighbours in a batch hold did not matter.",
-        "what a row's neighbours in a batch hold matters. Decode one problem at a time.",
-    )
-    sentences += _about(
-        record,
-        "following",
-        "what follows a row in its tile did not matter, as draft and check needs.",
-        "what follows a row in its tile matters. Draft and check is not exact: use --uncached=stepwise.",
-    )
-    sentences += _about(
-        record,
-        "rerun",
-        "a program run again gave the same bits.",
-        "a program run again gives other bits. No comparison of arms means much before that is mended; try"
-        " XLA_FLAGS=--xla_gpu_deterministic_ops=true.",
-    )
-    sentences += _about_process(record)
-    sums = {d: _about_sums(d, values) for d, values in dtypes.items()}
-    sentences += _group({d: text for d, text in sums.items() if text})
-    for values in dtypes.values():
-        sentences += _about_fp32(values)
-    sentences += _about_casts(record)
-    sentences += _about(
-        record,
-        "place",
-        "exp and tanh of a number did not depend on its place in a vector.",
-        "exp or tanh of a number depends on its place in a vector.",
-    )
-    sentences.append(
-        "Operations were compiled alone; within a model XLA may fuse them with others. Only the layer shows that, and"
-        " only for its own widths, outside a decoding loop."
-    )
-    if record["missing"]:
-        sentences.append(f"Not measured: {_join_missing(record['missing'])}.")
-    return sentences
+    dtypes, most = record["dtypes"], max(record["spec"]["rows"])
+    lines = [*_about_rows(record), *_group({d: _about_many_rows(values, most) for d, values in dtypes.items()})]
+    for question, texts in ABOUT.items():
+        lines += _sort({d: summarize(values[question]) for d, values in dtypes.items()}, *texts, ": up to {}")
+    lines += [*_about_process(record), *_group({d: _about_sums(d, values) for d, values in dtypes.items()})]
+    lines += [line for values in dtypes.values() for line in _about_fp32(values)]
+    lines += [*_about_casts(record), COMPILED_ALONE]
+    return [*lines, f"Not measured: {_join_missing(record['missing'])}."] if record["missing"] else lines
 
 
 def _join_missing(missing: Mapping[str, str]) -> str:
@@ -291,8 +256,7 @@ def _join_missing(missing: Mapping[str, str]) -> str:
     for name, why in missing.items():
         shape, _, dtype = name.rpartition(", ")
         by_reason.setdefault(why, {}).setdefault(shape or name, []).extend([dtype] if shape else [])
-
-    def say(shape: str, dtypes: list[str]) -> str:
-        return f"{shape} in {join(dtypes)}" if dtypes else shape
-
-    return "; ".join(f"{', '.join(map(say, found, found.values()))} ({why})" for why, found in by_reason.items())
+    return "; ".join(
+        ", ".join(shape + (f" in {join(dtypes)}" if dtypes else "") for shape, dtypes in found.items()) + f" ({why})"
+        for why, found in by_reason.items()
+    )

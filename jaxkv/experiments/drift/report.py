@@ -1,9 +1,10 @@
 """What the records of experiment 'drift' say: a summary, and its blocks. Reads records alone.
 
-Means are over positions, their intervals over problems. Relative distances are those of the cached value
-from the uncached one.
+Means are over positions, their intervals over problems. Relative distances are those of the cached value from the
+uncached one.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,48 +12,34 @@ from typing import Any
 import numpy as np
 from msgspec.structs import asdict
 
-from jaxkv.experiments.drift.record import SEGMENTS, TENSORS, WATCHED, Columns, Difference, DriftRecord, Layers
+from jaxkv.experiments.drift.record import SEGMENTS, TENSORS, WATCHED, DriftRecord, Layers
 from jaxkv.experiments.figures_layers import LABELS, draw_drift
-from jaxkv.experiments.record_parts import LogitSums, known
-from jaxkv.experiments.report_parts import Report, collect, count_problems, describe_problems, list_invalid, say_few
+from jaxkv.experiments.record_parts import ARMS, LogitSums, known
+from jaxkv.experiments.report_parts import Report, Summary, begin_summary, describe_problems, say_few, say_nothing
 from jaxkv.reporting import statistics
 from jaxkv.reporting.document import Block, Bullets, Fold, Paragraph, Table
-from jaxkv.reporting.format import format_mean, format_number, format_percent
+from jaxkv.reporting.format import format_interval, format_mean, format_number, format_part, format_percent
 from jaxkv.reporting.shares import mean_over_problems
 
-Summary = Mapping[str, Any]
-ARMS = ("cached", "uncached")
 NOTE = (
     "Relative L2 distance of cached from uncached, mean over the decoded positions. residual: the stream entering a "
     "layer, in the last line what leaves the last one. K and V as they stand in the cache."
 )
+Measured = Sequence[tuple[DriftRecord, Layers]]  # samples with layers of theirs
 
 
 def summarize_drift(records: Sequence[object], run: Mapping[str, Any]) -> dict[str, Any]:
-    """Summarizes the 'drift' records of a run.
-
-    Args:
-      records: in any order; those of other experiments are left out.
-      run: content of run.json.
+    """Summarizes the 'drift' records of a run, as `begin_summary` says.
 
     Returns:
-      Plain values. `status` is 'ok', 'invalid' (no valid sample) or 'empty'. `layers` and `repeated.layers` hold
-      tensor -> segment -> columns with one entry a layer.
+      Plain values. `layers` and `repeated.layers` hold tensor -> segment -> columns with one entry a layer.
     """
-    samples = collect(records, DriftRecord)
-    valid = [s for s in samples if s.status == "ok"]
-    summary: dict[str, Any] = {
-        "experiment": "drift",
-        "fingerprint": run.get("fingerprint"),
-        "status": "ok" if valid else "invalid" if samples else "empty",
-        "problems": count_problems(samples, run),
-        "invalid": list_invalid(samples),
-    }
+    summary, _, valid = begin_summary(records, run, DriftRecord)
     if not valid:
         return summary
     layers = [(s, known(s.layers)) for s in valid]
     repeated = [(s, s.repeated) for s in valid if s.repeated is not None]
-    repeated_layers = [(s, found.layers) for s, found in repeated]
+    beside = [(s, found.layers) for s, found in repeated]
     return summary | {
         "num_layers": valid[0].num_layers,
         "heads": asdict(valid[0].heads),
@@ -60,52 +47,44 @@ def summarize_drift(records: Sequence[object], run: Mapping[str, Any]) -> dict[s
         "steps": sum(s.steps for s in valid),
         "places": {segment: sum(_places(s, segment) for s in valid) for segment in SEGMENTS},
         "instrumented_bit_equal": {
-            kind: {arm: sum(_count_watched(s, kind, arm) for s in valid) for arm in ARMS} for kind in WATCHED
+            kind: {arm: sum(_get(s.instrumented_bit_equal, kind, arm) for s in valid) for arm in ARMS}
+            for kind in WATCHED
         },
         "layers": _summarize_layers(layers),
         "logits": _summarize_logits([(s.steps, known(s.logits)) for s in valid]),
         "first_layer": _share_of_first_layer(layers),
-        "first": {segment: _count_first(valid, segment) for segment in SEGMENTS},
-        "path": _average_path(valid),
+        "first": {segment: _count_first(_with_places(valid, segment), segment) for segment in SEGMENTS},
+        "path": _average_path(_with_places(valid, "decoded")),
         "repeated": {
-            "layers": _summarize_layers(repeated_layers),
+            "layers": _summarize_layers(beside),
             "logits": _summarize_logits([(s.steps, found.logits) for s, found in repeated]),
-            "first_layer": _share_of_first_layer(repeated_layers),
-            "first_layer_against": _compare_first_layers(valid),
-            "compared": {tensor: _compare_to_repeated(valid, tensor) for tensor in TENSORS},
+            "first_layer": _share_of_first_layer(beside),
+            "first_layer_against": _compare_first_layers([(s, known(s.layers)) for s, _ in repeated], beside),
+            "compared": {tensor: _compare_to_repeated(beside, tensor) for tensor in TENSORS},
         }
         if repeated
         else None,
     }
 
 
+def _get(part: object, *names: str) -> Any:
+    return functools.reduce(getattr, names, part)
+
+
 def _places(sample: DriftRecord, segment: str) -> int:
-    return int(getattr(sample.places, segment))
-
-
-def _count_watched(sample: DriftRecord, kind: str, arm: str) -> int:
-    return int(getattr(getattr(sample.instrumented_bit_equal, kind), arm))
+    return int(_get(sample.places, segment))
 
 
 def _with_places(samples: Sequence[DriftRecord], segment: str) -> list[DriftRecord]:
     return [s for s in samples if _places(s, segment)]
 
 
-def _columns(layers: Layers, tensor: str, segment: str) -> Columns:
-    found: Columns = getattr(getattr(layers, tensor), segment)
-    return found
-
-
-Measured = Sequence[tuple[DriftRecord, Layers]]  # samples with layers of theirs
-
-
 def _summarize_layers(measured: Measured) -> dict[str, Any]:
     def summarize(tensor: str, segment: str) -> dict[str, Any] | None:
-        kept = [(s, layers) for s, layers in measured if _places(s, segment)]
+        kept = [(_places(s, segment), _get(layers, tensor, segment)) for s, layers in measured if _places(s, segment)]
         if not kept:
             return None
-        sizes = [_places(s, segment) for s, _ in kept]
-        columns = [_columns(layers, tensor, segment) for _, layers in kept]
+        sizes, columns = zip(*kept, strict=True)
 
         def means(figure: str) -> list[dict[str, Any]]:
             layers = zip(*(getattr(c, figure) for c in columns), strict=True)
@@ -137,111 +116,74 @@ def _summarize_logits(samples: Sequence[tuple[int, LogitSums]]) -> dict[str, Any
 
 def _leaving(measured: Measured) -> tuple[list[float], list[float]]:
     """The drift that leaves the first layer and the last one, summed over the decoded positions of each problem."""
-    kept = [(s, layers) for s, layers in measured if _places(s, "decoded")]
-    first, last = (
-        [_columns(layers, "resid_pre", "decoded").relative[n] * _places(s, "decoded") for s, layers in kept]
-        for n in (1, -1)
-    )
+    kept = [(_places(s, "decoded"), layers.resid_pre.decoded) for s, layers in measured if _places(s, "decoded")]
+    first, last = ([known(column).relative[n] * places for places, column in kept] for n in (1, -1))
     return first, last
 
 
 def _share_of_first_layer(measured: Measured) -> dict[str, Any] | None:
     """How much of the drift that leaves the last layer leaves the first one; None where there is no drift."""
     first, last = _leaving(measured)
-    return (
-        mean_over_problems(first, last) | {"estimate": statistics.to_record(statistics.estimate_mean(first, last))}
-        if sum(last)
-        else None
-    )
+    if not sum(last):
+        return None
+    found = mean_over_problems(first, last)
+    return found | statistics.describe(found["mean"], statistics.estimate_mean(first, last))
 
 
-def _compare_first_layers(samples: Sequence[DriftRecord]) -> dict[str, Any] | None:
+def _compare_first_layers(given: Measured, repeated: Measured) -> dict[str, Any] | None:
     """The share of the drift that leaves the first layer, the model's against that with repeated heads, by problem.
 
     Returns:
       `difference` of the shares and `ratio`, each with an interval paired by problem (None where there is none) and
       what its tests are made of; None without drift in one of the two.
     """
-    kept = [(s, s.repeated) for s in samples if s.repeated is not None]
-    sides = [_leaving([(s, known(s.layers)) for s, _ in kept]), _leaving([(s, other.layers) for s, other in kept])]
-    shares = [sum(first) / sum(last) if sum(last) else 0.0 for first, last in sides]
-    if not all(shares):
+    sides = _leaving(given), _leaving(repeated)
+    a, b = (sum(first) / sum(last) if sum(last) else 0.0 for first, last in sides)
+    if not a or not b:
         return None
-    found: dict[str, Any] = {}
-    for name, value, estimate in (
-        ("difference", shares[0] - shares[1], statistics.estimate_difference(sides[0], sides[1])),
-        ("ratio", shares[0] / shares[1], statistics.estimate_ratio(sides[0], sides[1])),
-    ):
-        found[name] = {
-            "mean": value,
-            "interval": statistics.ends(estimate),
-            "estimate": statistics.to_record(estimate),
-        }
-    return found
+    return {
+        "difference": statistics.describe(a - b, statistics.estimate_difference(*sides)),
+        "ratio": statistics.describe(a / b, statistics.estimate_ratio(*sides)),
+    }
 
 
 def _count_first(samples: Sequence[DriftRecord], segment: str) -> dict[str, Any]:
     """Where values first differ, most frequent first, and in how many problems nowhere."""
-    kept = _with_places(samples, segment)
-    found: list[Difference] = [d for s in kept if (d := getattr(s.first, segment)) is not None]
-    counts = Counter((d.op, d.layer, *d.dtypes) for d in found)
-
-    def largest(place: tuple, figure: str) -> float:
-        return max(getattr(d, figure) for d in found if (d.op, d.layer, *d.dtypes) == place)
-
-    return {
-        "problems": len(kept),
-        "equal": len(kept) - len(found),
-        "places": [
-            {
-                "op": place[0],
-                "layer": place[1],
-                "dtypes": list(place[2:]),
-                "problems": count,
-                "max_abs": largest(place, "max_abs"),
-                "relative": largest(place, "relative"),
-            }
-            for place, count in counts.most_common()
-        ],
-    }
+    found = [(d, (d.op, d.layer, *d.dtypes)) for s in samples if (d := _get(s.first, segment)) is not None]
+    places = []
+    for place, count in Counter(place for _, place in found).most_common():
+        most = {name: max(_get(d, name) for d, at in found if at == place) for name in ("max_abs", "relative")}
+        places.append({"op": place[0], "layer": place[1], "dtypes": list(place[2:]), "problems": count, **most})
+    return {"problems": len(samples), "equal": len(samples) - len(found), "places": places}
 
 
 def _average_path(samples: Sequence[DriftRecord]) -> list[dict[str, Any]]:
     """Every value from the first that differs in any problem to the logits; where it does not differ yet it is 0."""
-    there = _with_places(samples, "decoded")
-    kept = [(s, path) for s in there if (path := known(s.path)).name]
-    if not kept:
-        return []
-    longest = max((path.name for _, path in kept), key=len)
-    total = sum(_places(s, "decoded") for s in there)
+    kept = [(_places(s, "decoded"), path) for s in samples if (path := known(s.path)).name]
+    total = sum(_places(s, "decoded") for s in samples)
+    longest = max((path.name for _, path in kept), key=len, default=())
     found: dict[str, dict[str, Any]] = {name: {"name": name, "relative": 0.0, "max_abs": 0.0} for name in longest}
-    for sample, path in kept:
-        places = _places(sample, "decoded")
+    for places, path in kept:
         for name, relative, max_abs in zip(path.name, path.relative, path.max_abs, strict=True):
             found[name]["relative"] += relative * places / total
             found[name]["max_abs"] = max(found[name]["max_abs"], max_abs)
     return list(found.values())
 
 
-def _mean_over_layers(layers: Layers, tensor: str) -> float:
-    column = _columns(layers, tensor, "decoded").relative
-    return float(np.mean(column[1:] if tensor == "resid_pre" else column))  # the embedding has no drift
-
-
-def _compare_to_repeated(samples: Sequence[DriftRecord], tensor: str) -> dict[str, Any] | None:
+def _compare_to_repeated(repeated: Measured, tensor: str) -> dict[str, Any] | None:
     """Drift of the model and of itself with repeated heads, mean over layers, paired by problem."""
-    kept = [(s, s.repeated) for s in _with_places(samples, "decoded") if s.repeated is not None]
-    if not kept:
+
+    def mean(layers: Layers) -> float:
+        column = _get(layers, tensor, "decoded").relative
+        return float(np.mean(column[1:] if tensor == "resid_pre" else column))  # the embedding has no drift
+
+    pairs = [(mean(known(s.layers)), mean(layers)) for s, layers in repeated if _places(s, "decoded")]
+    if not pairs:
         return None
-    given = [_mean_over_layers(known(s.layers), tensor) for s, _ in kept]
-    repeated = [_mean_over_layers(other.layers, tensor) for _, other in kept]
-    interval = statistics.paired_interval(given, repeated)
-    return {
-        "given": float(np.mean(given)),
-        "repeated": float(np.mean(repeated)),
-        "difference": float(np.mean(given) - np.mean(repeated)),
-        "interval": None if interval is None else list(interval),
-    }
+    ours, theirs = zip(*pairs, strict=True)
+    given, other = float(np.mean(ours)), float(np.mean(theirs))
+    interval = statistics.paired_interval(ours, theirs)
+    return {"given": given, "repeated": other, "difference": given - other, "interval": interval}
 
 
 def name_value(op: str, layer: int | None) -> str:
@@ -251,9 +193,8 @@ def name_value(op: str, layer: int | None) -> str:
 
 def conclude(summary: Summary) -> list[str]:
     """What the figures allow to say, one sentence each; never more than their intervals do."""
-    if summary["status"] != "ok":
-        kind = "no sample yet" if summary["status"] == "empty" else "no sample with finite numbers"
-        return [f"There is {kind}, so nothing can be said of drift."]
+    if nothing := say_nothing(summary, "nothing can be said of drift"):
+        return nothing
     lines = [*_conclude_watching(summary), *_conclude_embedding(summary)]
     if not summary["places"]["decoded"]:
         return [*lines, "No generated token was fed back, so the cached steps were not compared."]
@@ -266,12 +207,8 @@ def conclude(summary: Summary) -> list[str]:
     return lines + _conclude_repeated(summary) + say_few(summary["problems"]["ok"])
 
 
-def _portion(entry: Mapping[str, Any]) -> str:
-    text = f"{format_number(100 * entry['mean'], 3)} %"
-    if entry["interval"] is None:
-        return text
-    low, high = entry["interval"]
-    return f"{text} [{format_number(100 * low, 3)}, {format_number(100 * high, 3)}]"
+def _portion(entry: Summary) -> str:
+    return format_part(entry["mean"], entry["interval"])
 
 
 def _conclude_watching(summary: Summary) -> list[str]:
@@ -320,19 +257,15 @@ def _conclude_repeated(summary: Summary) -> list[str]:
         lines.append("With K/V heads repeated to one for each query head, a model of equal mathematics, "
                      f"{_portion(repeated['first_layer'])} of the drift that leaves the last layer leaves the first; "
                      f"as it is, {_portion(summary['first_layer'])}.")  # fmt: skip
-    for tensor in TENSORS:
-        found = repeated["compared"][tensor]
+    for tensor, found in repeated["compared"].items():
         if found is None or found["interval"] is None:
             continue
         low, high = found["interval"]
-        if low <= 0 <= high:
-            verdict = "not distinguishable"
-        else:
-            verdict = "less with repeated heads" if low > 0 else "more with repeated heads"
+        verdict = "less with repeated heads" if low > 0 else "more with repeated heads"
         lines.append(f"Drift of {LABELS[tensor]}, mean over layers: {format_number(found['given'])} as it is, "
                      f"{format_number(found['repeated'])} with repeated heads (difference "
-                     f"{format_number(found['difference'])} [{format_number(low)}, {format_number(high)}]): "
-                     f"{verdict}.")  # fmt: skip
+                     f"{format_interval(found['difference'], found['interval'])}): "
+                     f"{'not distinguishable' if low <= 0 <= high else verdict}.")  # fmt: skip
     return lines
 
 

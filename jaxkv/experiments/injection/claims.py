@@ -15,7 +15,7 @@ import numpy as np
 from jaxkv.experiments.methods import is_published_kvarn, weigh_bits
 from jaxkv.experiments.record_parts import CLEAN
 from jaxkv.reporting import statistics
-from jaxkv.reporting.format import format_number, format_percent
+from jaxkv.reporting.format import format_interval, format_percent
 from jaxkv.reporting.rules import (
     CONTROL_KEPT,
     DOES_NOT_HOLD,
@@ -23,6 +23,7 @@ from jaxkv.reporting.rules import (
     HOLDS,
     OPEN,
     Evidence,
+    Found,
     decide,
     hold_all,
     lies_above,
@@ -162,51 +163,42 @@ def _contrast(first: Mapping[int, float], second: Mapping[int, float], weight: f
     mean = float(np.mean(a - (1.0 if weight is None else weight) * b))
     if abs(mean) < np.finfo(np.float64).eps * np.max(np.abs([a, b])):  # thirds, of three seeds, that should cancel
         mean = 0.0
-    return {
-        "mean": mean,
-        "interval": statistics.ends(estimate),
-        "problems": len(problems),
-        "estimate": statistics.to_record(estimate),
-    }
+    return statistics.describe(mean, estimate) | {"problems": len(problems)}
 
 
-def _read(found: Summary | None) -> statistics.Estimate | None:
-    return statistics.read_estimate(found["estimate"]) if found and found["estimate"] else None
+def _find_kind(first: Summary, second: Summary) -> str | None:
+    """In what two changes differ: errors in one thing, or another method's cache from KVarN's."""
+    families = {first["spec"]["family"], second["spec"]["family"]}
+    if families == {"error"}:
+        return compare_specs(first["spec"], second["spec"])
+    return METHOD if families == {"quant"} and _is_ours(second) and not _why_no_rival(first, second) else None
 
 
 def find_pairs(changes: Sequence[Summary], values: Values) -> list[dict[str, Any]]:
     """All pairs that differ in one thing, with the differences of score and of KL, first minus second."""
     pairs = []
     for first, second in itertools.permutations([entry for entry in changes if entry["spec"]], 2):
-        families = {first["spec"]["family"], second["spec"]["family"]}
-        kind = None
-        if families == {"error"}:
-            kind = compare_specs(first["spec"], second["spec"])
-        elif families == {"quant"} and _is_ours(second) and not _why_no_rival(first, second):
-            kind = METHOD
-        if kind is not None:
-            names = first["change"], second["change"]
-            found = {
-                measure: _contrast(values[names[0]][measure], values[names[1]][measure], weight)
-                for measure, weight in (("score", 1.0), ("kl", None))
-            }
-            broken = bool(first["invalid"] or second["invalid"])
-            more = first["cache"]["bits"] - second["cache"]["bits"] if kind == METHOD else None
+        if (kind := _find_kind(first, second)) is not None:
+            ours, theirs = values[first["change"]], values[second["change"]]
             pairs.append(
-                {"kind": kind, "first": names[0], "second": names[1], "invalid": broken, "more_bits": more, **found}
+                {
+                    "kind": kind,
+                    "first": first["change"],
+                    "second": second["change"],
+                    "invalid": bool(first["invalid"] or second["invalid"]),
+                    "more_bits": first["cache"]["bits"] - second["cache"]["bits"] if kind == METHOD else None,
+                    "score": _contrast(ours["score"], theirs["score"]),
+                    "kl": _contrast(ours["kl"], theirs["kl"], None),
+                }
             )
     return sorted(pairs, key=lambda pair: list(PAIRS).index(pair["kind"]))
 
 
-def _span(interval: Sequence[float] | None) -> str:
-    return "no interval" if interval is None else f"[{format_number(interval[0])}, {format_number(interval[1])}]"
+WORSE = {"score": lies_below, "kl": lies_above}
 
 
-Found = tuple[Evidence | None, list[str]]  # None where nothing that bears on the statement was run
-
-
-def _judge_pairs(pairs: Sequence[Summary], kind: str, measure: str, sign: int) -> Found:
-    """Whether the first of each pair is worse by a measure: lower in score (sign -1), higher in KL (sign 1)."""
+def _judge_pairs(pairs: Sequence[Summary], kind: str, measure: str) -> Found:
+    """Whether the first of each pair is worse by a measure: lower in score, higher in KL."""
     chosen = [pair for pair in pairs if pair["kind"] == kind]
     if not chosen:
         return None, ["no pair of changes that differ in this alone"]
@@ -217,18 +209,21 @@ def _judge_pairs(pairs: Sequence[Summary], kind: str, measure: str, sign: int) -
         if not found:
             parts.append(OPEN)
             continue
-        evidence = (lies_above if sign > 0 else lies_below)(_read(found))
-        interval = found["interval"]
-        why, counts = ("", True)
-        if kind == METHOD:
-            why, counts = weigh_bits(pair["more_bits"], sign * found["mean"], evidence.verdict == HOLDS)
+        evidence, why, counts = WORSE[measure](statistics.read_estimate(found)), "", True
         if pair["invalid"]:
-            why, counts = "invalid samples, so it decides nothing", True
+            why = "invalid samples, so it decides nothing"
+        elif kind == METHOD:
+            worse = found["mean"] if measure == "kl" else -found["mean"]
+            why, counts = weigh_bits(pair["more_bits"], worse, evidence.verdict == HOLDS)
         if counts:
             parts.append(OPEN if why else evidence)
-        text = f"`{pair['first']}` - `{pair['second']}`: {format_number(found['mean'])} {_span(interval)}"
-        lines.append(f"{text} over {found['problems']} problems" + (f"; {why}" if why else ""))
+        text = f"`{pair['first']}` - `{pair['second']}`: {_say(found)} over {found['problems']} problems"
+        lines.append(text + (f"; {why}" if why else ""))
     return hold_all(parts, one_refutes=kind == METHOD), lines
+
+
+def _say(found: Summary) -> str:
+    return format_interval(found["mean"], found["interval"]) + ("" if found["interval"] else " no interval")
 
 
 def _of_control(entry: Summary | None, primary: str) -> tuple[float | None, Sequence[float] | None]:
@@ -240,16 +235,17 @@ def _say_share(entry: Summary, primary: str) -> str:
     share, interval = _of_control(entry, primary)
     if share is None:
         return f"`{entry['change']}`: no share, the control scores 0"
-    span = "no interval" if interval is None else f"[{format_percent(interval[0])}, {format_percent(interval[1])}] %"
+    span = "no interval" if interval is None else f"[{', '.join(map(format_percent, interval))}] %"
     return f"`{entry['change']}` keeps {format_percent(share)} % of control {span}"
 
 
-def _judge_share(entry: Summary | None, values: Values, primary: str, least: float) -> Evidence:
+def _judge_share(entry: Summary, values: Values, primary: str, least: float) -> Evidence:
     """Whether a change keeps at least a share of control, by the paired difference; the ratio's interval must agree."""
     share, interval = _of_control(entry, primary)
-    if entry is None or share is None or interval is None or entry["invalid"]:
+    if share is None or interval is None or entry["invalid"]:
         return OPEN
-    evidence = lies_above(_read(_contrast(values[entry["change"]]["score"], values[CLEAN]["score"], least)))
+    found = _contrast(values[entry["change"]]["score"], values[CLEAN]["score"], least)
+    evidence = lies_above(statistics.read_estimate(found))
     agrees = interval[0] >= least if evidence.holds else interval[1] < least
     return evidence if agrees else OPEN
 
@@ -281,10 +277,16 @@ def _judge_wide(wide: Summary | None, plain: Summary | None, values: Values) -> 
     if wide is None or plain is None:
         return None, ["not both run"]
     found = _contrast(values[WIDE]["score"], values[PLAIN]["score"])
-    if found is None:
-        return OPEN, ["-"]
-    lines = [f"score of `{WIDE}` - `{PLAIN}`: {format_number(found['mean'])} {_span(found['interval'])}"]
-    return OPEN if wide["invalid"] or plain["invalid"] else lies_above(_read(found)), lines
+    lines = [f"score of `{WIDE}` - `{PLAIN}`: {_say(found)}" if found else "-"]
+    return OPEN if wide["invalid"] or plain["invalid"] else lies_above(statistics.read_estimate(found)), lines
+
+
+# Statements on pairs: what the pairs differ in, and the measure by which the first is worse.
+ON_PAIRS = {
+    "E1b": ("flips", "score"), "E1c": ("flips", "kl"), "E2a": ("mean", "score"), "E2b": ("mean", "kl"),
+    "E2c": ("shift", "score"), "E2d": ("shift", "kl"), "E5a": ("correlate", "score"), "E5b": ("correlate", "kl"),
+    "E6a": (METHOD, "score"), "E6b": (METHOD, "kl"),
+}  # fmt: skip
 
 
 def judge(changes: Sequence[Summary], values: Values, primary: str) -> dict[str, Any]:
@@ -298,25 +300,12 @@ def judge(changes: Sequence[Summary], values: Values, primary: str) -> dict[str,
     pairs = find_pairs(changes, values)
     named = {entry["change"]: entry for entry in changes}
     wide, plain = named.get(WIDE), named.get(PLAIN)
-    kept: Found = (None, [f"`{WIDE}` was not run"])
+    found = {name: _judge_pairs(pairs, *on) for name, on in ON_PAIRS.items()}
+    for name in ("E6a", "E6b"):
+        found[name] = found[name][0], [*found[name][1], *_list_unqualified(changes)]
+    found["E1a"] = _judge_catastrophe(changes, values, pairs, primary)
+    found["E3"] = None, [f"`{WIDE}` was not run"]
     if wide is not None:
-        kept = _judge_share(wide, values, primary, CONTROL_KEPT), [_say_share(wide, primary)]
-    unqualified = _list_unqualified(changes)
-    scored, diverged = (_judge_pairs(pairs, METHOD, *by) for by in (("score", -1), ("kl", 1)))
-    found: dict[str, Found] = {
-        "E1a": _judge_catastrophe(changes, values, pairs, primary),
-        "E1b": _judge_pairs(pairs, "flips", "score", -1),
-        "E1c": _judge_pairs(pairs, "flips", "kl", 1),
-        "E2a": _judge_pairs(pairs, "mean", "score", -1),
-        "E2b": _judge_pairs(pairs, "mean", "kl", 1),
-        "E2c": _judge_pairs(pairs, "shift", "score", -1),
-        "E2d": _judge_pairs(pairs, "shift", "kl", 1),
-        "E3": kept,
-        "E4": _judge_wide(wide, plain, values),
-        "E5a": _judge_pairs(pairs, "correlate", "score", -1),
-        "E5b": _judge_pairs(pairs, "correlate", "kl", 1),
-        "E6a": (scored[0], [*scored[1], *unqualified]),
-        "E6b": (diverged[0], [*diverged[1], *unqualified]),
-    }
-    claims = [{"id": name, "evidence": evidence, "figure": lines} for name, (evidence, lines) in found.items()]
-    return {"pairs": pairs, "claims": decide(claims, (HOLDS, DOES_NOT_HOLD), NOT_RUN)}
+        found["E3"] = _judge_share(wide, values, primary, CONTROL_KEPT), [_say_share(wide, primary)]
+    found["E4"] = _judge_wide(wide, plain, values)
+    return {"pairs": pairs, "claims": decide(found, (HOLDS, DOES_NOT_HOLD), NOT_RUN)}

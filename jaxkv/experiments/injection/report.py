@@ -1,6 +1,6 @@
 """The report on changed caches: the seed study's statements, its table beside ours, every change, pairs, windows."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from jaxkv.experiments.injection.claims import NOT_RUN, PAIRS
@@ -9,16 +9,17 @@ from jaxkv.experiments.injection.summary import summarize_injection
 from jaxkv.experiments.record_parts import CLEAN
 from jaxkv.experiments.report_parts import (
     Report,
+    Summary,
     describe_problems,
+    say_change,
     say_few,
-    say_invalid,
-    say_saturated,
     say_unfinished,
-    say_unpacked,
+    show_mean,
 )
-from jaxkv.reporting.document import Block, Brief, Bullets, Cell, Heading, Only, Paragraph, Table
+from jaxkv.reporting.document import Block, Brief, Bullets, Cell, Heading, Only, Paragraph, Table, make_table
 from jaxkv.reporting.format import (
     format_counted_share,
+    format_interval,
     format_mean,
     format_number,
     format_percent,
@@ -26,7 +27,6 @@ from jaxkv.reporting.format import (
 )
 from jaxkv.reporting.rules import say_family, write_verdicts
 
-Summary = Mapping[str, Any]
 # Shebel 2025: score on 128 IFEval questions, and next strings guessed exactly, in percent.
 SEED_TABLE = {
     CLEAN: ("control", 0.46, 51.3),
@@ -62,39 +62,55 @@ NOTES = (
 )
 
 
-def _span(interval: Sequence[float] | None) -> str:
-    return "" if interval is None else f" [{format_percent(interval[0])}, {format_percent(interval[1])}]"
+Show = Callable[[Summary], Cell]
 
 
-def show_score(entry: Summary, scorer: str) -> str:
-    """A change's mean score in percent with its interval."""
-    found = entry["score"].get(scorer)
-    return "-" if found is None else f"{format_percent(found['mean'])}{_span(found['interval'])}"
+def show_score(scorer: str) -> Callable[[Summary], str]:
+    """What shows a change's mean score in percent with its interval."""
+
+    def show(entry: Summary) -> str:
+        found = entry["score"].get(scorer)
+        return "-" if found is None else format_interval(found["mean"], found["interval"], format_percent)
+
+    return show
 
 
-def show_of_control(entry: Summary, scorer: str) -> str:
-    """A change's score in percent of the control's, with its interval."""
-    found = entry["score"].get(scorer)
-    if found is None or found["of_control"] is None:
-        return "-"
-    # A ratio, which may pass 1 and is 1 but for its own rounding where both scores are one: no share of a whole.
-    interval = found["of_control_interval"]
-    span = "" if interval is None else f" [{', '.join(format_number(100 * end) for end in interval)}]"
-    return f"{format_number(100 * found['of_control'])}{span}"
+def show_of_control(scorer: str) -> Callable[[Summary], str]:
+    """What shows a change's score in percent of the control's, with its interval.
+
+    A ratio, which may pass 1 and is 1 but for its own rounding where both scores are one: no share of a whole.
+    """
+
+    def show(entry: Summary) -> str:
+        found = entry["score"].get(scorer)
+        if found is None or found["of_control"] is None:
+            return "-"
+        return format_interval(
+            found["of_control"], found["of_control_interval"], lambda part: format_number(100 * part)
+        )
+
+    return show
 
 
-def show_kl(entry: Summary) -> str:
-    """A change's mean KL with its interval; ``-`` for the clean run."""
-    return format_mean(entry["kl"]) if entry["kl"] else "-"
+def _or_dash(figure: str, show: Callable[[Any], Cell]) -> Show:
+    """What shows a figure, ``-`` where there is none, as of the clean run."""
+    return lambda entry: show(entry[figure]) if entry[figure] else "-"
 
 
-def _say_what_there_is(summary: Summary) -> list[str]:
-    """How many problems, which changes lack samples of them, and which quantizers packed nothing."""
-    lines = [describe_problems(summary), *say_few(summary["problems"]["ok"])]
-    lines += say_unfinished(summary["unfinished"])
-    for entry in summary["changes"]:
-        lines += say_unpacked(entry)
-    return lines
+KL: dict[str, Show] = {"KL, nats": _or_dash("kl", show_mean)}
+TOKENS: dict[str, Show] = {"tokens until they part": _or_dash("tokens_shared", format_mean)}
+CACHE: dict[str, Show] = {
+    "bits": _or_dash("cache", lambda cache: format_number(cache["bits"], 3)),
+    "packed, %": _or_dash("cache", lambda cache: format_percent(cache["packed"])),
+}
+
+
+def _name(entry: Summary) -> str:
+    return f"`{entry['change']}`"
+
+
+def _score_columns(scorer: str, head: str = "") -> dict[str, Show]:
+    return {f"{head}{scorer}, %": show_score(scorer), f"{scorer}, % of control": show_of_control(scorer)}
 
 
 def write_claims(summary: Summary) -> list[Block]:
@@ -102,8 +118,7 @@ def write_claims(summary: Summary) -> list[Block]:
     tried = [claim for claim in summary["claims"] if claim["verdict"] != NOT_RUN]
     score = f"{summary['primary']} of {summary['task']}" if summary["primary"] else "none yet"
     text = f"Statements of the seed study (Shebel 2025), and one of KVarN's, on this run; score: {score}. "
-    text += say_family(summary["claims"])
-    blocks: list[Block] = [Paragraph(text, "note"), *write_verdicts(tried)]
+    blocks: list[Block] = [Paragraph(text + say_family(summary["claims"]), "note"), *write_verdicts(tried)]
     if left := [claim["id"] for claim in summary["claims"] if claim["verdict"] == NOT_RUN]:
         blocks.append(Paragraph(f"Not run here: {', '.join(left)}.", "note"))
     return blocks
@@ -114,105 +129,91 @@ def write_seed_table(summary: Summary) -> list[Block]:
     named = {entry["change"]: entry for entry in summary["changes"]}
     if not (set(SEED_TABLE) - {CLEAN}) & set(named):
         return []
-    primary, (_, ifeval, strings) = summary["primary"], SEED_TABLE[CLEAN]
-    rows = []
+    agreement: dict[str, Show] = {"agreement": lambda entry: format_share(entry["agreement"])}
+    ours = _score_columns(summary["primary"], "ours: ") | KL | agreement | TOKENS
+    _, ifeval, strings = SEED_TABLE[CLEAN]
+    rows: list[list[Cell]] = []
     for change, (label, score, guessed) in SEED_TABLE.items():
         theirs = [f"{100 * score:.0f}", f"{100 * score / ifeval:.0f}", f"{guessed}", f"{100 * guessed / strings:.0f}"]
-        entry = named.get(change)
-        cells = ["not run", "-", "-", "-", "-"]
-        if entry is not None:
-            cells = [show_score(entry, primary), show_of_control(entry, primary), show_kl(entry)]
-            cells += [format_share(entry["agreement"]), _tokens(entry)]
+        cells: list[Cell] = ["not run", *["-"] * (len(ours) - 1)]
+        if change in named:
+            cells = [show(named[change]) for show in ours.values()]
         rows.append([label, *theirs, *cells])
-    head = ["", "IFEval, %", "% of control", "next string, %", "% of control"]
-    head += [f"ours: {primary}, %", "% of control", "KL, nats", "agreement", "tokens until they part"]
+    head = ["", "IFEval, %", "% of control", "next string, %", "% of control", *ours]
     return [Heading("The seed study's table beside ours", 3), Table(head, rows), Paragraph(SEED_NOTE, "note")]
 
 
-def _tokens(entry: Summary) -> str:
-    return format_mean(entry["tokens_shared"]) if entry["tokens_shared"] else "-"
+def _show_agreement(entry: Summary) -> Cell:
+    found = entry["agreement"]
+    return Brief(format_counted_share(found), f"{format_percent(found['rate'])} %" if found else "-")
 
 
 def _write_changes(summary: Summary) -> list[Block]:
-    scorers = summary["scorers"]
-    rows, notes = [], []
+    columns: dict[str, Show] = {
+        "change": _name,
+        "valid": lambda entry: "{ok} of {total}".format(**entry["samples"]),
+    }
+    for scorer in summary["scorers"]:
+        columns |= _score_columns(scorer)
+    columns |= KL | {"agreement": _show_agreement}
+    columns |= {"free runs that part": lambda entry: format_counted_share(entry["diverged"])} | TOKENS | CACHE
+    columns["bytes a row"] = _or_dash("cache", lambda cache: f"{cache['bytes']:.0f}")
+    head = list(columns)
+    narrow = [*_score_columns(summary["primary"]), "KL, nats", "agreement", "bits"]
+    terminal = [0, 1, *(head.index(name) for name in narrow if name in head)]
+    notes = []
     for entry in summary["changes"]:
-        samples = entry["samples"]
-        cells: list[Cell] = [f"`{entry['change']}`", f"{samples['ok']} of {samples['total']}"]
-        cells += [cell for name in scorers for cell in (show_score(entry, name), show_of_control(entry, name))]
-        agreement = entry["agreement"]
-        brief = f"{format_percent(agreement['rate'])} %" if agreement else "-"
-        kl = Brief(show_kl(entry), format_number(entry["kl"]["mean"]) if entry["kl"] else "-")
-        cells += [kl, Brief(format_counted_share(agreement), brief), format_counted_share(entry["diverged"])]
-        rows.append([*cells, _tokens(entry), *_storage(entry)])
-        notes += say_invalid(f"`{entry['change']}`", entry["invalid"])
-        if samples["without_control"]:
-            notes.append(f"`{entry['change']}`: {samples['without_control']} samples have no valid clean run.")
-        notes += say_saturated(f"`{entry['change']}`", entry["saturated"])
-    head = ["change", "valid"] + [cell for name in scorers for cell in (f"{name}, %", "% of control")]
-    place = [2 + 2 * scorers.index(name) for name in scorers if name == summary["primary"]]
-    narrow = [0, 1, *(at + more for at in place for more in (0, 1)), len(head), len(head) + 1, len(head) + 4]
-    head += ["KL, nats", "agreement", "free runs that part", "tokens until they part", "bits", "packed, %"]
-    blocks: list[Block] = [Heading("Every change", 3), Table([*head, "bytes a row"], rows, terminal=narrow)]
-    return [*blocks, Bullets(notes)] if notes else blocks
-
-
-def _storage(entry: Summary) -> list[str]:
-    cache = entry["cache"]
-    if not cache:
-        return ["-"] * 3
-    return [format_number(cache["bits"], 3), format_percent(cache["packed"]), f"{cache['bytes']:.0f}"]
+        notes += say_change(entry)
+        if without := entry["samples"]["without_control"]:
+            notes.append(f"{_name(entry)}: {without} samples have no valid clean run.")
+    table = make_table(columns, summary["changes"], terminal=terminal)
+    return [Heading("Every change", 3), table, *([Bullets(notes)] if notes else [])]
 
 
 def _write_pairs(summary: Summary) -> list[Block]:
-    def cell(found: Summary | None) -> str:
-        if found is None:
-            return "-"
-        low, high = found["interval"] or (None, None)
-        span = "" if low is None or high is None else f" [{format_number(low)}, {format_number(high)}]"
-        return f"{format_number(found['mean'])}{span}"
+    def cell(measure: str) -> Show:
+        return _or_dash(measure, lambda found: format_interval(found["mean"], found["interval"]))
 
-    rows = [
-        [PAIRS[pair["kind"]], f"`{pair['first']}`", f"`{pair['second']}`", cell(pair["score"]), cell(pair["kl"])]
-        for pair in summary["pairs"]
-    ]
-    if not rows:
-        return []
-    head = ["what differs", "first", "second", "score, first - second", "KL, first - second"]
-    return [Heading("Changes that differ in one thing", 3), Table(head, rows)]
+    columns: dict[str, Show] = {
+        "what differs": lambda pair: PAIRS[pair["kind"]],
+        "first": lambda pair: f"`{pair['first']}`",
+        "second": lambda pair: f"`{pair['second']}`",
+        "score, first - second": cell("score"),
+        "KL, first - second": cell("kl"),
+    }
+    head = Heading("Changes that differ in one thing", 3)
+    return [head, make_table(columns, summary["pairs"])] if summary["pairs"] else []
 
 
 def _write_windows(summary: Summary) -> list[Block]:
+    def show_blocks(entry: Summary) -> str:
+        sides = [entry["spec"][side] for side in ("k", "v")]
+        return "/".join(str(side["block"]) if side else "-" for side in sides)
+
+    columns: dict[str, Show] = {"change": _name, "method": name_method, "block, K/V": show_blocks, **CACHE}
+    columns |= _score_columns(summary["primary"]) | KL | {"agreement": lambda entry: format_share(entry["agreement"])}
     named = {entry["change"]: entry for entry in summary["changes"]}
     blocks: list[Block] = []
     for group in summary["windows"]:
-        rows = []
-        for entry in sorted((named[name] for name in group["changes"]), key=lambda e: e["cache"]["bits"]):
-            block = "/".join(str(entry["spec"][s]["block"]) if entry["spec"][s] else "-" for s in ("k", "v"))
-            rows.append([f"`{entry['change']}`", name_method(entry), block, *_storage(entry)[:2]])
-            primary = summary["primary"]
-            rows[-1] += [show_score(entry, primary), show_of_control(entry, primary), show_kl(entry)]
-            rows[-1].append(format_share(entry["agreement"]))
+        members = sorted((named[name] for name in group["changes"]), key=lambda entry: entry["cache"]["bits"])
+        kept = [f"{group[side]['first']} + {group[side]['recent']}" for side in ("k", "v")]
         sides = [
-            f"{side.upper()}: " + ("16 bit" if (w := group[side])["first"] is None else f"{w['first']} + {w['recent']}")
-            for side in ("k", "v")
+            f"{side.upper()}: " + ("16 bit" if group[side]["first"] is None else text)
+            for side, text in zip(("k", "v"), kept, strict=True)
         ]
-        head = ["change", "method", "block, K/V", "bits", "packed, %", f"{summary['primary']}, %", "% of control"]
-        head += ["KL, nats", "agreement"]
-        blocks.append(Table(head, rows, caption=f"first + recent tokens kept, {', '.join(sides)}"))
-    if not blocks:
-        return []
+        blocks.append(make_table(columns, members, f"first + recent tokens kept, {', '.join(sides)}"))
     text = (
         "Methods at equal windows: the same first and recent tokens are kept whole. A method's block adds up to block "
         f"- 1 pending tokens, so compare where the packed shares are near too. {OWN}"
     )
-    return [Heading("At equal windows", 3), Paragraph(text), *blocks]
+    return [Heading("At equal windows", 3), Paragraph(text), *blocks] if blocks else []
 
 
 def write_injection(summary: Summary) -> list[Block]:
     """The whole report of a run's changes, figures included."""
+    there = [describe_problems(summary), *say_few(summary["problems"]["ok"]), *say_unfinished(summary["unfinished"])]
     return [
-        Bullets(_say_what_there_is(summary)),
+        Bullets(there),
         *write_claims(summary),
         Only("page", [*write_seed_table(summary), *draw_injection(summary)]),
         *_write_changes(summary),

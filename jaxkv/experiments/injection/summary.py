@@ -10,64 +10,55 @@ from typing import Any
 import numpy as np
 from msgspec import to_builtins
 
-from jaxkv.experiments.injection import claims as injection_claims
+from jaxkv.experiments.injection.claims import judge
 from jaxkv.experiments.injection.record import InjectionRecord
 from jaxkv.experiments.record_parts import CLEAN, find_headline, known
-from jaxkv.experiments.report_parts import add_saturated, average_caches, collect, group_invalid, list_unfinished
+from jaxkv.experiments.report_parts import (
+    Summary,
+    add_saturated,
+    average_caches,
+    begin_summary,
+    group_invalid,
+    list_unfinished,
+)
 from jaxkv.reporting import statistics
 from jaxkv.reporting.shares import clustered_share, mean_over_problems
 
-Summary = Mapping[str, Any]
 Clusters = dict[int, list[InjectionRecord]]  # problem -> its valid samples
 INSTRUCTIONS = ", instructions"  # of ifeval: the share of all instructions, not of prompts
 
 
 def summarize_injection(records: Sequence[object], run: Mapping[str, Any]) -> dict[str, Any]:
-    """Summarizes the 'injection' records of a run.
-
-    Args:
-      records: samples; those of other experiments are left out. Changes keep the order in which they first appear.
-      run: content of run.json.
+    """Summarizes the 'injection' records of a run, as `begin_summary` says; changes keep their order.
 
     Returns:
-      Plain values. An invalid sample enters no figure but the count of invalid ones, and a problem whose clean run is
-      invalid enters none.
+      Plain values. A problem whose clean run is invalid enters no figure either.
     """
-    samples = collect(records, InjectionRecord)
-    order = dict.fromkeys(r.change for r in records if isinstance(r, InjectionRecord))
-    clean = {s.problem: s for s in samples if s.change == CLEAN and s.status == "ok"}
-    config = run.get("config", {})
-    task = config.get("task")
+    summary, samples, every = begin_summary(records, run, InjectionRecord)
+    clean: Clusters = {s.problem: [s] for s in every if s.change == CLEAN}
+    task = run.get("config", {}).get("task")
     scorers = _find_scorers(samples, task)
-    control: Clusters = {problem: [sample] for problem, sample in clean.items()}
+    clusters: dict[str, Clusters] = {}
     changes = []
-    clusters = {}
-    for name in order:
-        members = [s for s in samples if s.change == name]
-        valid: Clusters = {}
-        for sample in members:
-            if sample.status == "ok" and sample.problem in clean:
-                valid.setdefault(sample.problem, []).append(sample)
-        clusters[name] = valid
-        changes.append(_summarize_change(name, members, valid, control, scorers))
-        if name == CLEAN:
-            for score in filter(None, changes[-1]["score"].values()):
-                score["of_control_interval"] = None  # it is the control
+    for name in dict.fromkeys(r.change for r in records if isinstance(r, InjectionRecord)):
+        found = clusters.setdefault(name, {})
+        for sample in every:
+            if sample.change == name and sample.problem in clean:
+                found.setdefault(sample.problem, []).append(sample)
+        changes.append(_summarize_change([s for s in samples if s.change == name], found, clean, scorers))
     primary = find_headline(samples[0].run.scores) if samples else ""
     values = {name: _find_values(found, primary) for name, found in clusters.items()}
-    problems = {s.problem for s in samples}
-    summary = {
-        "experiment": "injection",
-        "fingerprint": run.get("fingerprint"),
+    return {
+        **summary,
         "task": task,
         "scorers": scorers,
         "primary": primary,
-        "problems": {"asked": config.get("num_problems", len(problems)), "total": len(problems), "ok": len(clean)},
+        "problems": summary["problems"] | {"ok": len(clean)},
         "changes": changes,
         "unfinished": list_unfinished(samples, run),
         "windows": _group_windows(changes),
+        **judge(changes, values, primary),
     }
-    return summary | injection_claims.judge(changes, values, primary)
 
 
 def _find_scorers(samples: Sequence[InjectionRecord], task: str | None) -> list[str]:
@@ -105,25 +96,19 @@ def _find_values(clusters: Clusters, scorer: str) -> dict[str, dict[int, float]]
 def _summarize_score(valid: Clusters, control: Clusters, scorer: str) -> dict[str, Any] | None:
     """Mean score with its interval, and its share of the control's, over the problems that both have."""
     problems = sorted(valid)
-    if not problems:
-        return None
     points, possible = _average(valid, scorer, problems)
-    clean = _average(control, scorer, problems)
     if not possible.sum():
         return None
-    entry: dict[str, Any] = {
-        "mean": float(points.sum() / possible.sum()),
+    clean = _average(control, scorer, problems)
+    mean, base = (float(sums.sum() / sizes.sum()) for sums, sizes in ((points, possible), clean))
+    ratio = statistics.share_of_control((points, possible), clean) if base and valid is not control else None
+    return {
+        "mean": mean,
         "interval": list(statistics.clustered_share_interval(points, possible)),
         "problems": len(problems),
-        "of_control": None,
-        "of_control_interval": None,
+        "of_control": mean / base if base else None,
+        "of_control_interval": ratio and [max(0.0, ratio[0]), ratio[1]],
     }
-    if clean[0].sum():
-        base = float(clean[0].sum() / clean[1].sum())
-        entry["of_control"] = entry["mean"] / base
-        ratio = statistics.share_of_control((points, possible), clean)
-        entry["of_control_interval"] = None if ratio is None else [max(0.0, ratio[0]), ratio[1]]
-    return entry
 
 
 def _count(clusters: Sequence[Sequence[InjectionRecord]], count: Any, size: Any) -> tuple[list[float], list[float]]:
@@ -147,31 +132,31 @@ def _tokens_shared(sample: InjectionRecord) -> int:
 
 
 def _summarize_change(
-    name: str, members: Sequence[InjectionRecord], valid: Clusters, control: Clusters, scorers: Sequence[str]
+    members: Sequence[InjectionRecord], valid: Clusters, control: Clusters, scorers: Sequence[str]
 ) -> dict[str, Any]:
     kept = [valid[problem] for problem in sorted(valid)]
     flat = [sample for cluster in kept for sample in cluster]
-    unusable = sum(s.status == "ok" for s in members) - len(flat)
+    clean = members[0].change == CLEAN
     entry: dict[str, Any] = {
-        "change": name,
+        "change": members[0].change,
         "spec": members[0].spec and to_builtins(members[0].spec),
         "seeds": sorted({s.seed for s in members}),
-        "samples": {"total": len(members), "ok": len(flat), "without_control": unusable},
+        "samples": {
+            "total": len(members),
+            "ok": len(flat),
+            "without_control": sum(s.status == "ok" for s in members) - len(flat),
+        },
         "problems": len(kept),
         "invalid": group_invalid(members),
-        "score": {scorer: _summarize_score(valid, control, scorer) for scorer in scorers},
-        "kl": None,
-        "agreement": None,
-        "diverged": None,
-        "tokens_shared": None,
+        "score": {scorer: _summarize_score(control if clean else valid, control, scorer) for scorer in scorers},
+        **dict.fromkeys(("kl", "agreement", "diverged", "tokens_shared")),
         "cache": average_caches([s.cache for s in flat]),
         "saturated": add_saturated(s.saturated for s in flat),
     }
-    if name == CLEAN or not flat:
+    if clean or not flat:
         return entry
     steps = lambda s: len(known(s.teacher_forced).flip)  # noqa: E731
-    spoken = [c for c in kept if sum(map(steps, c))]
-    if spoken:
+    if spoken := [c for c in kept if sum(map(steps, c))]:
         entry["kl"] = mean_over_problems(*_count(spoken, lambda s: sum(known(s.teacher_forced).kl), steps))
         entry["agreement"] = _share_over_seeds(spoken, lambda s: known(s.teacher_forced).flip.count(False), steps)
     entry["diverged"] = _share_over_seeds(kept, lambda s: int(known(s.free_running).diverged), lambda s: 1)

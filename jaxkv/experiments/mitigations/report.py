@@ -3,8 +3,7 @@
 Reads records and timings alone, imports neither jax nor flax.
 """
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,21 +11,20 @@ from msgspec.structs import asdict
 
 from jaxkv.experiments.mitigations.record import REFERENCES, Distances, MitigationsRecord
 from jaxkv.experiments.record_parts import ARMS, Distance, known
-from jaxkv.experiments.report_parts import Report, group_invalid, summarize_comparisons
+from jaxkv.experiments.report_parts import (
+    Report,
+    Summary,
+    collect,
+    group_invalid,
+    say_invalid,
+    show_mean,
+    summarize_comparisons,
+)
 from jaxkv.reporting import statistics
 from jaxkv.reporting.document import Block, Brief, Bullets, Cell, Only, Paragraph, Table
-from jaxkv.reporting.format import (
-    format_bound,
-    format_count,
-    format_counted_share,
-    format_mean,
-    format_number,
-    format_percent,
-)
+from jaxkv.reporting.format import format_bound, format_count, format_counted_share, format_number, format_percent
 from jaxkv.reporting.shares import clustered_share, describe_column, share
 
-Record = Mapping[str, Any]
-Summary = Mapping[str, Any]
 NUMBERS = ("kl", "rms", "max_abs")
 JUDGED = ("rms", "kl")
 NOTES = (
@@ -43,7 +41,7 @@ NOTES = (
 
 
 def summarize_mitigations(
-    records: Sequence[object], timings: Sequence[Record], run: Mapping[str, Any] | None = None
+    records: Sequence[object], timings: Sequence[Summary], run: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Summarizes the 'mitigations' records of a run.
 
@@ -55,49 +53,41 @@ def summarize_mitigations(
     Returns:
       Plain values. An invalid sample enters no figure but the count of invalid ones.
     """
-    samples = [r for r in records if isinstance(r, MitigationsRecord)]
-    names = list(dict.fromkeys(sample.variant for sample in samples))
-    costs = {
-        t["variant"]: t["cost"] for t in timings if t.get("experiment") == "mitigations" and t.get("cost") is not None
-    }
+    samples = collect(records, MitigationsRecord)
+    costs = {t["variant"]: t["cost"] for t in timings if t.get("experiment") == "mitigations" and t.get("cost")}
     return {
         "experiment": "mitigations",
         "fingerprint": (run or {}).get("fingerprint"),
         "problems": sorted({sample.problem for sample in samples}),
         "variants": [
-            _summarize_variant(
-                name, sorted((s for s in samples if s.variant == name), key=lambda s: s.problem), costs.get(name)
-            )
-            for name in names
+            _summarize_variant(name, [s for s in samples if s.variant == name], costs.get(name))
+            for name in dict.fromkeys(r.variant for r in records if isinstance(r, MitigationsRecord))
         ],
     }
 
 
-def _summarize_variant(name: str, samples: Sequence[MitigationsRecord], cost: Record | None) -> dict[str, Any]:
+def _summarize_variant(name: str, samples: Sequence[MitigationsRecord], cost: Summary | None) -> dict[str, Any]:
     valid = [s for s in samples if s.status == "ok"]
     free = [known(s.free_running) for s in valid]
-    first = samples[0]
-    summary: dict[str, Any] = {
+    counted = [distance for s in valid if (distance := known(s.distance)).weights.kl]
+    distances: dict[str, Any] = {
+        reference: {arm: _describe([_distance(d, arm, reference) for d in counted]) for arm in ARMS}
+        | {"nearer": {metric: _judge(counted, reference, metric) for metric in JUDGED}}
+        for reference in (REFERENCES if counted else ())
+    }
+    return {
         "variant": name,
-        "precision": dict(first.precision),
-        "held": asdict(first.held),
-        "tile": first.shapes.tile,
+        "precision": dict(samples[0].precision),
+        "held": asdict(samples[0].held),
+        "tile": samples[0].shapes.tile,
         "problems": {"total": len(samples), "ok": len(valid), "invalid": len(samples) - len(valid)},
         "invalid": group_invalid(samples),
         "teacher_forced": summarize_comparisons([(s.problem, s.teacher_forced) for s in valid]),
         "diverged": share(sum(run.diverged for run in free), len(valid)),
         "first_diverged": [run.first_diverged for run in free if run.diverged],
-        "distance": None,
+        "distance": distances | {"weights": _describe([d.weights for d in counted])} if counted else None,
         "cost": dict(cost) if cost else None,
     }
-    counted = [distance for s in valid if (distance := known(s.distance)).weights.kl]
-    if counted:
-        summary["distance"] = {
-            reference: {arm: _describe([_distance(d, arm, reference) for d in counted]) for arm in ARMS}
-            | {"nearer": {metric: _judge(counted, reference, metric) for metric in JUDGED}}
-            for reference in REFERENCES
-        } | {"weights": _describe([d.weights for d in counted])}
-    return summary
 
 
 def _distance(distances: Distances, arm: str, reference: str) -> Distance:
@@ -136,113 +126,96 @@ def _judge(samples: Sequence[Distances], reference: str, metric: str) -> dict[st
     }
 
 
-def _short_share(entry: Record | None) -> str:
-    """``3 of 128 [0.8, 6.7] %``; a zero with its bound."""
-    if entry is None:
-        return "-"
-    if "upper_bound" in entry:
-        return f"0 of {entry['total']} ≤ {format_bound(entry)}"
-    low, high = entry["interval"]
-    return f"{format_count(entry)} [{format_percent(low)}, {format_percent(high)}] %"
+def _show_share(entry: Summary | None) -> Brief:
+    """``3 of 128 [0.8, 6.7] %`` where there is little room; a zero with its bound."""
+    brief = "-"
+    if entry is not None and "upper_bound" in entry:
+        brief = f"0 of {entry['total']} ≤ {format_bound(entry)}"
+    elif entry is not None:
+        brief = f"{format_count(entry)} [{', '.join(map(format_percent, entry['interval']))}] %"
+    return Brief(format_counted_share(entry), brief)
 
 
-def _verdict(judged: Record) -> str:
-    return {None: "cannot tell", "same": "no difference"}.get(judged["nearer"]) or str(judged["nearer"])
-
-
-def _reason(judged: Record) -> str:
-    """The verdict with what it rests on."""
-    if judged["nearer"] == "same":
-        return f"no difference: {format_counted_share(judged['differ'], 'problems')} differ"
-    if judged["interval"] is None:
-        return "cannot tell from one problem"
-    low, high = (f"{'+' if end > 0 else ''}{format_number(end)}" for end in judged["interval"])
-    mean = f"{'+' if judged['mean'] > 0 else ''}{format_number(judged['mean'])}"
-    return f"{_verdict(judged)}: cached - uncached {mean} [{low}, {high}]"
-
-
-def _fastest(values: Sequence[float] | None) -> str:
-    return "-" if not values else format_number(min(values), 3)
+def _show_nearer(judged: Summary) -> Brief:
+    """The verdict, with what it rests on."""
+    nearer, interval = judged["nearer"], judged["interval"]
+    if nearer == "same":
+        text = f"no difference: {format_counted_share(judged['differ'], 'problems')} differ"
+        return Brief(text, "no difference")
+    verdict = nearer or "cannot tell"
+    if interval is None:
+        return Brief("cannot tell from one problem", verdict)
+    mean, low, high = (f"{'+' if v > 0 else ''}{format_number(v)}" for v in (judged["mean"], *interval))
+    return Brief(f"{verdict}: cached - uncached {mean} [{low}, {high}]", verdict)
 
 
 def _cost(entry: Summary) -> list[str]:
     """ms a token, ms of prefill, MB held, MB stored, MB of the program."""
-    cost = entry["cost"]
-    if cost is None:
-        return ["-"] * 5
+    if (cost := entry["cost"]) is None:
+        return ["-"] * len(COSTS)
     size = cost["bytes"]
-    held, stored = size["weights"] + size["cache"], size["weights_as_stored"] + size["cache"]
-    peak = "-" if size["program_peak"] is None else format_number(size["program_peak"] / 1e6, 3)
-    return [
-        _fastest(cost["ms_a_token"]),
-        _fastest(cost["prefill_ms"]),
-        format_number(held / 1e6, 3),
-        format_number(stored / 1e6, 3),
-        peak,
-    ]
+    times = [min(cost[name]) if cost[name] else None for name in ("ms_a_token", "prefill_ms")]
+    sizes = [size["weights"] + size["cache"], size["weights_as_stored"] + size["cache"], size["program_peak"]]
+    figures = [*times, *(None if value is None else value / 1e6 for value in sizes)]
+    return ["-" if figure is None else format_number(figure, 3) for figure in figures]
 
 
-def _invalid(entry: Summary) -> str:
-    return "; ".join(f"{g['samples']} at {g['reason']} ({g['arm']}, {g['value']})" for g in entry["invalid"])
+COSTS = ("ms a token", "prefill, ms", "weights and cache, MB", "as stored, MB", "decode program, MB")
+
+
+def _agreement(entry: Summary) -> list[Cell]:
+    forced, problems = entry["teacher_forced"], entry["problems"]
+    valid = f"{problems['ok']} of {problems['total']}"
+    if forced is None:
+        return [entry["variant"], valid, "none valid", "-", "-", "-"]
+    equal = Brief(format_counted_share(forced["bit_equal"]), f"{format_percent(forced['bit_equal']['rate'])} %")
+    shares = [_show_share(share) for share in (forced["flips"], entry["diverged"])]
+    return [entry["variant"], valid, *shares, show_mean(forced["kl"]), equal]
 
 
 def _write_agreement(summary: Summary) -> list[Block]:
     """Cached against uncached beside what it costs; for a terminal, two tables."""
     head = ["variant", "valid", "argmax flips per token", "sequences that diverge", "mean KL, nats", "bit-equal steps"]
-    costs = ["ms a token", "prefill, ms", "weights and cache, MB", "as stored, MB", "decode program, MB"]
-    rows: list[list[Cell]] = []
-    for entry in summary["variants"]:
-        forced, problems = entry["teacher_forced"], entry["problems"]
-        cells: list[Cell] = ["none valid", "-", "-", "-"]
-        if forced is not None:
-            equal = Brief(format_counted_share(forced["bit_equal"]), f"{format_percent(forced['bit_equal']['rate'])} %")
-            cells = [_share(forced["flips"]), _share(entry["diverged"]), _mean(forced["kl"]), equal]
-        rows.append([entry["variant"], f"{problems['ok']} of {problems['total']}", *cells, *_cost(entry)])
+    rows = [[*_agreement(entry), *_cost(entry)] for entry in summary["variants"]]
     title = "Cached against uncached, and cost of the cached arm"
-    blocks: list[Block] = [Table([*head, *costs], rows, title, terminal=(0, 2, 3, 4, 5))]
-    if measured := [[row[0], *row[len(head) :]] for row in rows if row[-2] != "-"]:
-        blocks.append(Only("terminal", [Table(["variant", *costs], measured, "Cost of the cached arm")]))
+    blocks: list[Block] = [Table([*head, *COSTS], rows, title, terminal=(0, 2, 3, 4, 5))]
+    if measured := [[entry["variant"], *_cost(entry)] for entry in summary["variants"] if entry["cost"]]:
+        blocks.append(Only("terminal", [Table(["variant", *COSTS], measured, "Cost of the cached arm")]))
     return blocks
 
 
 def _write_distances(summary: Summary) -> list[Block]:
     """Distance to the truth with the weights as given, and the rounding of weights apart from that of arithmetic."""
-    titles = {
-        "given": "Distance to fp64 of the weights as given",
-        "rounded": "Distance to fp64 of the weights as each variant rounds them (arithmetic alone)",
-    }
-    head = ["variant", *(f"{name}, {arm}" for name in ("RMS", "largest difference", "KL, nats") for arm in ARMS)]
-    head += [f"argmax differs, {arm}" for arm in ARMS] + ["nearer by RMS", "nearer by KL"]
     entries = [entry for entry in summary["variants"] if entry["distance"] is not None]
-    blocks: list[Block] = []
-    for reference, shown in (("given", (0, 1, 2, 9, 5, 6, 10)), ("rounded", (0, 1, 2, 9))):
+
+    def make(reference: str, title: str, terminal: Sequence[int]) -> Table:
+        head = ["variant", *(f"{name}, {arm}" for name in FIGURES for arm in ARMS), "nearer by RMS", "nearer by KL"]
         rows: list[list[Cell]] = []
         for entry in entries:
             found = entry["distance"][reference]
-            columns = zip(*(_figures(found[arm]) for arm in ARMS), strict=True)
-            nearer = [Brief(_reason(found["nearer"][metric]), _verdict(found["nearer"][metric])) for metric in JUDGED]
-            rows.append([entry["variant"], *itertools.chain.from_iterable(columns), *nearer])
-        blocks.append(Table(head, rows, titles[reference], terminal=shown))
-        if reference == "given":
-            tokens = [[row[0], *row[7:9]] for row in rows]
-            title = "Tokens at which the argmax is not that of fp64 of the weights as given"
-            blocks.append(Only("terminal", [Table(["variant", *ARMS], tokens, title)]))
-    head = ["variant", "RMS", "largest difference", "KL, nats", "argmax differs"]
-    rows = [[entry["variant"], *_figures(entry["distance"]["weights"])] for entry in entries]
-    return [*blocks, Table(head, rows, "Rounding of the weights alone, fp64 against fp64", terminal=(0, 1))]
+            figures = [show(found[arm]) for show in FIGURES.values() for arm in ARMS]
+            rows.append([entry["variant"], *figures, *(_show_nearer(found["nearer"][metric]) for metric in JUDGED)])
+        return Table(head, rows, title, terminal=terminal)
+
+    given = make("given", "Distance to fp64 of the weights as given", (0, 1, 2, 9, 5, 6, 10))
+    title = "Tokens at which the argmax is not that of fp64 of the weights as given"
+    tokens = Table(["variant", *ARMS], [[row[0], *row[7:9]] for row in given.rows], title)
+    arithmetic = "Distance to fp64 of the weights as each variant rounds them (arithmetic alone)"
+    rounding = [
+        [entry["variant"], *(show(entry["distance"]["weights"]) for show in FIGURES.values())] for entry in entries
+    ]
+    weights = Table(
+        ["variant", *FIGURES], rounding, "Rounding of the weights alone, fp64 against fp64", terminal=(0, 1)
+    )
+    return [given, Only("terminal", [tokens]), make("rounded", arithmetic, (0, 1, 2, 9)), weights]
 
 
-def _mean(found: Summary) -> Brief:
-    return Brief(format_mean(found), format_number(found["mean"]))
-
-
-def _share(entry: Summary | None) -> Brief:
-    return Brief(format_counted_share(entry), _short_share(entry))
-
-
-def _figures(found: Summary) -> list[Cell]:
-    """RMS, largest difference, KL, tokens with another argmax."""
-    return [_mean(found["rms"]), format_number(found["max_abs"]["max"]), _mean(found["kl"]), _share(found["flips"])]
+FIGURES: dict[str, Callable[[Summary], Cell]] = {
+    "RMS": lambda found: show_mean(found["rms"]),
+    "largest difference": lambda found: format_number(found["max_abs"]["max"]),
+    "KL, nats": lambda found: show_mean(found["kl"]),
+    "argmax differs": lambda found: _show_share(found["flips"]),
+}
 
 
 def _unequal(summary: Summary) -> list[str]:
@@ -250,9 +223,7 @@ def _unequal(summary: Summary) -> list[str]:
     asked, lines = len(summary["problems"]), []
     for entry in summary["variants"]:
         problems = entry["problems"]
-        if problems["invalid"]:
-            counted = f"{problems['invalid']} of {problems['total']} problems are invalid and counted nowhere"
-            lines.append(f"{entry['variant']}: {counted}: {_invalid(entry)}")
+        lines += [f"{entry['variant']}: {say_invalid(group)}; counted nowhere." for group in entry["invalid"]]
         if problems["total"] < asked:
             lines.append(f"{entry['variant']}: UNFINISHED, {problems['total']} of {asked} problems")
     return lines

@@ -5,7 +5,7 @@ tokens, first divergence, accuracy. Records of 'parity' give logits of four cell
 direction, and the residual stream of each layer.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,18 @@ import numpy as np
 from jaxkv.experiments.figures import draw_parity
 from jaxkv.experiments.parity.record import CACHE_PAIRS, CELLS, FRAMEWORK_PAIRS, PAIRS, ParityRecord
 from jaxkv.experiments.record_parts import known
-from jaxkv.experiments.report_parts import Report, collect, group_invalid, summarize_comparisons
+from jaxkv.experiments.report_parts import Report, Summary, begin_summary, say_invalid, summarize_comparisons
 from jaxkv.reporting import statistics
-from jaxkv.reporting.document import Block, Bullets, Fold, Paragraph, Table
-from jaxkv.reporting.format import format_count, format_counted_share, format_mean, format_number, format_share
+from jaxkv.reporting.document import Block, Bullets, Fold, Paragraph, make_table
+from jaxkv.reporting.format import (
+    format_count,
+    format_counted_share,
+    format_interval,
+    format_mean,
+    format_number,
+    format_share,
+)
+from jaxkv.reporting.shares import ratio_of_sums
 
 ARMS = ("uncached", "cached")
 
@@ -53,49 +61,32 @@ def judge_gap(framework: Sequence[float], cache: Sequence[float], *, shares: boo
     }
 
 
-def tabulate(pairs: Any) -> list[list[int]]:
-    """2 x 2 counts of pairs of booleans."""
-    table = [[0, 0], [0, 0]]
-    for a, b in pairs:
-        table[int(a)][int(b)] += 1
-    return table
-
-
-def count_same(table: Sequence[Sequence[int]]) -> dict[str, Any]:
+def count_same(pairs: Iterable[Sequence[bool]], fisher: bool = False) -> dict[str, Any]:
     """Whether two frameworks part at the same places: counts, and what independence would give.
 
-    Fisher's test takes places as independent, which sequences are and steps of one are not.
+    Args:
+      pairs: for each place, whether either parts.
+      fisher: whether places are independent, as Fisher's test takes them: sequences are, steps of one are not.
     """
-    total = sum(map(sum, table))
-    first, second = sum(table[1]), table[0][1] + table[1][1]
+    both = np.asarray(list(pairs), bool).reshape(-1, 2)
+    first, second = (int(column.sum()) for column in both.T)
+    table = [[int(np.sum((both[:, 0] == a) & (both[:, 1] == b))) for b in (0, 1)] for a in (0, 1)]
     return {
-        "places": total,
+        "places": len(both),
         "first": first,
         "second": second,
         "both": table[1][1],
-        "expected": first * second / total,
-        "fisher_p": None,
+        "expected": first * second / len(both) if len(both) else 0.0,
+        "fisher_p": statistics.fisher_exact(table) if fisher else None,
     }
 
 
 def summarize_parity(records: Sequence[object], run: Mapping[str, Any]) -> dict[str, Any]:
-    """Summarizes the 'parity' records of a run.
-
-    Args:
-      records: in any order; those of other experiments are left out.
-      run: content of run.json.
-
-    Returns:
-      Plain values. `status` is 'ok', 'invalid' (no sample is valid) or 'empty'.
-    """
-    samples = collect(records, ParityRecord)
-    valid = [s for s in samples if s.status == "ok" and s.tokens]
-    summary: dict[str, Any] = {
-        "experiment": "parity",
-        "fingerprint": run.get("fingerprint"),
+    """Summarizes the 'parity' records of a run, as `begin_summary` says."""
+    summary, samples, every = begin_summary(records, run, ParityRecord)
+    valid = [s for s in every if s.tokens]
+    summary |= {
         "status": "ok" if valid else "invalid" if samples else "empty",
-        "problems": {"total": len(samples), "ok": len(valid)},
-        "invalid": group_invalid(samples),
         "attention": sorted({s.attention for s in samples}),
         "torch_uncached": sorted({s.torch_uncached for s in samples}),
         "versions": samples[0].versions if samples else {},
@@ -103,32 +94,27 @@ def summarize_parity(records: Sequence[object], run: Mapping[str, Any]) -> dict[
     if not valid:
         return summary
     sizes = [len(s.tokens) for s in valid]
-    summary["tokens"] = sum(sizes)
-    summary["pairs"] = {
-        pair: summarize_comparisons([(s.problem, known(s.pairs)[pair]) for s in valid]) for pair in PAIRS
-    }
     kl = {pair: [float(np.mean(known(s.pairs)[pair].kl)) for s in valid] for pair in PAIRS}
     halves = [np.mean([kl[pair] for pair in kind.values()], axis=0).tolist() for kind in (FRAMEWORK_PAIRS, CACHE_PAIRS)]
-    ratio = statistics.estimate_ratio(*((half, np.ones(len(half))) for half in halves))
-    summary["gap"] = judge_gap(*halves, shares=False) | {
-        "ratio": sum(halves[0]) / sum(halves[1]) if sum(halves[1]) else None,
-        "ratio_interval": statistics.ends(ratio),
-    }
-    summary["cosine"] = _summarize_cosine([[c for c in known(s.cosine) if c is not None] for s in valid])
-    flips = [[known(s.pairs)[CACHE_PAIRS[f]].flip for s in valid] for f in ("jax", "torch")]
-    steps = [pair for a, b in zip(*flips, strict=True) for pair in zip(a, b, strict=True)]
-    summary["same_flips"] = count_same(tabulate(steps))
-    summary["same_choice"] = _same_choices(valid)
+    ratio = ratio_of_sums(*halves) or {"share": None, "interval": None}
+    flips = [[known(s.pairs)[pair].flip for s in valid] for pair in CACHE_PAIRS.values()]
     streams = [known(s.layers) for s in valid]
-    summary["layers"] = {
-        "bit_equal": {cell: sum(stream.bit_equal[cell] for stream in streams) for cell in CELLS},
-        "mean": {
-            pair: np.average([stream.distance[pair].mean for stream in streams], axis=0, weights=sizes).tolist()
-            for pair in PAIRS
+    return summary | {
+        "tokens": sum(sizes),
+        "pairs": {pair: summarize_comparisons([(s.problem, known(s.pairs)[pair]) for s in valid]) for pair in PAIRS},
+        "gap": judge_gap(*halves, shares=False) | {"ratio": ratio["share"], "ratio_interval": ratio["interval"]},
+        "cosine": _summarize_cosine([[c for c in known(s.cosine) if c is not None] for s in valid]),
+        "same_flips": count_same(pair for a, b in zip(*flips, strict=True) for pair in zip(a, b, strict=True)),
+        "same_choice": _same_choices(valid),
+        "layers": {
+            "bit_equal": {cell: sum(stream.bit_equal[cell] for stream in streams) for cell in CELLS},
+            "mean": {
+                pair: np.average([stream.distance[pair].mean for stream in streams], axis=0, weights=sizes).tolist()
+                for pair in PAIRS
+            },
+            "max": {pair: np.max([s.distance[pair].max for s in streams], axis=0).tolist() for pair in PAIRS},
         },
-        "max": {pair: np.max([stream.distance[pair].max for stream in streams], axis=0).tolist() for pair in PAIRS},
     }
-    return summary
 
 
 def _summarize_cosine(columns: Sequence[Sequence[float]]) -> dict[str, Any] | None:
@@ -136,36 +122,29 @@ def _summarize_cosine(columns: Sequence[Sequence[float]]) -> dict[str, Any] | No
     kept = [column for column in columns if column]
     if not kept:
         return None
-    sums, sizes = [sum(column) for column in kept], [len(column) for column in kept]
-    interval = statistics.paired_interval([a / n for a, n in zip(sums, sizes, strict=True)], np.zeros(len(kept)))
-    return {"steps": sum(sizes), "mean": sum(sums) / sum(sizes), "interval": interval and list(interval)}
+    steps = sum(map(len, kept))
+    interval = statistics.paired_interval([sum(column) / len(column) for column in kept])
+    return {"steps": steps, "mean": sum(map(sum, kept)) / steps, "interval": interval}
 
 
 def _same_choices(valid: Sequence[ParityRecord]) -> dict[str, int]:
     """Of the steps at which both frameworks flip, at how many they flip between the same two tokens."""
     flipped = [
-        [tuple(known(s.choices)[f"{f} {arm}"][step] for arm in ARMS) for f in ("jax", "torch")]
+        [tuple(known(s.choices)[f"{f} {arm}"][step] for arm in ARMS) for f in CACHE_PAIRS]
         for s in valid
         for step in range(len(s.tokens))
-        if all(known(s.pairs)[CACHE_PAIRS[f]].flip[step] for f in ("jax", "torch"))
+        if all(known(s.pairs)[pair].flip[step] for pair in CACHE_PAIRS.values())
     ]
     return {"count": sum(a == b for a, b in flipped), "total": len(flipped)}
 
 
-def _span(interval: Sequence[float] | None) -> str:
-    """`` [0.1, 0.3]``, or nothing where there is no interval."""
-    return "" if interval is None else f" [{format_number(interval[0])}, {format_number(interval[1])}]"
-
-
-def describe_gap(gap: Mapping[str, Any], unit: str) -> str:
+def describe_gap(gap: Summary, unit: str) -> str:
+    """Both gaps, their difference, and which is larger."""
     means = f"framework {format_number(gap['framework'])}, cache {format_number(gap['cache'])} {unit}".rstrip()
     if gap["interval"] is None:
         return f"{means}: cannot tell which is larger ({gap['problems']} problems, no interval)"
-    low, high = map(format_number, gap["interval"])
-    said = {"framework": "the framework gap is larger", "cache": "the cache gap is larger"}
-    return f"{means}, difference {format_number(gap['difference'])} [{low}, {high}]: " + (
-        said.get(gap["larger"]) or "cannot tell which is larger"
-    )
+    verdict = f"the {gap['larger']} gap is larger" if gap["larger"] else "cannot tell which is larger"
+    return f"{means}, difference {format_interval(gap['difference'], gap['interval'])}: {verdict}"
 
 
 def describe_same(found: Mapping[str, Any] | None, what: str, names: Sequence[str]) -> str:
@@ -180,26 +159,24 @@ def describe_same(found: Mapping[str, Any] | None, what: str, names: Sequence[st
     )
 
 
-def write_parity(found: Mapping[str, Any]) -> list[Block]:
+COLUMNS: dict[str, Callable[[tuple[str, Any]], str]] = {
+    "pair": lambda pair: pair[0].replace(" | ", " to "),
+    "argmax flips per token": lambda pair: format_counted_share(pair[1]["flips"]),
+    "mean KL, nats": lambda pair: format_mean(pair[1]["kl"]),
+    "max |diff|": lambda pair: format_number(pair[1]["max_abs"]["max"]),
+    "bit-equal steps": lambda pair: format_share(pair[1]["bit_equal"]),
+}
+
+
+def write_parity(found: Summary) -> list[Block]:
     """Four cells along the same tokens, from what `summarize_parity` gives."""
     if found["status"] != "ok":
-        why = "; ".join(f"{g['samples']} at {g['reason']} ({g['arm']}, {g['value']})" for g in found["invalid"])
-        return [Paragraph(f"No valid sample: {why or 'none yet'}.")]
-    rows = [
-        [
-            pair.replace(" | ", " to "),
-            format_counted_share(values["flips"]),
-            format_mean(values["kl"]),
-            format_number(values["max_abs"]["max"]),
-            format_share(values["bit_equal"]),
-        ]
-        for pair, values in found["pairs"].items()
-    ]
+        return [Paragraph(f"No valid sample: {'; '.join(map(say_invalid, found['invalid'])) or 'none yet'}.")]
     gap, cosine, choice = found["gap"], found["cosine"], found["same_choice"]
     lines = [f"KL a token, mean over problems: {describe_gap(gap, 'nats')}."]
     if gap["ratio"] is not None:
-        span = _span(gap["ratio_interval"])
-        lines.append(f"The framework gap is {format_number(gap['ratio'])}{span} times the cache gap.")
+        ratio = format_interval(gap["ratio"], gap["ratio_interval"])
+        lines.append(f"The framework gap is {ratio} times the cache gap.")
     lines.append(
         f"PyTorch's uncached arm: {', '.join(found['torch_uncached'])} rows. Where JAX's has others, the framework gap "
         "holds what other shapes alone do; a divergence run's control at another length gives the size of that."
@@ -209,7 +186,7 @@ def write_parity(found: Mapping[str, Any]) -> list[Block]:
     else:
         lines.append(
             "Direction: the cosine between what the cache does to the logits of JAX and of PyTorch is "
-            f"{format_number(cosine['mean'])}{_span(cosine['interval'])} over {cosine['steps']} steps; 0 is no common "
+            f"{format_interval(cosine['mean'], cosine['interval'])} over {cosine['steps']} steps; 0 is no common "
             "direction."
         )
     lines.append(
@@ -221,9 +198,8 @@ def write_parity(found: Mapping[str, Any]) -> list[Block]:
     lines.append(
         f"Steps whose residual stream comes with the cell's own logits bit for bit, of {found['tokens']}: {equal}."
     )
-    head = ["pair", "argmax flips per token", "mean KL, nats", "max |diff|", "bit-equal steps"]
     about = Paragraph("Four cells along the tokens of JAX's cached arm.")
-    return [about, Bullets(lines), Fold("Every pair of cells", [Table(head, rows)])]
+    return [about, Bullets(lines), Fold("Every pair of cells", [make_table(COLUMNS, found["pairs"].items())])]
 
 
 REPORT = Report("JAX beside PyTorch", lambda run: summarize_parity(run.records, run.run), write_parity, draw_parity)

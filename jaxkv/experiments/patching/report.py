@@ -5,7 +5,7 @@ problems, is Student's t on the log of what is left. It is negative where a patc
 donor. Patches are compared problem by problem, each of the same weight.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,15 +26,14 @@ from jaxkv.experiments.patching.record import (
     PatchingRecord,
     Trajectory,
 )
-from jaxkv.experiments.record_parts import known
-from jaxkv.experiments.report_parts import Report, collect, count_problems, describe_problems, list_invalid, say_few
+from jaxkv.experiments.record_parts import ARMS, known
+from jaxkv.experiments.report_parts import Report, Summary, begin_summary, describe_problems, say_few, say_nothing
 from jaxkv.reporting import statistics
-from jaxkv.reporting.document import Block, Bullets, Fold, Only, Paragraph, Table
-from jaxkv.reporting.format import format_counted_share, format_number, format_percent
+from jaxkv.reporting.document import Block, Bullets, Fold, Only, Paragraph, Table, make_table
+from jaxkv.reporting.format import format_count, format_counted_share, format_number, format_part, format_percent
 from jaxkv.reporting.rules import CANNOT_TELL, FAMILY, HALF, OPEN, RULES, Evidence
-from jaxkv.reporting.shares import clustered_share, share
+from jaxkv.reporting.shares import clustered_share, ratio_of_sums, share
 
-Summary = Mapping[str, Any]
 COMPARED = ((RESIDUAL, RESIDUAL_NOW), (KEYS_VALUES, RESIDUAL_NOW), (RESIDUAL, KEYS_VALUES))
 REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
 NOTE = (
@@ -46,69 +45,39 @@ NOTE = (
 
 
 def summarize_patching(records: Sequence[object], run: Mapping[str, Any]) -> dict[str, Any]:
-    """Summarizes the 'patching' records of a run.
-
-    Args:
-      records: in any order; those of other experiments are left out.
-      run: content of run.json.
+    """Summarizes the 'patching' records of a run, as `begin_summary` says.
 
     Returns:
-      Plain values. `status` is 'ok', 'invalid' (no valid sample) or 'empty'; `directions` holds direction -> patch ->
-      figures over its valid samples (None without any), `differences` how much more of the gap one patch closes than
-      another, and `claim` the verdict on C5.
+      Plain values. `directions` holds direction -> patch -> figures over its valid samples (None without any),
+      `differences` how much more of the gap one patch closes than another, and `claim` the verdict on C5.
     """
-    samples = collect(records, PatchingRecord)
-    valid = [s for s in samples if s.status == "ok"]
-    problems = {s.problem for s in samples}
-    summary: dict[str, Any] = {
-        "experiment": "patching",
-        "fingerprint": run.get("fingerprint"),
-        "status": "ok" if valid else "invalid" if samples else "empty",
-        "problems": count_problems(samples, run),
-        "samples_missing": len(problems) * len(DIRECTIONS) * len(PATCHES) - len(samples),
-        "invalid": list_invalid(samples),
-    }
+    summary, samples, valid = begin_summary(records, run, PatchingRecord)
+    asked = len({s.problem for s in samples}) * len(DIRECTIONS) * len(PATCHES)
+    summary["samples_missing"] = asked - len(samples)
     if not valid:
         return summary
-    by_patch = {
-        direction: {patch: [s for s in valid if (s.direction, s.patch) == (direction, patch)] for patch in PATCHES}
-        for direction in DIRECTIONS
+    once = {s.problem: s for s in valid}.values()
+    summary |= {"num_layers": valid[0].num_layers, "directions": {}, "differences": {}}
+    summary["instrumented_bit_equal"] = {
+        **{arm: sum(getattr(s.instrumented_bit_equal, arm) for s in once) for arm in ARMS},
+        "steps": sum(s.steps for s in once),
     }
-    summary |= {
-        "num_layers": valid[0].num_layers,
-        "directions": {
-            direction: {
-                patch: _summarize_patch(found, None if patch == EVERYTHING else _come_back(patches[EVERYTHING]))
-                for patch, found in patches.items()
-            }
-            for direction, patches in by_patch.items()
-        },
-        "differences": {
-            direction: [_compare(patches[a], patches[b], a, b) for a, b in COMPARED]
-            for direction, patches in by_patch.items()
-        },
-        "instrumented_bit_equal": _count_instrumented(valid),
-    }
+    for direction in DIRECTIONS:
+        patches = {p: [s for s in valid if (s.direction, s.patch) == (direction, p)] for p in PATCHES}
+        back = _come_back(patches[EVERYTHING])
+        summary["directions"][direction] = {
+            patch: _summarize_patch(found, None if patch == EVERYTHING else back) for patch, found in patches.items()
+        }
+        summary["differences"][direction] = [_compare(patches[a], patches[b], a, b) for a, b in COMPARED]
     return summary | {"claim": judge_claim(summary)}
-
-
-def _count_instrumented(samples: Sequence[PatchingRecord]) -> dict[str, int]:
-    once = {s.problem: s for s in samples}.values()
-    counts = {arm: sum(getattr(s.instrumented_bit_equal, arm) for s in once) for arm in ("cached", "uncached")}
-    return counts | {"steps": sum(s.steps for s in once)}
 
 
 def _closed(left: Sequence[float], before: Sequence[float]) -> dict[str, Any] | None:
     """The share of the gap closed; None where there was none."""
-    if not sum(before):
+    if (found := ratio_of_sums(left, before)) is None:
         return None
-    ones = np.ones(len(before))
-    found = statistics.estimate_ratio((left, ones), (before, ones))
-    interval = None
-    if found is not None:
-        low, high = found.interval()
-        interval = [1 - high, 1 - low]
-    return {"share": 1 - sum(left) / sum(before), "interval": interval}
+    ends = found["interval"]
+    return {"share": 1 - found["share"], "interval": ends and [1 - ends[1], 1 - ends[0]]}
 
 
 def _come_back(controls: Sequence[PatchingRecord]) -> frozenset[int]:
@@ -193,9 +162,8 @@ def _compare(
     entry: dict[str, Any] = {"patch": name, "other": other, "problems": len(shared), "share": None, "interval": None}
     if shared:
         ours, theirs = ([side[problem] for problem in shared] for side in (left, right))
-        interval = statistics.paired_interval(ours, theirs)
         entry["share"] = float(np.mean(ours) - np.mean(theirs))
-        entry["interval"] = None if interval is None else list(interval)
+        entry["interval"] = statistics.paired_interval(ours, theirs)
     return entry
 
 
@@ -211,11 +179,6 @@ def find_broken_controls(summary: Summary) -> list[str]:
             lines.append(f"Control failed: patched with itself ({direction}) the recipient changes at "
                          f"{own['steps'] - own['unchanged']} of {own['steps']} steps.")  # fmt: skip
     return lines
-
-
-def _difference(summary: Summary, name: str, other: str) -> Mapping[str, Any]:
-    entries = summary["differences"][INTO_CACHED]
-    return next(entry for entry in entries if (entry["patch"], entry["other"]) == (name, other))
 
 
 def judge_claim(summary: Summary) -> dict[str, Any]:
@@ -245,7 +208,7 @@ def judge_claim(summary: Summary) -> dict[str, Any]:
     if not now["gap"]["kl"]:
         return say(CANNOT_TELL, f"The arms have equal logits at {now['steps']} steps: there is no gap to close.")
     back, back_state = (p["trajectory"] and p["trajectory"]["recovered"] for p in (now, state))
-    gap = _difference(summary, RESIDUAL, KEYS_VALUES)
+    gap = summary["differences"][INTO_CACHED][COMPARED.index((RESIDUAL, KEYS_VALUES))]
     control = patches[EVERYTHING] and patches[EVERYTHING]["trajectory"]
     if not control:
         return say(CANNOT_TELL, "No free run parted, so that there is no trajectory to bring back.")
@@ -254,7 +217,7 @@ def judge_claim(summary: Summary) -> dict[str, Any]:
                                 "value of the donor does not bring them back, or no token needs it.")  # fmt: skip
     brings = f"The residual stream patched at each current position brings back {format_counted_share(back)}, K and V "
     brings += f"{format_counted_share(back_state)} of the trajectories that every value of the donor does "
-    brings += f"({_count(control['recovered'])} that part; left out where the unpatched programs flip no token)"
+    brings += f"({format_count(control['recovered'])} that part; left out where the unpatched programs flip no token)"
     if gap["interval"] is not None:
         brings += f"; at all positions the stream closes {_portion(gap)} more of the gap than K and V, in the mean of "
         brings += f"{gap['problems']} problems"
@@ -271,22 +234,14 @@ def _against_half(entry: Mapping[str, Any]) -> tuple[float, float]:
     return test[0](entry["count"], entry["total"], HALF), test[1](entry["count"], entry["total"], HALF)
 
 
-def _portion(entry: Mapping[str, Any] | None) -> str:
-    """A share of the gap with its interval; no share of a whole, since it may be negative."""
-    if entry is None or entry["share"] is None:
-        return "-"
-    text = f"{format_number(100 * entry['share'], 3)} %"
-    if entry["interval"] is None:
-        return text
-    low, high = entry["interval"]
-    return f"{text} [{format_number(100 * low, 3)}, {format_number(100 * high, 3)}]"
+def _portion(entry: Summary | None) -> str:
+    return "-" if entry is None or entry["share"] is None else format_part(entry["share"], entry["interval"])
 
 
 def conclude(summary: Summary) -> list[str]:
     """What the figures allow to say, one sentence each; never more than their intervals do."""
-    if summary["status"] != "ok":
-        kind = "no sample yet" if summary["status"] == "empty" else "no sample with finite numbers"
-        return [f"There is {kind}, so nothing was patched."]
+    if nothing := say_nothing(summary, "nothing was patched"):
+        return nothing
     lines, watched = [], summary["instrumented_bit_equal"]
     if watched["cached"] == watched["uncached"] == watched["steps"]:
         lines.append(f"The programs that can be patched, unpatched, have the bits of the arms at {watched['steps']} "
@@ -323,40 +278,34 @@ def _conclude_difference(direction: str, entry: Mapping[str, Any]) -> list[str]:
             f"it in the mean of {entry['problems']} problems."]  # fmt: skip
 
 
-HEADER = ["patched", "gap closed", "flips back", "new flips", "equal bits", "ways back", "tokens met"]
+Row = tuple[str, Mapping[str, Any]]  # a patch and its figures
 
 
-def make_rows(summary: Summary, direction: str) -> list[list[str]]:
-    """The cells of a direction's table, a row a patch."""
-    rows = []
-    for patch, figures in summary["directions"][direction].items():
-        if figures is None:
-            continue
-        trajectory = figures["trajectory"] or {"recovered": None, "agreeing": None}
-        rows.append(
-            [
-                patch + (" (control)" if patch in CONTROLS else ""),
-                _portion(figures["closed"]),
-                _count(figures["recovered"]),
-                _count(figures["broken"]),
-                f"{figures['bit_equal']} of {figures['steps']}",
-                _count(trajectory["recovered"]),
-                "-" if trajectory["agreeing"] is None else f"{format_percent(trajectory['agreeing']['rate'])} %",
-            ]
-        )
-    return rows
+def _of_free_runs(row: Row, figure: str) -> Any:
+    return row[1]["trajectory"] and row[1]["trajectory"][figure]
 
 
-def _count(entry: Mapping[str, Any] | None) -> str:
-    return "-" if entry is None else f"{entry['count']} of {entry['total']}"
+def _rate(entry: Summary | None) -> str:
+    return "-" if entry is None else f"{format_percent(entry['rate'])} %"
 
 
-def make_layer_rows(summary: Summary, direction: str) -> list[list[str]]:
-    """Share of the gap closed by one layer at a time: a row a layer, a column a patch; the first row names them."""
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "patched": lambda row: row[0] + (" (control)" if row[0] in CONTROLS else ""),
+    "gap closed": lambda row: _portion(row[1]["closed"]),
+    "flips back": lambda row: format_count(row[1]["recovered"]),
+    "new flips": lambda row: format_count(row[1]["broken"]),
+    "equal bits": lambda row: f"{row[1]['bit_equal']} of {row[1]['steps']}",
+    "ways back": lambda row: format_count(_of_free_runs(row, "recovered")),
+    "tokens met": lambda row: _rate(_of_free_runs(row, "agreeing")),
+}
+
+
+def _write_layers(summary: Summary, rows: Sequence[Row]) -> list[Block]:
+    """Share of the gap closed by one layer at a time: a row a layer, a column a patch."""
     found = {
         patch: dict(zip(figures["by_layer"]["layer"], figures["by_layer"]["closed"], strict=True))
-        for patch, figures in summary["directions"][direction].items()
-        if figures is not None and figures["by_layer"] is not None
+        for patch, figures in rows
+        if figures["by_layer"] is not None
     }
     layers = sorted({layer for column in found.values() for layer in column})
     cells = [
@@ -366,24 +315,20 @@ def make_layer_rows(summary: Summary, direction: str) -> list[list[str]]:
         ]
         for layer in layers
     ]
-    return [["layer", *found], *cells] if layers else []
+    return [Only("page", [Table(["layer", *found], cells, "Share closed, one layer at a time")])] if cells else []
 
 
-def _percent(entry: Mapping[str, Any] | None) -> str:
+def _percent(entry: Summary | None) -> str:
     return "-" if entry is None else f"{format_number(100 * entry['share'], 3)} %"
 
 
 def write_patching(summary: Summary) -> list[Block]:
     """What is said of the patches, and their tables by direction."""
     blocks: list[Block] = [Paragraph(f"{describe_problems(summary)}."), Bullets(conclude(summary))]
-    for direction in DIRECTIONS if summary["status"] == "ok" else ():
-        tables: list[Block] = [
-            Table(HEADER, make_rows(summary, direction), terminal=(0, 1, 2, 5)),
-            Paragraph(NOTE, "note"),
-        ]
-        if by_layer := make_layer_rows(summary, direction):
-            tables.append(Only("page", [Table(by_layer[0], by_layer[1:], "Share closed, one layer at a time")]))
-        blocks.append(Fold(direction, tables))
+    for direction, patches in summary.get("directions", {}).items():
+        rows = [row for row in patches.items() if row[1] is not None]
+        table = make_table(COLUMNS, rows, terminal=(0, 1, 2, 5))
+        blocks.append(Fold(direction, [table, Paragraph(NOTE, "note"), *_write_layers(summary, rows)]))
     return blocks
 
 

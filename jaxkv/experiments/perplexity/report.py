@@ -1,7 +1,7 @@
 """Perplexity of a text by arm and change of the cache. Reads records alone, imports neither jax nor flax."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from msgspec import to_builtins
@@ -10,29 +10,31 @@ from jaxkv.experiments.perplexity.record import PerplexityRecord
 from jaxkv.experiments.record_parts import ARMS, CLEAN, known
 from jaxkv.experiments.report_parts import (
     Report,
+    Summary,
     add_saturated,
     average_caches,
-    collect,
-    count_problems,
+    begin_summary,
     describe_problems,
-    list_invalid,
+    group_invalid,
     list_unfinished,
+    say_change,
     say_few,
-    say_saturated,
     say_unfinished,
-    say_unpacked,
 )
 from jaxkv.reporting import statistics
 from jaxkv.reporting.document import Block, Brief, Bullets, Cell, Table
-from jaxkv.reporting.format import format_bound, format_count, format_counted_share, format_number, format_percent
+from jaxkv.reporting.format import (
+    format_bound,
+    format_count,
+    format_counted_share,
+    format_interval,
+    format_number,
+    format_percent,
+)
 from jaxkv.reporting.shares import clustered_share
 from jaxkv.tasks.perplexity import aggregate
 
-Record = Mapping[str, Any]
-Summary = Mapping[str, Any]
-HEADER = ["change", "windows", "tokens", "uncached", "cached", "cached / uncached"]
-HEADER += ["a word", "bits a byte", "KL", "flips", "cache bits", "packed, %", "cache bytes a row"]
-NARROW = (0, 1, 10, 3, 4, 5, 8, 9)  # without tokens, words, bytes
+NARROW = (0, 1, 10, 3, 4, 5, 8, 9)  # columns without tokens, words and bytes
 NOTE = (
     "Perplexity a token, of the text's own tokens fed one by one through the cache, and without it. KL(uncached || "
     "cached) in nats a token. Intervals are 95 %, over windows; without a flip, the bound is of the share of "
@@ -46,47 +48,37 @@ PACKED = (
 
 
 def summarize_perplexity(records: Sequence[object], run: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Summarizes the 'perplexity' records of a run.
-
-    Args:
-      records: samples; those of other experiments are left out. Changes keep the order in which they first appear.
-      run: content of run.json.
+    """Summarizes the 'perplexity' records of a run, as `begin_summary` says.
 
     Returns:
-      Plain values. An invalid window enters no figure but the count of invalid ones. Where the clean cache was run,
-      `problems.ok` counts the windows that are valid with it, and `clean_windows` of a change says whether its valid
-      windows are those.
+      Plain values; changes keep the order in which they first appear. Where the clean cache was run, `problems.ok`
+      counts the windows that are valid with it, and `clean_windows` of a change says whether its valid windows are
+      those.
     """
-    samples = collect(records, PerplexityRecord)
+    summary, samples, valid = begin_summary(records, run or {}, PerplexityRecord)
     names = list(dict.fromkeys(r.change for r in records if isinstance(r, PerplexityRecord)))
-    valid = [s for s in samples if s.status == "ok"]
-    problems = count_problems(samples, run or {})
-    changes = [_summarize_change(name, [s for s in valid if s.change == name]) for name in names]
+    changes = [_summarize_change([s for s in samples if s.change == name]) for name in names]
     if CLEAN in names:  # a window that a change breaks is still one of the text
         clean = {s.problem for s in valid if s.change == CLEAN}
-        problems |= {"ok": len(clean)}
+        summary["problems"]["ok"] = len(clean)
         for entry in changes:
             entry["clean_windows"] = {s.problem for s in valid if s.change == entry["change"]} == clean
-    return {
-        "experiment": "perplexity",
-        "fingerprint": (run or {}).get("fingerprint"),
-        "problems": problems,
-        "invalid": list_invalid(samples),
-        "unfinished": list_unfinished(samples, run or {}),
-        "changes": changes,
-    }
+    return summary | {"unfinished": list_unfinished(samples, run or {}), "changes": changes}
 
 
-def _summarize_change(name: str, samples: Sequence[PerplexityRecord]) -> dict[str, Any]:
-    summary: dict[str, Any] = {"change": name, "windows": len({s.problem for s in samples})}
-    summary |= {"seeds": sorted({s.seed for s in samples})}
-    if not samples:
-        return summary
-    summary |= {
-        "spec": samples[0].spec and to_builtins(samples[0].spec),
+def _summarize_change(members: Sequence[PerplexityRecord]) -> dict[str, Any]:
+    samples = [s for s in members if s.status == "ok"]
+    summary: dict[str, Any] = {
+        "change": members[0].change,
+        "windows": len({s.problem for s in samples}),
+        "seeds": sorted({s.seed for s in samples}),
+        "invalid": group_invalid(members),
+        "spec": members[0].spec and to_builtins(members[0].spec),
         "cache": average_caches([s.cache for s in samples]),
         "saturated": add_saturated(s.saturated for s in samples),
     }
+    if not samples:
+        return summary
     summary |= {arm: aggregate(map(to_builtins, samples), arm) for arm in ARMS}
     by_window: dict[int, list[PerplexityRecord]] = {}
     for sample in samples:
@@ -104,51 +96,49 @@ def _summarize_change(name: str, samples: Sequence[PerplexityRecord]) -> dict[st
     return summary
 
 
-def _stack(flips: Record) -> str:
-    """Flips over their interval or bound, narrow."""
+def _show_flips(flips: Summary) -> Brief:
+    """Flips over their interval or bound where there is little room."""
+    ends = f"{'..'.join(map(format_percent, flips['interval']))} %"
     if "upper_bound" in flips:
-        return f"{format_count(flips)}\n< {format_bound(flips)}"
-    return f"{format_count(flips)}\n{'..'.join(map(format_percent, flips['interval']))} %"
+        ends = f"< {format_bound(flips)}"
+    return Brief(format_counted_share(flips), f"{format_count(flips)}\n{ends}")
 
 
-def _make_rows(summary: Summary) -> list[list[Cell]]:
-    rows: list[list[Cell]] = []
-    for found in summary["changes"]:
-        if not found["windows"]:
-            rows.append([found["change"], "0", *["none valid"] * (len(HEADER) - 2)])
-            continue
-        cached, ratio = found["cached"], found["ratio"]
-        ends = "" if ratio["interval"] is None else " [{:.6g}, {:.6g}]".format(*ratio["interval"])
-        rows.append(
-            [
-                found["change"],
-                str(found["windows"]),
-                str(cached["tokens"]),
-                format_number(found["uncached"]["perplexity"], 5),
-                format_number(cached["perplexity"], 5),
-                f"{ratio['mean']:.6g}{ends}",
-                format_number(cached["word_perplexity"], 5) if "word_perplexity" in cached else "-",
-                format_number(cached["bits_per_byte"], 5) if "bits_per_byte" in cached else "-",
-                format_number(found["kl"]),
-                Brief(format_counted_share(found["flips"]), _stack(found["flips"])),
-                format_number(found["cache"]["bits"], 3),
-                format_percent(found["cache"]["packed"]),
-                f"{found['cache']['bytes']:.0f}",
-            ]
-        )
-    return rows
+def _show(entry: Summary, figure: str) -> str:
+    return format_number(entry[figure], 5) if figure in entry else "-"
+
+
+COLUMNS: dict[str, Callable[[Summary], Cell]] = {
+    "change": lambda c: str(c["change"]),
+    "windows": lambda c: str(c["windows"]),
+    "tokens": lambda c: str(c["cached"]["tokens"]),
+    "uncached": lambda c: _show(c["uncached"], "perplexity"),
+    "cached": lambda c: _show(c["cached"], "perplexity"),
+    "cached / uncached": lambda c: format_interval(c["ratio"]["mean"], c["ratio"]["interval"], "{:.6g}".format),
+    "a word": lambda c: _show(c["cached"], "word_perplexity"),
+    "bits a byte": lambda c: _show(c["cached"], "bits_per_byte"),
+    "KL": lambda c: format_number(c["kl"]),
+    "flips": lambda c: _show_flips(c["flips"]),
+    "cache bits": lambda c: format_number(c["cache"]["bits"], 3),
+    "packed, %": lambda c: format_percent(c["cache"]["packed"]),
+    "cache bytes a row": lambda c: f"{c['cache']['bytes']:.0f}",
+}
+
+
+def _row(change: Summary) -> list[Cell]:
+    if not change["windows"]:
+        return [change["change"], "0", *["none valid"] * (len(COLUMNS) - 2)]
+    return [show(change) for show in COLUMNS.values()]
 
 
 def _notes(summary: Summary) -> list[str]:
-    broken = [f"window {bad['key'][1]} is invalid: {bad['op']} of the {bad['arm']} arm" for bad in summary["invalid"]]
-    lines = [NOTE, *say_few(summary["problems"]["ok"]), *say_unfinished(summary["unfinished"]), *broken]
+    lines = [NOTE, *say_few(summary["problems"]["ok"]), *say_unfinished(summary["unfinished"])]
     for found in summary["changes"]:
         if not found.get("clean_windows", True):
             text = f"`{found['change']}` has {found['windows']} valid windows, others than the clean cache's "
             text += str(summary["problems"]["ok"])
             lines.append(text + (": its uncached figure is of its own windows." if found["windows"] else "."))
-        if found["windows"]:
-            lines += [*say_unpacked(found), *say_saturated(f"`{found['change']}`", found["saturated"])]
+        lines += say_change(found)
     return lines
 
 
@@ -156,7 +146,7 @@ def write_perplexity(summary: Summary) -> list[Block]:
     """The table of all changes, and how to read it."""
     return [
         Bullets([describe_problems(summary)]),
-        Table(HEADER, _make_rows(summary), terminal=NARROW),
+        Table(list(COLUMNS), [_row(change) for change in summary["changes"]], terminal=NARROW),
         Bullets([UNITS, PACKED, *_notes(summary)]),
     ]
 

@@ -18,15 +18,15 @@ HEAD_DIM = 32
 FAMILIES = tuple(PRESETS)
 
 
-def wide_config(family: str = "mistral") -> ModelConfig:
+def wide_config(family: str = "mistral", layers: int = 2) -> ModelConfig:
     """Two layers with heads of 32 channels, and windows shorter than the texts where the family has them."""
-    return dataclasses.replace(small_config(family), head_dim=HEAD_DIM, context_length=512)
+    return dataclasses.replace(small_config(family, layers=layers), head_dim=HEAD_DIM, context_length=512)
 
 
 @functools.cache
-def wide_state(family: str = "mistral", precision: str = "fp16") -> nnx.State:
+def wide_state(family: str = "mistral", precision: str = "fp16", layers: int = 2) -> nnx.State:
     """Random weights so large that the next token depends on the whole text."""
-    state = nnx.split(Decoder(wide_config(family), make_precision("fp32"), nnx.Rngs(1)))[1]
+    state = nnx.split(Decoder(wide_config(family, layers), make_precision("fp32"), nnx.Rngs(1)))[1]
     rng = np.random.default_rng(2)
     leaves = {}
     for path, leaf in flat_paths(state).items():
@@ -37,10 +37,12 @@ def wide_state(family: str = "mistral", precision: str = "fp16") -> nnx.State:
 
 
 @functools.cache
-def wide_arms(family: str = "mistral", precision: str = "fp16", spec: str | None = None, **options) -> Arms:
+def wide_arms(
+    family: str = "mistral", precision: str = "fp16", spec: str | None = None, layers: int = 2, **options
+) -> Arms:
     """Arms whose cache is quantized as `spec` says; clean ones without it."""
     changed = None if spec is None else Quantization(parse_cache_quant(spec))
-    return Arms(wide_config(family), make_precision(precision), intervention=changed, **options)
+    return Arms(wide_config(family, layers), make_precision(precision), intervention=changed, **options)
 
 
 def set_up(prompts: list[list[int]], new_tokens: int, problems: list[int] | None = None, bucket: int = 8):

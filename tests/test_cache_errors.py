@@ -169,7 +169,7 @@ def test_level_zero_keeps_every_bit(text, dtype):
     assert same_bits(jax.jit(lambda rows: whole(text, rows, **more))(rows), rows)
 
 
-@pytest.mark.parametrize("text", daily([EVERY[i] for i in (0, 3, 5, 7, 8)], EVERY))
+@pytest.mark.parametrize("text", daily([EVERY[i] for i in (0, 5, 8)], EVERY))
 def test_a_row_is_changed_alike_whatever_stands_beside_it(text):
     """Alone or in a batch, in one call or many, at another slot, jitted or not: the same bits. fp32 hides none."""
     rows, every = make_rows("float32"), np.tile(np.arange(T), (B, 1))

@@ -11,7 +11,10 @@ from jaxkv.errors import UserError
 from jaxkv.experiments.mitigations import run as mitigations
 
 pytestmark = pytest.mark.usefixtures("one_layer")
-FEW = ["--num_problems=1", "--max_new_tokens=3", "--gate=off", "--control_problems=0", "--stepwise_problems=0"]
+FEW = [
+    "--num_problems=1", "--max_new_tokens=3", "--gate=off", "--control_problems=0", "--stepwise_problems=0",
+    "--truth_problems=0",
+]  # fmt: skip
 
 
 def test_attribution_and_divergence_share_a_run(tmp_path, cache, capsys):

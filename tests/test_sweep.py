@@ -17,7 +17,10 @@ from jaxkv.errors import UserError
 
 LAUNCH = pathlib.Path(__file__).parents[1] / "launch"
 pytestmark = pytest.mark.usefixtures("one_layer")
-FEW = ["--num_problems=1", "--max_new_tokens=3", "--gate=off", "--control_problems=0", "--stepwise_problems=0"]
+FEW = [
+    "--num_problems=1", "--max_new_tokens=3", "--gate=off", "--control_problems=0", "--stepwise_problems=0",
+    "--truth_problems=0",
+]  # fmt: skip
 
 
 def overview(directory):

@@ -329,7 +329,3 @@ def test_command(tmp_path, cache):
     assert again.returncode == 0, again.stderr
     assert time.monotonic() - start < 30
     assert (out / "samples.jsonl").read_bytes() == records
-    other = subprocess.run([*command, "--revision=v9"], env=environment, capture_output=True, text=True)
-    assert other.returncode == 2
-    assert other.stderr.count("\n") == 1
-    assert f"cached is main, commit {PINNED} (use it with --revision={PINNED})" in other.stderr

@@ -43,13 +43,16 @@ SPEC = RunSpec(new_tokens=12, bucket=8, control_problems=0, stepwise_problems=0,
 
 @functools.cache
 def clean_arms(family, precision):
-    return Arms(small_config(family, layers=1), make_precision(precision), SAMPLERS["greedy"], ())
+    config = small_config(family, layers=1 + (family in WINDOWED))  # one with a window and one without
+    return Arms(config, make_precision(precision), SAMPLERS["greedy"], ())
 
 
 def run(arms, family):
     """Samples as the experiment records them, less the texts."""
     (batch,) = plan_batches([ITEM], SPEC)
-    ran = run_batch(arms, arms.prepare(small_state(family, arms.precision.name, layers=1)), batch, SPEC)
+    ran = run_batch(
+        arms, arms.prepare(small_state(family, arms.precision.name, layers=arms.config.num_layers)), batch, SPEC
+    )
     return [compare_row(arms, ITEM, 0, ran, SPEC)]
 
 
@@ -97,7 +100,7 @@ def honest(family, precision):
 @pytest.mark.parametrize(
     ("fault", "family"),
     daily(
-        [(fault, "gemma2" if "softcap" in fault else "mistral") for fault in FAULTS],
+        [(fault, "mistral" if "window" in fault else "gemma2" if "softcap" in fault else "llama") for fault in FAULTS],
         [(fault, family) for fault in FAULTS for family in PRESETS if suits(fault, family)],
     ),
 )

@@ -85,8 +85,8 @@ def test_drift_patching_and_parity_from_the_command(tmp_path, cache, capsys):
     ("experiment", "flag", "message"),
     [
         ("drift", "--uncached_length=bucket:64", "drift looks at one padded length"),
-        ("patching", "--regime=aligned", "leaves patching nothing to explain"),
-        ("parity", "--regime=aligned", "leaves parity nothing to explain"),
+        ("patching", "--regime=aligned", "patching explains the plain regime"),
+        ("parity", "--regime=aligned", "parity explains the plain regime"),
     ],
 )
 def test_what_an_experiment_cannot_use_is_refused(experiment, flag, message, tmp_path):

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 
 from jaxkv.condition import (
     asked,
-    check_count,
     check_lengths,
     is_of,
+    load_problems,
     needs_torch,
     prompt_spec,
     read_precision,
@@ -19,7 +19,6 @@ from jaxkv.condition import (
 from jaxkv.errors import UserError, nearest
 from jaxkv.experiments.experiment import EXPERIMENTS, Experiment
 from jaxkv.options import OPTIONS, CacheOptions, Options, PrecisionOptions
-from jaxkv.tasks import load_task
 from jaxkv.tasks.continuation import load_text
 from jaxkv.tasks.sources import ROW_FILES
 from jaxkv.tasks.task import PromptSpec
@@ -168,8 +167,4 @@ def _read_data(options: Options) -> None:
     spec = prompt_spec(data, False)
     if spec.shots and data.fewshot_data is None and data.task != "arith":
         spec = PromptSpec("zero_shot")  # the examples are the hub's
-    task = load_task(
-        data.task, data=data.data, fewshot_data=data.fewshot_data, spec=spec, subset=data.subset,
-        allow_code_execution=data.allow_code_execution,
-    )  # fmt: skip
-    check_count(data, len(task.problems))
+    load_problems(data, spec)

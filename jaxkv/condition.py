@@ -1,7 +1,7 @@
 """One condition: what its options ask of precision, sampler and prompts, whether lengths fit, and what it is called."""
 
 import pathlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxkv.config import ModelConfig, Precision, make_precision
 from jaxkv.errors import UserError
@@ -9,6 +9,9 @@ from jaxkv.experiments.experiment import EXPERIMENTS, Experiment
 from jaxkv.options import DataOptions, Options, PrecisionOptions, name_values
 from jaxkv.records import fingerprint
 from jaxkv.sampling import Sampler, make_sampler
+
+if TYPE_CHECKING:
+    from jaxkv.tasks.task import PromptSpec, Task
 
 
 def read_precision(asked: PrecisionOptions) -> Precision:
@@ -84,17 +87,24 @@ def check_lengths(options: Options, config: ModelConfig) -> None:
             raise UserError(f"--{flag}={value} exceeds the context of {most} of {model}; use a smaller one")
 
 
-def check_count(data: DataOptions, count: int) -> None:
-    """Whether the data has the problems that are asked for. Raises UserError."""
-    chosen, asked = data.problems, data.num_problems
+def load_problems(data: DataOptions, spec: "PromptSpec") -> "Task":
+    """The task that is asked for, with the problems that are asked for among its own. Raises UserError."""
+    from jaxkv.tasks import load_task
+
+    task = load_task(
+        data.task, data=data.data, fewshot_data=data.fewshot_data, subset=data.subset, spec=spec,
+        allow_code_execution=data.allow_code_execution,
+    )  # fmt: skip
+    chosen, asked, count = data.problems, data.num_problems, len(task.problems)
     if chosen and max(chosen) >= count:
         raise UserError(f"--problems has {max(chosen)} but the data has {count}; ask for 0 to {count - 1}")
     if not chosen and asked > count:
         raise UserError(f"--num_problems={asked} but the data has {count}; ask for at most {count}")
+    return task
 
 
-def prompt_spec(data: DataOptions, has_template: bool) -> Any:
-    """How problems are put to a model (PromptSpec), with what depends on its tokenizer filled in. Raises UserError."""
+def prompt_spec(data: DataOptions, has_template: bool) -> "PromptSpec":
+    """How problems are put to a model, with what depends on its tokenizer filled in. Raises UserError."""
     from jaxkv.tasks import usual_style
     from jaxkv.tasks.task import PromptSpec
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.status import Status
 
-from jaxkv.condition import check_count, check_lengths, is_of, prompt_spec, read_precision, read_sampler
+from jaxkv.condition import check_lengths, is_of, load_problems, prompt_spec, read_precision, read_sampler
 from jaxkv.options import Options
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ def load_condition(options: Options, console: Console) -> "Condition":
     from jaxkv.experiments.batches import RunSpec
     from jaxkv.experiments.driver import Condition
     from jaxkv.models.families import get_preset
-    from jaxkv.tasks import load_task
 
     asked, data = options.model, options.data
     precision, sampler = read_precision(options.precision), read_sampler(options)
@@ -54,12 +53,7 @@ def load_condition(options: Options, console: Console) -> "Condition":
         if is_of(options, "text"):
             task, items = _load_windows(options, checkpoint)
         else:
-            task = load_task(
-                data.task, data=data.data, fewshot_data=data.fewshot_data, subset=data.subset,
-                spec=prompt_spec(data, checkpoint.tokenizer.has_chat_template),
-                allow_code_execution=data.allow_code_execution,
-            )  # fmt: skip
-            check_count(data, len(task.problems))
+            task = load_problems(data, prompt_spec(data, checkpoint.tokenizer.has_chat_template))
             items = _items(task, checkpoint, data.problems or range(data.num_problems))
     decoding, controls = options.decoding, options.controls
     spec = RunSpec(

@@ -109,31 +109,33 @@ def _hold(directory: pathlib.Path) -> Iterator[None]:
 
 
 def _run_all(conditions: Sequence[Options], directory: pathlib.Path) -> int:
-    paths = [run_path(one) for one in conditions]
     names = [name_condition(one) for one in conditions]
     alike = len(set(names)) < len(names)  # of several flagfiles
-    entries = [
-        _begin(None if alike else name, one, path, directory)
-        for name, one, path in zip(names, conditions, paths, strict=True)
-    ]
+    work = []
+    for name, one in zip(names, conditions, strict=True):
+        path = run_path(one)
+        run = str(path.relative_to(directory)) if path.is_relative_to(directory) else str(path)
+        work.append((Entry(run if alike else name, list(one.run.experiments), run), one, path))
+    entries = [entry for entry, _, _ in work]
     others = _read_others(directory, entries)
-    work = list(zip(entries, conditions, paths, strict=True))
 
-    def stop() -> None:
-        for entry, _, path in work:  # it may have been interrupted anywhere
-            entry.status = WAITING if entry.status == RUNNING else entry.status
+    def show() -> None:
+        for entry, _, path in work:
             entry.records = _count_records(path)
         write_overview(directory, [*entries, *others])
+
+    def stop() -> None:
+        for entry in entries:  # it may have been interrupted anywhere
+            entry.status = WAITING if entry.status == RUNNING else entry.status
+        show()
 
     with stopping.at_end(stop), contextlib.ExitStack() as last:
         last.callback(stop)
         for entry, one, path in (*work, *work):
-            if entry.status not in (WAITING, ELSEWHERE):
-                continue  # the second time is for those that another process had
-            entry.status, entry.records = RUNNING, _count_records(path)
-            write_overview(directory, [*entries, *others])
-            _run_condition(entry, one, path)
-            entry.records = _count_records(path)
+            if entry.status in (WAITING, ELSEWHERE):  # the second time is for those that another process had
+                entry.status = RUNNING
+                show()
+                _run_condition(entry, one, path)
     shown = Console(file=sys.stdout)
     shown.print(render_overview([*entries, *others]))
     shown.print(f"overview: {directory / 'overview.md'}", highlight=False, soft_wrap=True)
@@ -160,11 +162,6 @@ def _read_others(directory: pathlib.Path, entries: Sequence[Entry]) -> list[Entr
         if entry.status in (RUNNING, ELSEWHERE):
             entry.status = ELSEWHERE if is_locked(directory / entry.run) else WAITING
     return [entry for entry in others if (directory / entry.run).exists()]
-
-
-def _begin(name: str | None, options: Options, path: pathlib.Path, directory: pathlib.Path) -> Entry:
-    run = str(path.relative_to(directory)) if path.is_relative_to(directory) else str(path)
-    return Entry(name or run, list(options.run.experiments), run, records=_count_records(path))
 
 
 def _run_condition(entry: Entry, options: Options, path: pathlib.Path) -> None:

@@ -30,11 +30,12 @@ from jaxkv.config import Precision
 from jaxkv.decode import COMPILER_OPTIONS, PAD_ID, Layout, Rollout, Rows, emit, start_rollout
 from jaxkv.drafts import Forced, draft_freely, first_disagreement, step_freely
 from jaxkv.errors import UserError
-from jaxkv.experiments.batches import Batch, Item, RunSpec, Scoring, lay_out, plan_batches
+from jaxkv.experiments.batches import Batch, Item, RunSpec, lay_out, plan_batches
 from jaxkv.experiments.divergence.run import BatchRun, Divergence, Runs, control_length
 from jaxkv.experiments.driver import Line, Runner
 from jaxkv.generate import force, start_forced, uncached_lengths
 from jaxkv.sampling import Sampler
+from jaxkv.tasks.task import Task
 from jaxkv.torch_model import TorchModel, describe_origin, describe_torch, true_fp32
 
 GROWING = "growing"
@@ -286,7 +287,6 @@ class TorchDivergence(Divergence):
         uncached arm whichever is chosen.
       scoring: the task's scorers.
       attention: 'eager' or 'sdpa'.
-      device: None takes a GPU where there is one.
 
     Raises:
       UserError: what transformers cannot compute.
@@ -298,13 +298,12 @@ class TorchDivergence(Divergence):
         precision: Precision,
         sampler: Sampler,
         spec: RunSpec,
-        scoring: Scoring,
+        scoring: Task,
         attention: str = "eager",
-        device: str | None = None,
     ):
         Runner.__init__(self, spec, {(): None})
         self.tokenizer, self.scoring = checkpoint.tokenizer, scoring
-        self._given = (checkpoint, precision, sampler, attention, device)
+        self._given = (checkpoint, precision, sampler, attention)
         self._origin = {"framework": "torch", "attention": attention, "versions": describe_torch()["versions"]}
 
     def describe(self) -> dict[str, Any]:

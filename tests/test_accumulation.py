@@ -92,7 +92,7 @@ def test_saturated_elements_are_counted():
 
 def test_static_feeds_nothing_back():
     """The model goes on from the clean run's values: its logits are the clean ones, its first layers' error its own."""
-    _, reference, _ = set_up()
+    reference = set_up()[1].reference
     static, decode = ran("static"), ran("decode")
     assert same_bits(valid_logits(static.replay.logits), valid_logits(reference.cached.logits))
     errors = [np.asarray(x) for x in static.replay.errors]
@@ -106,7 +106,7 @@ def test_static_feeds_nothing_back():
 
 
 def test_a_quantizer_of_nothing_errs_nowhere():
-    run, (_, reference, _) = ran("static", PLAIN), set_up()
+    run, reference = ran("static", PLAIN), set_up()[1].reference
     assert same_bits(valid_logits(run.replay.logits), valid_logits(reference.cached.logits))
     assert not any(np.asarray(error).any() for error in run.replay.errors)
     record = record_of("static", PLAIN)

@@ -12,7 +12,6 @@ from shown import as_markdown
 from test_doctor_findings import text_of, write
 
 from jaxkv.config import make_precision
-from jaxkv.decode import COMPILER_OPTIONS
 from jaxkv.experiments.doctor import run as doctor
 from jaxkv.experiments.doctor.findings import conclude, describe, operand_kind
 from jaxkv.experiments.doctor.operations import Inputs, compile_program, make_operations
@@ -23,8 +22,6 @@ from jaxkv.experiments.doctor.run import (
     Part,
     Programs,
     compile_all,
-    compile_with,
-    join_parts,
     measure_shapes,
     run_doctor,
 )
@@ -54,7 +51,6 @@ SPEC = DoctorSpec(
     wide=(128, 32),
     workers=2,
 )
-KEY, KEY_LAYER = ("fp16", "matmul"), ("fp16", "layer")
 TILE, CHANGED = [0, 1, 2, 3], [0, 5, 2, 3]  # 5 is a filling row of the same position
 
 
@@ -123,7 +119,7 @@ def planted(kind):
                 x = x + 2.0**-6 * (np.cumsum(x[:, ::-1], axis=1)[:, ::-1] - x) * tile.causal
             if kind == "rerun":
                 x = x + 2.0**-8 * len(calls)
-            return {KEY: x.astype(np.float16)}
+            return {"matmul": x.astype(np.float16)}
 
         return run
 
@@ -134,7 +130,7 @@ def planted(kind):
 def flagged(questions):
     """Question -> counts at which something differs."""
     return {
-        question: {n for n, figure in found["fp16"]["matmul"].items() if figure["differ"]}
+        question: {n for n, figure in found["matmul"].items() if figure["differ"]}
         for question, found in questions.items()
         if found
     }
@@ -155,7 +151,7 @@ def test_a_planted_dependence_is_found_by_its_own_question(kind, expected):
     questions, hashes = measure_shapes(SPEC, planted(kind))
     found = {question: counts for question, counts in flagged(questions).items() if counts}
     assert found == expected
-    assert set(hashes) == {"1", "4"}
+    assert set(hashes["matmul"]) == {"1", "4"}
 
 
 def test_a_program_that_changes_from_run_to_run_is_found():
@@ -169,13 +165,13 @@ def test_a_question_without_its_programs_has_no_figures():
     questions, hashes = measure_shapes(SPEC, runs)
     assert not questions["rows"]
     assert not questions["batch"]
-    assert set(questions["rows_from_most"]["fp16"]["matmul"]) == {"4"}
-    assert set(hashes) == {"4"}
+    assert set(questions["rows_from_most"]["matmul"]) == {"4"}
+    assert set(hashes["matmul"]) == {"4"}
 
 
 def test_every_tested_row_is_computed_once_at_every_shape():
     for shape in planted("clean"):
-        result = compute_tested(planted("clean")[shape], shape, SPEC.pool)[KEY]
+        result = compute_tested(planted("clean")[shape], shape, SPEC.pool)["matmul"]
         np.testing.assert_array_equal(result, VALUES[: SPEC.tested])
 
 
@@ -212,11 +208,8 @@ def inputs():
 
 
 def programs_of(inputs, product, names, counts=(1, 4)):
-    operations = {"fp16": [op for op in make_operations(inputs, SPEC.wide, product) if op.name in names]}
-    weights = {("fp16", op.name): op.weights for op in operations["fp16"]}
-    shapes = {n: SPEC.row_shape(n) for n in counts}
-    compile = compile_with(COMPILER_OPTIONS)
-    return {s: compile_program(s, SPEC.pool, operations, weights, compile) for s in shapes.values()}
+    operations = [op for op in make_operations(inputs, SPEC.wide, product) if op.name in names]
+    return {shape: compile_program(shape, SPEC.pool, operations) for shape in map(SPEC.row_shape, counts)}
 
 
 def whole_numbers(spec, x, w, precision, out=None):
@@ -238,7 +231,7 @@ def test_a_product_that_adds_by_the_number_of_rows_is_found_and_an_exact_one_is_
     core = ["matmul", "matmul_wide", "scores", "weighted_sum"]
     for product, guilty in ((whole_numbers, []), (split_by_rows, ["matmul", "matmul_wide"])):
         questions, _ = measure_shapes(SPEC, programs_of(inputs, product, core))
-        figures = questions["rows"]["fp16"]
+        figures = questions["rows"]
         assert [name for name in core if figures[name]["4"]["differ"]] == guilty
         assert all(figures[name]["4"]["elements"] > 0 for name in core)
 
@@ -248,10 +241,10 @@ def test_a_layer_does_not_see_what_follows_but_does_see_what_precedes(inputs):
     run = programs_of(inputs, layers.product, ["layer", "softmax", "weighted_sum", "scores"], (4,))[shape]
     assert all(figure["differ"] == 0 for figure in compare_company(run, shape, SPEC.pool).values())
     one, other = (run(Tile(np.array([ids]), shape.slots, causal=True)) for ids in (TILE, CHANGED))
-    for key in (KEY_LAYER, ("fp16", "weighted_sum")):
+    for key in ("layer", "weighted_sum"):
         assert [np.array_equal(one[key][0, t], other[key][0, t]) for t in range(4)] == [True, False, False, False]
     # The weights of slots that a row does not see are compared too, and are zeros.
-    weights = one["fp16", "softmax"].reshape(4, -1, shape.slots)
+    weights = one["softmax"].reshape(4, -1, shape.slots)
     assert [np.count_nonzero(weights[t].any(0)) for t in range(4)] == [SPEC.filled + t + 1 for t in range(4)]
 
 
@@ -261,7 +254,7 @@ def test_rows_apart_from_each_other_see_the_history_alone(inputs):
     one, other = (run(Tile(np.array([ids]), shape.slots)) for ids in (TILE, CHANGED))
     for key in one:
         assert [np.array_equal(one[key][0, t], other[key][0, t]) for t in range(4)] == [True, False, True, True]
-    written = (values[KEY_LAYER][0, 1, SPEC.config.model_dim :] for values in (one, other))
+    written = (values["layer"][0, 1, SPEC.config.model_dim :] for values in (one, other))
     assert not np.any(np.equal(*written))
 
 
@@ -319,21 +312,8 @@ def test_the_second_process_runs_beside_the_first(monkeypatch):
     assert found["compilations"] == 0
 
 
-def test_programs_of_a_shape_are_one_whatever_dtypes_there_are():
-    shape, other = SPEC.row_shape(1), SPEC.row_shape(4)
-    made = {
-        Part(shape, "fp16"): lambda tile: {("fp16", "a"): tile},
-        Part(shape, "fp32"): lambda tile: {("fp32", "a"): -tile},
-        Part(other, "fp16"): lambda tile: {},
-        "arithmetic": None,
-    }
-    runs = join_parts(made)
-    assert set(runs) == {shape, other}
-    assert runs[shape](3) == {("fp16", "a"): 3, ("fp32", "a"): -3}
-
-
 def test_the_ends_of_every_question_come_first():
-    tasks, spare = doctor.plan(SPEC, Bench(SPEC))
+    tasks, spare = doctor.plan(SPEC, {dtype: Bench(SPEC, dtype) for dtype in SPEC.dtypes})
     planned = [name for name in [*tasks, *spare] if isinstance(name, Part)]
     needed = {SPEC.row_shape(n) for n in (*SPEC.process_rows, SPEC.rows[0])} | {SPEC.row_shape(1, SPEC.batches[-1])}
     needed |= {SPEC.slot_shape(SPEC.slots[0]), SPEC.slot_shape(SPEC.slots[-1])}

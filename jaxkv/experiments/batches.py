@@ -3,31 +3,19 @@
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
 from jaxkv.audit import Finding
-from jaxkv.checkpoints.tokenizer import cut_turn
+from jaxkv.checkpoints.tokenizer import AnyTokenizer, cut_turn
 from jaxkv.config import ModelConfig
 from jaxkv.decode import Arms, Layout, Rollout, Rows, make_layout, make_rows
 from jaxkv.provenance import hash_tokens
+from jaxkv.tasks.task import Task
 
 R = TypeVar("R")
-
-
-class Scoring(Protocol):
-    """What the experiment asks of a task."""
-
-    def cut(self, text: str) -> tuple[str, bool]:
-        """The text up to the first stop string, and whether there was one."""
-
-    def score(self, text: str, gold: str) -> dict[str, dict[str, Any]]:
-        """Scorer -> {'answer', 'correct'}."""
-
-    def label_change(self, text_a: str, text_b: str, gold: str) -> dict[str, str]:
-        """Scorer -> 'same', 'answer_changed' or 'extraction_only'."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,19 +130,8 @@ def describe_setting(
     }
 
 
-class Decoding(Protocol):
-    """What makes text of an answer's tokens."""
-
-    @property
-    def turn_ends(self) -> frozenset[int]:
-        """Ids at which an answer ends."""
-
-    def decode_new(self, prompt: Sequence[int], new: Sequence[int]) -> str:
-        """Text that new ids add to that of a prompt."""
-
-
 def make_arm(
-    item: Item, tokens: list[int], broke: bool, stop_ids: Sequence[int], tokenizer: Decoding, scoring: Scoring
+    item: Item, tokens: list[int], broke: bool, stop_ids: Sequence[int], tokenizer: AnyTokenizer, scoring: Task
 ) -> dict[str, Any]:
     """An arm's own run as a record has it; `broke` where its numbers did not stay finite.
 

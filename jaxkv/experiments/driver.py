@@ -140,6 +140,19 @@ class Runner(Generic[Begun, Variant, Ran]):
         raise NotImplementedError
 
 
+class ArmsRunner(Runner[Begun, Variant, Ran]):
+    """Runs an experiment on one model.
+
+    Attributes:
+      arms: its programs, which keep logits.
+      state: their prepared weights.
+    """
+
+    def __init__(self, arms: Arms, state: nnx.State, spec: RunSpec, variants: Mapping[Key, Variant]):
+        super().__init__(spec, variants)
+        self.arms, self.state = arms, state
+
+
 def run_missing(
     runner: Runner[Begun, Variant, Ran], items: Sequence[Item], done: frozenset[Key] = frozenset()
 ) -> Iterator[tuple[list[Line], Line]]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -74,32 +74,19 @@ def make_reference(
     return Reference(layout, rows, force(rows, cached), text, cached, uncached or cached, findings)
 
 
-class MayBreak(Protocol):
-    """A run, or what is kept of one."""
+def find_fault(reference: Reference, row: int, others: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Where a row's numbers stopped being finite in one of the arms, their audit, or another run; None if nowhere.
 
-    @property
-    def nonfinite_step(self) -> Any:
-        """[B] the step whose logits were not finite, -1 if none."""
-
-
-def find_fault(reference: Reference, row: int, others: Mapping[str, MayBreak]) -> dict[str, Any] | None:
-    """Where a row's numbers stopped being finite in one of the arms, their audit, or another run; None if nowhere."""
+    What stands for the others has `nonfinite_step` as a Rollout does.
+    """
     finding = reference.findings[row]
     runs = [("cached", reference.cached), ("uncached", reference.uncached), *others.items()]
     steps = [(arm, run.nonfinite_step, finding) for arm, run in runs]
     return batches.find_fault(row, reference.newest(row), steps, [("uncached", finding)])
 
 
-class HasLogits(Protocol):
-    """A run that kept its logits."""
-
-    @property
-    def logits(self) -> Any:
-        """[B, n, V]."""
-
-
-def count_equal(run: HasLogits, other: HasLogits, row: int, steps: int) -> int:
-    """Steps at which two runs have the same logits, bit for bit."""
+def count_equal(run: Any, other: Any, row: int, steps: int) -> int:
+    """Steps at which two runs have the same logits [B, n, V], bit for bit."""
     same = jnp.all(bits(run.logits[row]) == bits(other.logits[row]), axis=-1)
     return int(jnp.sum(same[:steps]))
 

@@ -26,10 +26,9 @@ from jaxkv.experiments.accumulation.record import FIGURES
 from jaxkv.experiments.batches import Batch, Item, RunSpec
 from jaxkv.experiments.cache_measures import count_saturated, describe_saturated
 from jaxkv.experiments.changes import read_changes
-from jaxkv.experiments.driver import Condition, Line, Runner, Took
+from jaxkv.experiments.driver import ArmsRunner, Condition, Key, Line, Took
 from jaxkv.experiments.regimes import WATCHED, Replay, ReplayPrograms
 from jaxkv.experiments.traced_runs import (
-    MayBreak,
     Reference,
     count_equal,
     describe_row,
@@ -153,16 +152,8 @@ class Begun:
     clean: Trace
 
 
-class Accumulation(Runner[Begun, tuple[CacheQuant, str], Ran]):
+class Accumulation(ArmsRunner[Begun, tuple[CacheQuant, str], Ran]):
     """Every problem under every quantizer and regime; programs are compiled once for a quantizer and a batch's shapes.
-
-    Args:
-      arms: the clean arms, of the plain regime; they must keep logits.
-      state: prepared weights.
-      spec: what to run; of it count new_tokens, seed, batch_size, padding and bucket.
-      quants: the quantizers.
-      blocks: b of every accumulated(b).
-      repair: whether an oracle repairs token scales in the static regime, which runs it four times more.
 
     Raises:
       UserError: arms of the aligned regime, a quantizer that does not suit the model, or a block of no tokens.
@@ -171,18 +162,13 @@ class Accumulation(Runner[Begun, tuple[CacheQuant, str], Ran]):
     name = "accumulation"
 
     def __init__(
-        self,
-        arms: Arms,
-        state: nnx.State,
-        spec: RunSpec,
-        quants: Sequence[CacheQuant],
-        blocks: Sequence[int] = (128,),
-        repair: bool = True,
+        self, arms: Arms, state: nnx.State, spec: RunSpec, quants: Sequence[CacheQuant], blocks: Sequence[int] = (128,)
     ):
         require_one_length(arms, spec, self.name, plain=True)
         self.regimes = list_regimes(blocks)
-        super().__init__(spec, {(str(quant), regime): (quant, regime) for quant in quants for regime in self.regimes})
-        self.arms, self.state, self.repair = arms, state, repair
+        variants: dict[Key, tuple[CacheQuant, str]]
+        variants = {(str(quant), regime): (quant, regime) for quant in quants for regime in self.regimes}
+        super().__init__(arms, state, spec, variants)
         self.traced, self.programs = TracedArms(arms), ReplayPrograms(arms)
         self.changed = {
             str(quant): Arms(arms.config, arms.precision, arms.sampler, arms.stop_ids, intervention=Quantization(quant))
@@ -205,7 +191,7 @@ class Accumulation(Runner[Begun, tuple[CacheQuant, str], Ran]):
             arms = self.changed[str(quant)]
             arm = run_cached(arms, self.state, reference.text, reference.forced, reference.layout)
             broken = np.where(broken < 0, np.asarray(arm.nonfinite_step), broken)
-        if block is None and self.repair:
+        if block is None:
             for choice in CHOICES:
                 repaired = self.programs.run(*given, Repair(quant, choice), static=True)
                 repairs[choice] = _fetch_errors(repaired)
@@ -225,7 +211,7 @@ class Accumulation(Runner[Begun, tuple[CacheQuant, str], Ran]):
     def record(self, item: Item, row: int, begun: Begun, variant: tuple[CacheQuant, str], ran: Ran) -> Line:
         reference, clean, quant, regime = begun.reference, begun.clean, str(variant[0]), variant[1]
         arms, layers = self.arms, self.arms.config.num_layers
-        others: dict[str, MayBreak] = {"clean (watched)": clean.run, f"{quant} ({regime})": ran}
+        others = {"clean (watched)": clean.run, f"{quant} ({regime})": ran}
         fault = find_fault(reference, row, others)
         cache, slots = ran.replay.cache, reference.layout.slots
         plain = 2 * layers * cache.positions.size * arms.config.num_kv_heads * arms.config.head_dim

@@ -24,7 +24,7 @@ from jaxkv.compare import compare_logits
 from jaxkv.decode import Arms, Layout, Rollout, Rows
 from jaxkv.experiments.attribution.record import FENCED, VARIANTS
 from jaxkv.experiments.batches import Batch, Item, RunSpec, lay_out, timed
-from jaxkv.experiments.driver import Condition, Line, Runner, Took
+from jaxkv.experiments.driver import ArmsRunner, Condition, Line, Took
 from jaxkv.experiments.gate import bits
 from jaxkv.experiments.traced_runs import Reference, describe_row, find_fault, make_reference, require_one_length
 from jaxkv.generate import force, run_cached, run_forced
@@ -76,15 +76,8 @@ class Begun:
     fenced: Pair
 
 
-class Attribution(Runner[Begun, str, Pair]):
-    """Every variant of every problem.
-
-    Args:
-      arms: the plain programs; they must keep logits.
-      state: weights.
-      spec: what to run; of it count new_tokens, seed, batch_size, padding and bucket.
-      tile: rows of an aligned tile.
-      variants: which; names of record.VARIANTS.
+class Attribution(ArmsRunner[Begun, str, Pair]):
+    """Every variant (of record.VARIANTS) of every problem, in tiles of `tile` rows.
 
     Raises:
       UserError: arms of the aligned regime, or an uncached arm of several lengths.
@@ -96,8 +89,8 @@ class Attribution(Runner[Begun, str, Pair]):
         self, arms: Arms, state: nnx.State, spec: RunSpec, tile: int, variants: Sequence[str] = tuple(VARIANTS)
     ):
         require_one_length(arms, spec, self.name, plain=True)
-        super().__init__(spec, {(name,): name for name in variants})
-        self.arms, self.state, self.tile = arms, state, tile
+        super().__init__(arms, state, spec, {(name,): name for name in variants})
+        self.tile = tile
 
     def begin(self, batch: Batch, missing: Sequence[str]) -> Begun:
         layout, tokens, rows = lay_out(batch, self.spec, self.arms.config)

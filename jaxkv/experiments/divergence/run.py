@@ -18,6 +18,7 @@ import numpy as np
 from flax import nnx
 
 from jaxkv.audit import Finding, audit_rows
+from jaxkv.checkpoints.tokenizer import AnyTokenizer
 from jaxkv.compare import compare_logits, measure_distance
 from jaxkv.decode import Arms, Layout, Rollout, Rows, round_up, start_rollout
 from jaxkv.drafts import Forced, first_disagreement, free_by_drafts, free_stepwise
@@ -25,20 +26,19 @@ from jaxkv.errors import describe_memory
 from jaxkv.experiments import batches
 from jaxkv.experiments.batches import (
     Batch,
-    Decoding,
     Item,
     RunSpec,
-    Scoring,
     describe_setting,
     lay_out,
     make_arm,
     taken,
     timed,
 )
-from jaxkv.experiments.driver import Condition, Line, Runner, Took
+from jaxkv.experiments.driver import ArmsRunner, Condition, Line, Took
 from jaxkv.experiments.truth import has_room, share_float64
 from jaxkv.generate import force, run_cached, run_forced, run_uncached, uncached_lengths
 from jaxkv.reporting.metrics import free_running
+from jaxkv.tasks.task import Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,22 +247,14 @@ def compare_row(arms: Arms, item: Item, row: int, ran: BatchRun, spec: RunSpec) 
     }
 
 
-class Divergence(Runner[BatchRun, None, BatchRun]):
-    """Both arms of every problem, with their controls.
-
-    Args:
-      arms: compiled programs; they must keep logits.
-      state: weights.
-      spec: what to run.
-      tokenizer: makes text of new tokens.
-      scoring: the task's scorers.
-    """
+class Divergence(ArmsRunner[BatchRun, None, BatchRun]):
+    """Both arms of every problem, with their controls; `tokenizer` makes text of tokens, which `scoring` grades."""
 
     name = "divergence"
 
-    def __init__(self, arms: Arms, state: nnx.State, spec: RunSpec, tokenizer: Decoding, scoring: Scoring):
-        super().__init__(spec, {(): None})
-        self.arms, self.state, self.tokenizer, self.scoring = arms, state, tokenizer, scoring
+    def __init__(self, arms: Arms, state: nnx.State, spec: RunSpec, tokenizer: AnyTokenizer, scoring: Task):
+        super().__init__(arms, state, spec, {(): None})
+        self.tokenizer, self.scoring = tokenizer, scoring
         if spec.batch_size > 1:  # drafts of a single row are joined by none
             logits = 2 * spec.batch_size * spec.new_tokens * arms.config.vocab_size
             most = LOGITS_BYTES // (logits * np.dtype(arms.precision.logits).itemsize)

@@ -1,7 +1,7 @@
 """The classes of operation of a decoder as functions under test, and the programs that compute them.
 
-A program of one shape computes every operation in every dtype, each on inputs of its own, so that no two products
-share an operand that the compiler could merge.
+A program of one shape and dtype computes every operation, each on inputs of its own, so that no two products share an
+operand that the compiler could merge.
 """
 
 import dataclasses
@@ -15,12 +15,12 @@ from flax import nnx
 
 from jaxkv.cache import EMPTY, Slots
 from jaxkv.config import DType, ModelConfig, Precision
-from jaxkv.experiments.doctor.shapes import Key, Pool, Results, Run, Shape, Tile, cover_tested
+from jaxkv.decode import COMPILER_OPTIONS
+from jaxkv.experiments.doctor.shapes import Pool, Results, Run, Shape, Tile, cover_tested
 from jaxkv.models.decoder import DecoderLayer
 from jaxkv.models.layers import Attention, RMSNorm, product, rope_table
 
 Product = Callable[..., jax.Array]
-Compile = Callable[[Callable[..., Any], tuple[Any, ...]], Callable[..., Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,38 +259,35 @@ def make_operations(inputs: Inputs, wide: tuple[int, int], product: Product = pr
     ]
     if inputs.precision.name == "fp32":  # softmax and activations are in fp32 under every policy: once is enough
         operations.append(_elementwise(inputs))
-    return operations
+    return [dataclasses.replace(op, weights=jax.device_put(op.weights)) for op in operations]
 
 
-def compile_program(
-    shape: Shape,
-    pool: Pool,
-    operations: Mapping[str, Sequence[Operation]],
-    weights: Mapping[Key, Any],
-    compile: Compile,
-) -> Run:
-    """One program of a shape: every operation that takes part, in every dtype.
+def compile_with(options: Mapping[str, Any] | None, function: Callable[..., Any], *arguments: Any) -> Any:
+    """The function compiled for arguments of that kind, with these XLA options."""
+    return jax.jit(function, compiler_options=dict(options) if options else None).lower(*arguments).compile()
+
+
+def compile_program(shape: Shape, pool: Pool, operations: Sequence[Operation]) -> Run:
+    """One program of a shape: every operation of a dtype that takes part.
 
     Args:
       shape: of the program.
       pool: where rows come from.
-      operations: by dtype.
-      weights: by dtype and operation.
-      compile: (function, arguments) -> compiled function.
+      operations: with their weights on the device.
     """
-    chosen = {(d, op.name): op for d, ops in operations.items() for op in ops if shape.operations in op.shapes}
-    held = {key: weights[key] for key in chosen}
+    chosen = {op.name: op for op in operations if shape.operations in op.shapes}
+    held = {name: op.weights for name, op in chosen.items()}
 
-    def program(weights: Mapping[Key, Any], inputs: Mapping[Key, Any]) -> dict[Key, Any]:
-        return {key: op.apply(weights[key], inputs[key]) for key, op in chosen.items()}
+    def program(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: op.apply(weights[name], inputs[name]) for name, op in chosen.items()}
 
-    def inputs(tile: Tile) -> dict[Key, Any]:
-        return {key: op.inputs(tile) for key, op in chosen.items()}
+    def inputs(tile: Tile) -> dict[str, Any]:
+        return {name: op.inputs(tile) for name, op in chosen.items()}
 
-    compiled = compile(program, (held, inputs(cover_tested(shape, pool)[0])))
+    compiled = compile_with(COMPILER_OPTIONS, program, held, inputs(cover_tested(shape, pool)[0]))
 
     def run(tile: Tile) -> Results:
         outputs = jax.device_get(compiled(held, inputs(tile)))
-        return {key: chosen[key].rows(output, tile) for key, output in outputs.items()}
+        return {name: chosen[name].rows(output, tile) for name, output in outputs.items()}
 
     return run

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-Nested = dict[str, dict[str, Any]]  # dtype -> operation -> value
+Hashes = Mapping[str, Mapping[str, Mapping[str, str]]]  # dtype -> operation -> row count -> hash
 
 
 def child_environment() -> dict[str, str]:
@@ -37,7 +37,7 @@ def find_error(log: str) -> str:
     return (named or lines)[-1][:200]
 
 
-def start_process(spec: Mapping[str, Any], seconds: float) -> dict[str, Nested]:
+def start_process(spec: Mapping[str, Any], seconds: float) -> Hashes:
     """Starts doctor again and returns the second process's hashes.
 
     Args:
@@ -66,29 +66,28 @@ def start_process(spec: Mapping[str, Any], seconds: float) -> dict[str, Nested]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def compare_processes(ours: Mapping[str, Nested], start: Callable[[], Mapping[str, Nested]]) -> dict[str, Any]:
+def compare_processes(ours: Hashes, start: Callable[[], Hashes]) -> dict[str, Any]:
     """Whether another process gets the same bits.
 
     Args:
-      ours: row count -> dtype -> operation -> hash.
-      start: returns the other process's hashes or raises RuntimeError.
+      ours: this process's.
+      start: returns the other process's or raises RuntimeError.
 
     Returns:
-      status 'ok' or 'cannot tell'; the reason; equal: dtype -> operation -> row count -> bool.
+      status 'ok' or 'cannot tell'; the reason; equal: as the hashes, whether they are the same.
     """
-    if not ours:
+    if not any(ours.values()):
         return {"status": "cannot tell", "reason": "no program to compare with", "equal": {}}
     try:
         theirs = start()
     except RuntimeError as error:
         return {"status": "cannot tell", "reason": str(error), "equal": {}}
-    equal: Nested = {}
-    for rows, by_dtype in ours.items():
-        for dtype, by_name in by_dtype.items():
-            for name, value in by_name.items():
-                other = theirs.get(rows, {}).get(dtype, {}).get(name)
-                if other is not None:
-                    equal.setdefault(dtype, {}).setdefault(name, {})[rows] = value == other
+    equal: dict[str, dict[str, dict[str, bool]]] = {}
+    for dtype, by_name in ours.items():
+        for name, by_rows in by_name.items():
+            other = theirs.get(dtype, {}).get(name, {})
+            if found := {rows: value == other[rows] for rows, value in by_rows.items() if rows in other}:
+                equal.setdefault(dtype, {})[name] = found
     if not equal:
         return {"status": "cannot tell", "reason": "it computed nothing that can be compared", "equal": {}}
     return {"status": "ok", "reason": None, "equal": equal}

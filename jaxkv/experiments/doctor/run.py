@@ -8,6 +8,7 @@ bf16 and fp32 are held as the arms hold them (on a CPU: in fp32, Precision.widen
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import time
@@ -19,10 +20,9 @@ import jax
 from jaxkv.config import ModelConfig, make_precision
 from jaxkv.decode import COMPILER_OPTIONS
 from jaxkv.experiments.doctor import arithmetic
-from jaxkv.experiments.doctor.operations import Inputs, Operation, compile_program, make_operations
-from jaxkv.experiments.doctor.process import compare_processes, start_process
+from jaxkv.experiments.doctor.operations import Inputs, compile_program, compile_with, make_operations
+from jaxkv.experiments.doctor.process import Hashes, compare_processes, start_process
 from jaxkv.experiments.doctor.shapes import (
-    Key,
     Pool,
     Results,
     Run,
@@ -31,13 +31,13 @@ from jaxkv.experiments.doctor.shapes import (
     compare_places,
     compare_results,
     compute_tested,
-    hash_results,
+    hash_array,
     merge_figures,
 )
 from jaxkv.models.families import get_preset
 from jaxkv.provenance import describe_device, environment
 
-Nested = dict[str, dict[str, Any]]  # dtype -> operation -> figures
+Answers = dict[str, dict[str, Any]]  # operation -> count -> figure
 SECONDS = 44.0  # how long compilations may begin so that all is done in about a minute
 SPARE_SECONDS = 12.0  # one program of a GPU's takes up to 15
 
@@ -108,15 +108,6 @@ class DoctorSpec:
         return Shape(1, 1, slots, "slots")
 
 
-def compile_with(options: Mapping[str, Any] | None) -> Callable[..., Any]:
-    """(function, arguments) -> the function compiled for arguments of that kind, with these XLA options."""
-
-    def compile(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[..., Any]:
-        return jax.jit(function, compiler_options=dict(options) if options else None).lower(*arguments).compile()
-
-    return compile
-
-
 @dataclasses.dataclass(frozen=True)
 class Part:
     """What one program computes: the operations of a shape in one dtype."""
@@ -128,43 +119,29 @@ class Part:
         return f"{self.shape}, {self.dtype}"
 
 
-def join_parts(made: Mapping[Any, Any]) -> dict[Shape, Run]:
-    """The programs of a shape as one, whatever dtypes there are; what is no `Part` is left out."""
-    by_shape: dict[Shape, list[Run]] = {}
-    for part, run in made.items():
-        if isinstance(part, Part):
-            by_shape.setdefault(part.shape, []).append(run)
-
-    def join(runs: list[Run]) -> Run:
-        return lambda tile: {key: value for run in runs for key, value in run(tile).items()}
-
-    return {shape: join(runs) for shape, runs in by_shape.items()}
-
-
 class Bench:
-    """Operations with their contents and weights, from which programs of any shape are compiled."""
+    """The operations in one dtype, with their contents and weights, from which programs of any shape are compiled."""
 
-    def __init__(self, spec: DoctorSpec):
-        self.spec = spec
-        on_cpu = jax.default_backend() == "cpu"
-        policies = {d: make_precision(d) for d in spec.dtypes}
-        self.held = {d: p.widened() if on_cpu else p for d, p in policies.items()}  # as decode.Arms holds them
-        self.operations: dict[str, list[Operation]] = {
-            d: make_operations(Inputs(spec.config, p, spec.pool, spec.seed), spec.wide) for d, p in self.held.items()
-        }
-        self.weights: dict[Key, Any] = {
-            (d, op.name): jax.device_put(op.weights) for d, ops in self.operations.items() for op in ops
-        }
+    def __init__(self, spec: DoctorSpec, dtype: str):
+        policy = make_precision(dtype)
+        self.pool = spec.pool
+        self.held = policy.widened() if jax.default_backend() == "cpu" else policy  # as decode.Arms holds it
+        self.operations = make_operations(Inputs(spec.config, self.held, spec.pool, spec.seed), spec.wide)
 
-    def compile(self, part: Part) -> Run:
-        """Compiles the program of a shape and dtype."""
-        operations = {part.dtype: self.operations[part.dtype]}
-        return compile_program(part.shape, self.spec.pool, operations, self.weights, compile_with(COMPILER_OPTIONS))
+    def compile(self, shape: Shape) -> Run:
+        """Compiles the program of a shape."""
+        return compile_program(shape, self.pool, self.operations)
 
-    def plan(self, shapes: Iterable[Shape]) -> dict[Any, Callable[[], Any]]:
-        """The compilations of shapes in every dtype, in this order."""
-        parts = [Part(shape, dtype) for shape in dict.fromkeys(shapes) for dtype in self.spec.dtypes]
-        return {part: functools.partial(self.compile, part) for part in parts}
+
+def plan_parts(benches: Mapping[str, Bench], shapes: Iterable[Shape]) -> dict[Any, Callable[[], Any]]:
+    """The compilations of shapes in every dtype, in this order."""
+    pairs = itertools.product(dict.fromkeys(shapes), benches.items())
+    return {Part(shape, dtype): functools.partial(bench.compile, shape) for shape, (dtype, bench) in pairs}
+
+
+def runs_of(programs: "Programs", dtype: str) -> dict[Shape, Run]:
+    """The programs of a dtype."""
+    return {part.shape: run for part, run in programs.made.items() if isinstance(part, Part) and part.dtype == dtype}
 
 
 @dataclasses.dataclass
@@ -206,50 +183,42 @@ def compile_all(
     return programs
 
 
-def _nest(figures: Mapping[Key, Any]) -> Nested:
-    nested: Nested = {}
-    for (dtype, name), figure in figures.items():
-        nested.setdefault(dtype, {})[name] = figure
-    return nested
-
-
-def _compare_to_first(results: Mapping[Shape, Results], shapes: Mapping[int, Shape]) -> Nested:
+def _compare_to_first(results: Mapping[Shape, Results], shapes: Mapping[int, Shape]) -> Answers:
     """Figures of every count against the first one, where both were computed."""
     there = {count: results[shape] for count, shape in shapes.items() if shape in results}
     first = next(iter(shapes))
-    if first not in there:
-        return {}
-    return _nest(compare_results(there.pop(first), there))
+    return compare_results(there.pop(first), there) if first in there else {}
 
 
-def _company(runs: Mapping[Shape, Run], shapes: Mapping[int, Shape], pool: Pool) -> Nested:
-    found: dict[Key, dict[str, Any]] = {}
+def _company(runs: Mapping[Shape, Run], shapes: Mapping[int, Shape], pool: Pool) -> Answers:
+    found: Answers = {}
     for count, shape in shapes.items():
-        for key, figure in (compare_company(runs[shape], shape, pool) if shape in runs else {}).items():
-            found.setdefault(key, {})[str(count)] = figure
-    return _nest(found)
+        for name, figure in (compare_company(runs[shape], shape, pool) if shape in runs else {}).items():
+            found.setdefault(name, {})[str(count)] = figure
+    return found
 
 
-def measure_shapes(spec: DoctorSpec, runs: Mapping[Shape, Run]) -> tuple[dict[str, Nested], dict[str, Nested]]:
-    """Every question about shape and company, and the hashes for a second process to match.
+def measure_shapes(spec: DoctorSpec, runs: Mapping[Shape, Run]) -> tuple[dict[str, Answers], Answers]:
+    """Every question about shape and company in one dtype, and the hashes for a second process to match.
 
     Args:
       spec: what is measured.
       runs: programs under test by shape; questions whose programs are missing have no figures.
 
     Returns:
-      question -> dtype -> operation -> figures; and row count -> dtype -> operation -> hash.
+      question -> operation -> figures; and operation -> row count -> hash.
     """
     rows = {count: spec.row_shape(count) for count in spec.rows}
     slots = {count: spec.slot_shape(count) for count in spec.slots}
     batches = {count: spec.row_shape(1, batch=count) for count in spec.batches}
     results = {shape: compute_tested(run, shape, spec.pool) for shape, run in runs.items()}
     again = {shape: compute_tested(run, shape, spec.pool) for shape, run in runs.items()}
-    rerun: dict[Key, list[dict[str, Any]]] = {}
+    rerun: dict[str, list[dict[str, Any]]] = {}
     for shape, first in results.items():
-        for key, figures in compare_results(first, {0: again[shape]}).items():
-            rerun.setdefault(key, []).append(figures["0"])
+        for name, figures in compare_results(first, {0: again[shape]}).items():
+            rerun.setdefault(name, []).append(figures["0"])
     most = sorted((count for count in rows if count > 1), reverse=True)
+    single = results.get(rows[1], {})
     questions = {
         "rows": _compare_to_first(results, rows),
         "rows_from_most": _compare_to_first(results, {count: rows[count] for count in most}),
@@ -257,24 +226,32 @@ def measure_shapes(spec: DoctorSpec, runs: Mapping[Shape, Run]) -> tuple[dict[st
         "batch": _compare_to_first(results, {1: rows[1]} | batches),
         "neighbours": _company(runs, batches, spec.pool),
         "following": _company(runs, {count: rows[count] for count in rows if count > 1}, spec.pool),
-        "rerun": _nest({key: {"all": merge_figures(figures)} for key, figures in rerun.items()}),
-        "place": {
-            d: {"exp_tanh": {"1": compare_places(values)}}
-            for (d, name), values in results.get(rows[1], {}).items()
-            if name == "exp_tanh"
-        },
+        "rerun": {name: {"all": merge_figures(figures)} for name, figures in rerun.items()},
+        "place": {name: {"1": compare_places(single[name])} for name in ("exp_tanh",) if name in single},
     }
-    hashes = {str(n): hash_results(results[rows[n]]) for n in spec.process_rows if rows[n] in results}
-    return questions, hashes
+    return questions, hash_rows(spec, results)
 
 
-def compute_hashes(spec: DoctorSpec) -> dict[str, Nested]:
-    """What both processes are compared by: row count -> dtype -> operation -> hash of the tested rows' results."""
-    bench = Bench(spec)
-    shapes = {n: spec.row_shape(n) for n in spec.process_rows}
-    programs = compile_all(bench.plan(shapes.values()), spec.workers, spec.seconds)
-    runs = join_parts(programs.made)
-    return {str(n): hash_results(compute_tested(runs[s], s, spec.pool)) for n, s in shapes.items() if s in runs}
+def hash_rows(spec: DoctorSpec, results: Mapping[Shape, Results]) -> Answers:
+    """What both processes are compared by: operation -> row count -> hash of the tested rows' results."""
+    hashes: Answers = {}
+    for count in spec.process_rows:
+        for name, values in results.get(spec.row_shape(count), {}).items():
+            hashes.setdefault(name, {})[str(count)] = hash_array(values)
+    return hashes
+
+
+def compute_hashes(spec: DoctorSpec) -> dict[str, Answers]:
+    """`hash_rows` by dtype, of programs that are compiled for them alone."""
+    benches = {dtype: Bench(spec, dtype) for dtype in spec.dtypes}
+    shapes = [spec.row_shape(count) for count in spec.process_rows]
+    programs = compile_all(plan_parts(benches, shapes), spec.workers, spec.seconds)
+
+    def compute(dtype: str) -> Answers:
+        runs = runs_of(programs, dtype).items()
+        return hash_rows(spec, {shape: compute_tested(run, shape, spec.pool) for shape, run in runs})
+
+    return {dtype: compute(dtype) for dtype in spec.dtypes}
 
 
 def is_preallocated() -> bool:
@@ -283,25 +260,26 @@ def is_preallocated() -> bool:
     return jax.default_backend() == "gpu" and asked not in ("false", "0")
 
 
-def plan(spec: DoctorSpec, bench: Bench) -> tuple[dict[Any, Callable[[], Any]], dict[Any, Callable[[], Any]]]:
+def plan(
+    spec: DoctorSpec, benches: Mapping[str, Bench]
+) -> tuple[dict[Any, Callable[[], Any]], dict[Any, Callable[[], Any]]]:
     """Compilations by name or shape: those that answer every question by its ends, and those between, as `spare`."""
     rows = [spec.row_shape(n) for n in spec.rows]
     slots = [spec.slot_shape(n) for n in spec.slots]
     batches = [spec.row_shape(1, batch=n) for n in spec.batches]
     ends = [*map(spec.row_shape, spec.process_rows), rows[0], slots[0], slots[-1], batches[-1]]
-    ours, default = compile_with(COMPILER_OPTIONS), compile_with(None)
-    casts = arithmetic.make_given(spec.dtypes, dots=False)
+    given, casts = (arithmetic.make_given(spec.dtypes, dots=dots) for dots in (True, False))
     tasks: dict[Any, Callable[[], Any]] = {
-        "arithmetic": lambda: ours(arithmetic.program, (arithmetic.make_given(spec.dtypes),)),
-        "casts by default": lambda: default(arithmetic.program, (casts,)),
+        "arithmetic": lambda: compile_with(COMPILER_OPTIONS, arithmetic.program, given),
+        "casts by default": lambda: compile_with(None, arithmetic.program, casts),
     }
     between = [shape for shape in [*rows[::-1], *slots, *batches] if shape not in ends]
-    return tasks | bench.plan(ends), bench.plan(between)
+    return tasks | plan_parts(benches, ends), plan_parts(benches, between)
 
 
 def run_doctor(
     spec: DoctorSpec | None = None,
-    start: Callable[[Mapping[str, Any], float], Mapping[str, Nested]] | None = start_process,
+    start: Callable[[Mapping[str, Any], float], Hashes] | None = start_process,
 ) -> dict[str, Any]:
     """Examines this process's default device.
 
@@ -319,23 +297,19 @@ def run_doctor(
         return _examine(spec, other, begin)
 
 
-def _examine(
-    spec: DoctorSpec, other: concurrent.futures.Future[Mapping[str, Nested]] | None, begin: float
-) -> dict[str, Any]:
+def _examine(spec: DoctorSpec, other: concurrent.futures.Future[Hashes] | None, begin: float) -> dict[str, Any]:
     """The record, with the hashes of the second process that runs beside this one, if any."""
-    bench = Bench(spec)
-    tasks, spare = plan(spec, bench)
+    benches = {dtype: Bench(spec, dtype) for dtype in spec.dtypes}
+    tasks, spare = plan(spec, benches)
     programs = compile_all(tasks, spec.workers, spec.seconds, spare)
-    runs = join_parts(programs.made)
-    questions, hashes = measure_shapes(spec, runs)
+    measured = {dtype: measure_shapes(spec, runs_of(programs, dtype)) for dtype in spec.dtypes}
     figures: dict[str, dict[str, Any]] = {d: {} for d in spec.dtypes}
     if {"arithmetic", "casts by default"} <= programs.made.keys():
         ours, default = programs.made["arithmetic"], programs.made["casts by default"]
         figures = arithmetic.measure_arithmetic(spec.dtypes, ours, default)
     process: dict[str, Any] = {"status": "cannot tell", "reason": "not asked for", "equal": {}}
     if other is not None:
-        process = compare_processes(hashes, other.result)
-    held = {d: p.to_json() for d, p in bench.held.items()}
+        process = compare_processes({dtype: hashes for dtype, (_, hashes) in measured.items()}, other.result)
     device = describe_device() | {"preallocated": is_preallocated()}
     return {
         "experiment": "doctor",
@@ -345,11 +319,11 @@ def _examine(
         "compiler_options": dict(COMPILER_OPTIONS),
         "spec": spec.to_json(),
         "dtypes": {
-            d: {"held": {part: held[d][part] for part in ("param", "operand", "activation")}}
-            | {question: found.get(d, {}) for question, found in questions.items()}
+            d: {"held": {part: bench.held.to_json()[part] for part in ("param", "operand", "activation")}}
+            | measured[d][0]
             | {"process": process["equal"].get(d, {})}
             | figures[d]
-            for d in spec.dtypes
+            for d, bench in benches.items()
         },
         "process": {name: process[name] for name in ("status", "reason")},
         "missing": programs.missing,

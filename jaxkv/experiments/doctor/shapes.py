@@ -12,8 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-Key = tuple[str, str]  # dtype, operation
-Results = dict[Key, np.ndarray]  # each [rows, n]
+Results = dict[str, np.ndarray]  # operation -> [rows, n]
 
 
 def bits(x: np.ndarray) -> np.ndarray:
@@ -112,7 +111,7 @@ class Tile:
     causal: bool = False
 
 
-Run = Callable[[Tile], Mapping[Key, np.ndarray]]  # results [B, T, n]
+Run = Callable[[Tile], Results]  # but [B, T, n]
 
 
 def cover_tested(shape: Shape, pool: Pool) -> list[Tile]:
@@ -130,7 +129,7 @@ def compute_tested(run: Run, shape: Shape, pool: Pool) -> Results:
     return {key: value[: pool.tested] for key, value in joined.items()}
 
 
-def compare_results(reference: Results, others: Mapping[int, Results]) -> dict[Key, dict[str, Any]]:
+def compare_results(reference: Results, others: Mapping[int, Results]) -> dict[str, dict[str, Any]]:
     """Figures by operation and by what was varied, each against the reference."""
     return {
         key: {str(label): compare_bits(values, other[key]) for label, other in others.items() if key in other}
@@ -138,7 +137,7 @@ def compare_results(reference: Results, others: Mapping[int, Results]) -> dict[K
     }
 
 
-def compare_company(run: Run, shape: Shape, pool: Pool) -> dict[Key, dict[str, Any]]:
+def compare_company(run: Run, shape: Shape, pool: Pool) -> dict[str, dict[str, Any]]:
     """Two calls of one program, in which some rows keep their content and the others get new.
 
     In a batch the first row is kept and its neighbours change, with their histories. Otherwise rows see each other
@@ -162,9 +161,6 @@ def compare_places(results: np.ndarray) -> dict[str, Any]:
     return compare_bits(np.stack([back[0]] * len(back)), np.stack(back))
 
 
-def hash_results(results: Results) -> dict[str, dict[str, str]]:
-    """dtype -> operation -> SHA-256 of the results' bytes."""
-    hashes: dict[str, dict[str, str]] = {}
-    for (dtype, name), value in results.items():
-        hashes.setdefault(dtype, {})[name] = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
-    return hashes
+def hash_array(x: np.ndarray) -> str:
+    """SHA-256 of an array's bytes."""
+    return hashlib.sha256(np.ascontiguousarray(x).tobytes()).hexdigest()

@@ -26,7 +26,7 @@ from jaxkv.config import ModelConfig
 from jaxkv.decode import Arms, Rollout
 from jaxkv.experiments.batches import Batch, Item, RunSpec
 from jaxkv.experiments.drift.record import FIGURES, SEGMENTS, TENSORS, WATCHED
-from jaxkv.experiments.driver import Condition, Line, Runner, Took
+from jaxkv.experiments.driver import ArmsRunner, Condition, Line, Took
 from jaxkv.experiments.first_difference import Gap, compare_traces, fed_slots, find_first, names_that_fit, split_name
 from jaxkv.experiments.traced_runs import (
     Reference,
@@ -147,24 +147,15 @@ def _list_path(gaps: Mapping[str, Gap], row: int, counted: np.ndarray, begin: st
     }
 
 
-class Drift(Runner[Reference, None, dict[str, Pair]]):
-    """Both arms of every problem, watched.
-
-    Args:
-      arms: the programs, of either regime; they must keep logits.
-      state: prepared weights.
-      spec: what to run; of it count new_tokens, seed, batch_size, padding and bucket.
-
-    Raises:
-      UserError: an uncached arm of several lengths.
-    """
+class Drift(ArmsRunner[Reference, None, dict[str, Pair]]):
+    """Both arms of every problem in either regime, watched. Raises UserError on an uncached arm of several lengths."""
 
     name = "drift"
 
     def __init__(self, arms: Arms, state: nnx.State, spec: RunSpec):
         require_one_length(arms, spec, self.name, plain=False)
-        super().__init__(spec, {(): None})
-        self.arms, self.state, self.traced = arms, state, TracedArms(arms)
+        super().__init__(arms, state, spec, {(): None})
+        self.traced = TracedArms(arms)
 
     @functools.cached_property
     def _repeated(self) -> tuple[TracedArms, nnx.State] | None:

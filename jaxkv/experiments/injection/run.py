@@ -15,15 +15,14 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
+from jaxkv.checkpoints.tokenizer import AnyTokenizer
 from jaxkv.compare import compare_logits
 from jaxkv.decode import Arms, Layout, Rollout, Rows
 from jaxkv.experiments import cache_measures
 from jaxkv.experiments.batches import (
     Batch,
-    Decoding,
     Item,
     RunSpec,
-    Scoring,
     describe_setting,
     find_fault,
     lay_out,
@@ -33,10 +32,11 @@ from jaxkv.experiments.batches import (
 )
 from jaxkv.experiments.cache_measures import count_saturated, describe_saturated, measure_cache
 from jaxkv.experiments.changes import SEED_ERRORS, SEED_QUANTS, Change, change_cache, list_runs, read_changes
-from jaxkv.experiments.driver import Condition, Line, Runner, Took
+from jaxkv.experiments.driver import ArmsRunner, Condition, Line, Took
 from jaxkv.experiments.traced_runs import Reference, make_reference
 from jaxkv.generate import run_cached_keeping
 from jaxkv.reporting.metrics import free_running
+from jaxkv.tasks.task import Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,15 +66,15 @@ class Changed:
     saturated: np.ndarray | None
 
 
-class Injection(Runner[Begun, tuple[Change, int], Changed | None]):
+class Injection(ArmsRunner[Begun, tuple[Change, int], Changed | None]):
     """Every problem under every change and seed; of the clean change there is nothing but the reference.
 
     Args:
-      arms: compiled programs of the plain regime; they must keep logits.
-      state: weights.
-      spec: what to run; what it says of the uncached arm, of controls and of stepwise problems has no place here.
+      arms: of the plain regime.
+      state: as for every runner.
+      spec: what it says of the uncached arm, of controls and of stepwise problems has no place here.
       changes: from `make_changes`.
-      seeds: of the errors, different ones.
+      seeds: of the errors.
       tokenizer: makes text of new tokens.
       scoring: the task's scorers.
     """
@@ -89,11 +89,11 @@ class Injection(Runner[Begun, tuple[Change, int], Changed | None]):
         spec: RunSpec,
         changes: Sequence[Change],
         seeds: Sequence[int],
-        tokenizer: Decoding,
-        scoring: Scoring,
+        tokenizer: AnyTokenizer,
+        scoring: Task,
     ):
-        super().__init__(spec, list_runs(changes, seeds))
-        self.arms, self.state, self.tokenizer, self.scoring = arms, state, tokenizer, scoring
+        super().__init__(arms, state, spec, list_runs(changes, seeds))
+        self.tokenizer, self.scoring = tokenizer, scoring
 
     def _run(self, change: Change, seed: int, tokens: np.ndarray, rows: Rows, layout: Layout) -> Arm:
         arms = change_cache(self.arms, change.intervention(seed))

@@ -25,7 +25,7 @@ from jaxkv.checkpoints.checkpoint import Checkpoint
 from jaxkv.compare import compare_logits
 from jaxkv.decode import COMPILER_OPTIONS, Arms, Layout, Rollout, Rows, slot_positions, start_rollout
 from jaxkv.experiments.batches import Batch, Item, RunSpec, describe_setting, find_fault, lay_out
-from jaxkv.experiments.driver import Condition, Line, Runner, Took
+from jaxkv.experiments.driver import ArmsRunner, Condition, Line, Took
 from jaxkv.experiments.parity.record import CELLS, PAIRS
 from jaxkv.generate import force, run_cached, run_forced
 from jaxkv.torch_model import describe_origin, describe_torch, true_fp32
@@ -251,17 +251,16 @@ class Ran:
     seconds: dict[str, float]
 
 
-class Parity(Runner[Batch, None, Ran]):
+class Parity(ArmsRunner[Batch, None, Ran]):
     """Both arms of every problem in both frameworks.
 
     Args:
-      arms: JAX's programs, of the plain regime; they must keep logits.
-      state: their prepared weights.
+      arms: JAX's, of the plain regime.
+      state: as for every runner.
       checkpoint: the same model for PyTorch.
-      spec: `new_tokens`, `seed`, `batch_size`, `padding` and `bucket` count; both frameworks pad a batch alike.
+      spec: of JAX's arms; both frameworks pad a batch alike.
       attention: 'eager' or 'sdpa'.
       torch_uncached: rows of PyTorch's uncached arm: 'growing', 'padded' or 'bucket:M'.
-      device: where PyTorch runs; None takes a GPU where there is one.
 
     Raises:
       UserError: what transformers cannot compute.
@@ -278,11 +277,9 @@ class Parity(Runner[Batch, None, Ran]):
         spec: RunSpec,
         attention: str = "eager",
         torch_uncached: str = GROWING,
-        device: str | None = None,
     ):
-        super().__init__(spec, {(): None})
-        self.arms, self.state, self.watched = arms, state, Watched(arms)
-        self._torch = checkpoint, arms.precision, arms.sampler, attention, device
+        super().__init__(arms, state, spec, {(): None})
+        self.watched, self._torch = Watched(arms), (checkpoint, arms.precision, arms.sampler, attention)
         self.origin = {
             "attention": attention,
             "versions": describe_torch()["versions"],

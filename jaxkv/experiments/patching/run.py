@@ -22,7 +22,7 @@ from jaxkv.compare import compare_logits
 from jaxkv.decode import PAD_ID, Arms, Layout, Rollout, Rows
 from jaxkv.drafts import first_disagreement, free_stepwise
 from jaxkv.experiments.batches import Batch, Item, RunSpec, taken
-from jaxkv.experiments.driver import Condition, Line, Runner
+from jaxkv.experiments.driver import ArmsRunner, Condition, Line
 from jaxkv.experiments.patching.record import (
     CONTROLS,
     COUNTS,
@@ -270,13 +270,13 @@ class Begun:
     sides: dict[str, Sides]
 
 
-class Patching(Runner[Begun, tuple[str, str], Patched | None]):
+class Patching(ArmsRunner[Begun, tuple[str, str], Patched | None]):
     """Every patch of every problem, in both directions.
 
     Args:
-      arms: the plain programs; they must keep logits.
-      state: prepared weights.
-      spec: what to run; of it count new_tokens, seed, batch_size, padding and bucket.
+      arms: the plain programs.
+      state: as for every runner.
+      spec: likewise.
       max_layers: most layers that are patched one at a time; spread evenly if there are more.
       position_bins: columns of the grid, 0 for no grid. It has half as many layers.
 
@@ -288,8 +288,8 @@ class Patching(Runner[Begun, tuple[str, str], Patched | None]):
 
     def __init__(self, arms: Arms, state: nnx.State, spec: RunSpec, max_layers: int = 16, position_bins: int = 4):
         require_one_length(arms, spec, self.name, plain=True)
-        super().__init__(spec, {pair: pair for pair in itertools.product(DIRECTIONS, PATCHES)})
-        self.arms, self.state, self.traced = arms, state, TracedArms(arms)
+        super().__init__(arms, state, spec, {pair: pair for pair in itertools.product(DIRECTIONS, PATCHES)})
+        self.traced = TracedArms(arms)
         self.max_layers, self.position_bins = max_layers, position_bins
 
     def describe(self) -> dict[str, Any]:

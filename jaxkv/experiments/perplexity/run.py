@@ -23,7 +23,7 @@ from jaxkv.errors import UserError
 from jaxkv.experiments import cache_measures
 from jaxkv.experiments.batches import Batch, Item, RunSpec, timed
 from jaxkv.experiments.changes import Change, change_cache, list_runs, read_changes
-from jaxkv.experiments.driver import Condition, Line, Runner, Took
+from jaxkv.experiments.driver import ArmsRunner, Condition, Line, Took
 from jaxkv.experiments.perplexity.record import FIGURES
 from jaxkv.experiments.traced_runs import Reference, describe_row, find_fault, make_reference, sum_logits
 from jaxkv.generate import run_cached_keeping, run_forced
@@ -105,15 +105,14 @@ class Ran:
     saturated: np.ndarray | None = None
 
 
-class Perplexity(Runner[Ran, tuple[Change, int], Ran]):
+class Perplexity(ArmsRunner[Ran, tuple[Change, int], Ran]):
     """Every window of a text under every change and seed. The arms as they are run once a batch, whatever is asked for.
 
     Args:
-      arms: the programs, of either regime; they must keep logits.
-      state: prepared weights.
+      arms: of either regime.
+      state: as for every runner.
       windows: all of one context length (jaxkv.tasks.perplexity.plan_windows).
-      spec: what to run; of it count new_tokens, at least the tokens scored in a window, batch_size, bucket,
-        uncached_length and uncached.
+      spec: its new_tokens are at least those scored in a window.
       changes: of the cached arm's cache.
       seeds: of the errors.
 
@@ -133,8 +132,8 @@ class Perplexity(Runner[Ran, tuple[Change, int], Ran]):
         changes: Sequence[Change] = (Change(None),),
         seeds: Sequence[int] = (0,),
     ):
-        super().__init__(spec, list_runs(changes, seeds))
-        self.arms, self.state, self.windows = arms, state, {window.index: window for window in windows}
+        super().__init__(arms, state, spec, list_runs(changes, seeds))
+        self.windows = {window.index: window for window in windows}
         stops = set(arms.stop_ids)
         for window in windows:
             if stops & set(window.scored[:-1]):

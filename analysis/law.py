@@ -4,7 +4,6 @@ import dataclasses
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from xml.etree import ElementTree as ET
 
 import numpy as np
 from scipy import optimize, stats
@@ -16,9 +15,11 @@ from jaxkv.experiments.record_parts import CLEAN, Comparison
 from jaxkv.experiments.report_parts import Run, name_of
 from jaxkv.overview.gather import drop_copies, read_runs
 from jaxkv.reporting import statistics
+from jaxkv.reporting.charts import Axis, Point, Scatter, Series, limits
 from jaxkv.reporting.document import Heading, Paragraph, Table, to_markdown
+from jaxkv.reporting.drawing import draw as draw_chart
+from jaxkv.reporting.drawing import to_file
 from jaxkv.reporting.format import format_number, format_percent
-from jaxkv.reporting.svg import Chart, limits
 
 FEWEST = 16  # sequences
 LEAST = 1e-7  # flips per step; less is not drawn
@@ -31,9 +32,6 @@ sampler, and of the condition its mean shift alone. Intervals are 95 %, of count
 of 0 has the bound of the sequences that flip. The law is one of small shifts: where the mean shift passes
 half a logit the density of margins is no longer flat on its scale, a third token overtakes both, and more
 tokens flip than predicted; such conditions are told apart below."""
-COLOURS = ("#2457a6", "#c4581b", "#2e8b57", "#8a4fa8", "#8a7400", "#a33a5c", "#2a8a9e")
-STYLE = """text{font:10px sans-serif;fill:#444} .title{font-weight:600} .grid{stroke:#ddd} .axis,.rule{stroke:#888}
-.dot{fill:none;stroke-width:5;stroke-linecap:round} .interval{opacity:.6}"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,26 +158,14 @@ def draw(rows: Sequence[Row]) -> str:
         [*(row.convolution for row, _ in told), *filter(None, (seen for _, seen in told)), *bound], log=True
     )
     models = list(dict.fromkeys(row.condition.name.split()[0] for row, _ in told))
-    chart = Chart(
-        "Flips per step",
-        (low, high, "predicted (convolution)", True),
-        (low, high, "seen", True),
-        notes=models,
-        keys=True,
-    )
-    chart.rule([(low, low), (high, high)])
+    points: dict[str, list[Point]] = {model: [] for model in models}
     for row, seen in told:
-        series = models.index(row.condition.name.split()[0])
-        if seen:
-            chart.interval(row.convolution, max(low, row.interval[0]), row.interval[1], series)
-            chart.dots(series, [(row.convolution, seen)])
-        else:
-            chart.interval(row.convolution, low, _bound(row), series)
-    chart.svg.set("xmlns", "http://www.w3.org/2000/svg")
-    ET.SubElement(chart.svg, "style").text = STYLE + "".join(
-        f" .s{i}{{stroke:{colour}}} .fill.s{i}{{fill:{colour};stroke:none}}" for i, colour in enumerate(COLOURS)
-    )
-    return ET.tostring(chart.svg, encoding="unicode") + "\n"
+        span = (max(low, row.interval[0]), row.interval[1]) if seen else (low, _bound(row))
+        said = f"{row.condition.name}: {row.seen} flips in {row.steps} steps"
+        points[row.condition.name.split()[0]].append(Point(row.convolution, seen, span, said))
+    series = [Series(model, found) for model, found in points.items()]
+    axes = Axis("predicted (convolution)", True, low, high), Axis("seen", True, low, high)
+    return to_file(draw_chart(Scatter("Flips per step", series, *axes, [(low, low), (high, high)])))
 
 
 FORMS = {
@@ -232,7 +218,8 @@ def render(rows: Sequence[Row]) -> str:
             Paragraph(ABOUT),
             Paragraph("![Flips predicted and seen, of each condition](law.svg)"),
             Paragraph(
-                "A line is the interval of a count; without a dot none was seen, and it ends at the bound, a flip each."
+                "A line is the interval of a count; a dot on the floor is of none seen, and its line ends at the "
+                "bound, a flip each."
             ),
             Paragraph(f"{len(rows)} conditions on {devices}, {total} flips in {steps} steps."),
             write_fits(rows),

@@ -30,10 +30,11 @@ import law
 from jaxkv import report
 from jaxkv.errors import UserError
 from jaxkv.overview.gather import LOCAL, PATHS, find_runs, name_runs
-from jaxkv.overview.reports import report_run
+from jaxkv.overview.page import report_run
 
 HERE = pathlib.Path(__file__).parent
 RECORDS = ("run.json", "run.flags", "samples.jsonl")
+PIECES = "tokens.json"  # kept where a run has it
 KERNEL = re.compile(r"^Linux-\S+?(?=-x86_64|-aarch64)")  # the release of a machine's kernel decides no number
 Write = Callable[[Sequence[pathlib.Path], pathlib.Path], None]
 
@@ -65,7 +66,7 @@ def keep(name: str, runs: Sequence[pathlib.Path]) -> pathlib.Path:
     path.parent.mkdir(exist_ok=True)
     with lzma.open(path, "wb", preset=9 | lzma.PRESET_EXTREME) as packed, tarfile.open(fileobj=packed, mode="w") as tar:
         for directory, short in sorted(zip(directories, name_runs(directories), strict=True), key=lambda pair: pair[1]):
-            for part in RECORDS:
+            for part in (*RECORDS, *([PIECES] if (directory / PIECES).exists() else [])):
                 data = (directory / part).read_bytes()
                 if part == "run.json":
                     data = (json.dumps(_cut(json.loads(data)), indent=1) + "\n").encode()
@@ -87,7 +88,7 @@ def unpack(name: str, into: pathlib.Path) -> list[pathlib.Path]:
 def write_study(runs: Sequence[pathlib.Path], out: pathlib.Path) -> None:
     """The report of several runs as the command writes it, less the figures as JSON."""
     with contextlib.redirect_stdout(io.StringIO()):
-        if report.main([*map(str, runs), f"--out={out}"]):
+        if report.main([*map(str, runs), f"--out={out}", *CLAIMS.get(out.parent.name, ())]):
             raise UserError(f"no report of {out.name}")
     (out / "summary.json").unlink()
 
@@ -99,6 +100,9 @@ def write_doctor(runs: Sequence[pathlib.Path], out: pathlib.Path) -> None:
         (out / f"{run.name}.md").write_bytes((run / "report.md").read_bytes())
 
 
+# The papers whose claims a page judges.
+CLAIMS = {name: ["--claims=2604.15409"] for name in ("study", "qwen", "shipped")}
+CLAIMS["caches"] = ["--claims=shebel-2025,2606.03458"]
 # Each page: the folders whose records it is made of, and what writes it.
 PAGES: dict[str, tuple[tuple[str, ...], Write]] = {
     "study": (("study",), write_study),

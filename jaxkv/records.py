@@ -9,6 +9,7 @@ A run directory holds
   earlier part of the file. ``sessions`` has one entry for each process that opened the directory, with
   ``started`` (UTC) and the provenance it recorded (git revision, versions, device, XLA flags, hashes, sampling);
 * ``samples.jsonl``: one record a line, append-only, each with a natural ``key``;
+* ``tokens.json``: the text of each token of the samples, for reports (jaxkv.pieces);
 * ``timing.jsonl``: timings, apart from the samples, so that the samples of a run that was killed and resumed are byte
   for byte those of an undisturbed run;
 * ``lock``: locked while a process has the directory open.

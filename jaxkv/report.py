@@ -1,8 +1,8 @@
 """`python -m jaxkv.report RUN...`: reports from the records of runs alone; needs no jax.
 
 One run directory gets report.html, report.md and summary.json of all its experiments. Several, or a directory that
-holds several (a sweep), are one study: the same files, with the claims judged, go to --out. Runs that differ in their
-changes of the cache alone are joined.
+holds several (a sweep), are one study: the same files go to --out. Runs that differ in their changes of the cache alone
+are joined.
 """
 
 from jaxkv import stopping
@@ -15,35 +15,15 @@ import pathlib
 import sys
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console
 
 from jaxkv.errors import UserError
 from jaxkv.files import read_json
 from jaxkv.overview.gather import find_runs
-from jaxkv.overview.page import write_study
-from jaxkv.overview.page_changes import changes_alone, list_statements
-from jaxkv.overview.reports import FILES, report_run
-from jaxkv.reporting.document import Block, Table, to_terminal
+from jaxkv.overview.page import FILES, report_run, write_study
+from jaxkv.overview.papers import PAPERS, list_verdicts, read_asked
+from jaxkv.reporting.document import to_terminal
 from jaxkv.writing import new_directories
-
-
-def render_claims(study: dict[str, Any]) -> Group:
-    """The verdicts for a terminal: of the claims, and of the statements on changed caches by number of runs."""
-    tables: list[Block] = []
-    if not changes_alone(study):
-        rows = []
-        for claim in study["claims"]:
-            figure = (*claim["figure"][:3], *(["..."] if len(claim["figure"]) > 3 else []))
-            rows.append([claim["id"], claim["claim"], claim["verdict"], figure])
-        tables.append(Table(["", "claim", "verdict", "figure"], rows))
-    if found := list_statements(study):
-        rows = []
-        for text, _, runs in found:
-            number, _, statement = text.partition(": ")
-            total = sum(map(len, runs.values()))
-            rows.append([number, statement, tuple(f"{said}: {len(names)} of {total}" for said, names in runs.items())])
-        tables.append(Table(["", "statement", "runs"], rows))
-    return to_terminal(tables)
 
 
 def _check_out(out: pathlib.Path) -> None:
@@ -69,18 +49,26 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--out", metavar="DIR", help="where a study's report goes; the one directory given, or study-report if not set"
     )
+    parser.add_argument(
+        "--claims",
+        metavar="PAPER,...",
+        default="",
+        help=f"judge claims of papers, of {', '.join(PAPERS)}; none if not set",
+    )
     options = parser.parse_args(arguments)
     console = Console()
     try:
+        asked = read_asked(options.claims)
         found = find_runs(options.run)
         if len(found) == 1 and options.out is None and (pathlib.Path(options.run[0]) / "run.json").exists():
             out = found[0]
-            console.print(report_run(out))
+            console.print(report_run(out, asked))
         else:
             out = pathlib.Path(options.out or (options.run[0] if len(options.run) == 1 else "study-report"))
             _check_out(out)
             with new_directories(out):
-                console.print(render_claims(write_study(options.run, out)))
+                study = write_study(options.run, out, asked)
+                console.print(to_terminal(list_verdicts(study, asked)))
         for name in FILES:
             console.print(f"{out / name}", highlight=False, soft_wrap=True)
     except UserError as error:

@@ -22,9 +22,10 @@ from jaxkv.condition import is_of, read_precision, run_path
 from jaxkv.errors import UserError
 from jaxkv.experiments.divergence.record import DivergenceRecord
 from jaxkv.experiments.experiment import EXPERIMENTS
-from jaxkv.experiments.record_parts import Invalid, Sample, known
+from jaxkv.experiments.record_parts import ARMS, Invalid, Sample, known
 from jaxkv.loading import load_condition
 from jaxkv.options import Options, to_flagfile
+from jaxkv.pieces import write_pieces
 from jaxkv.programs import release_programs
 from jaxkv.provenance import describe_device, environment, git_revision, hash_tokens
 from jaxkv.records import RunDirectory, check_place, read_run
@@ -102,9 +103,17 @@ def _run_experiments(options: Options, path: pathlib.Path, flags: str, console: 
             if done:
                 console.print(f"{len(done)} of {total} records of {runner.name} are done already", highlight=False)
             _record(run, runner.name, run_missing(runner, condition.items, done), total, len(done), console)
+        if tokens := _list_tokens(run):
+            write_pieces(path, tokens, condition.checkpoint.tokenizer)
         if options.run.framework == "jax" and "divergence" in options.run.experiments:
             _explain_overflow(condition, run, console)
         run.record_provenance({"seconds": round(time.monotonic() - begin, 1)})
+
+
+def _list_tokens(run: RunDirectory) -> set[int]:
+    """Ids that both arms took in the samples on disk."""
+    samples = [record for record in run.read() if isinstance(record, DivergenceRecord)]
+    return {token for sample in samples for arm in ARMS for token in getattr(sample.arms, arm).tokens}
 
 
 def _check_prompts(condition: "Condition", run: RunDirectory) -> None:
@@ -126,7 +135,7 @@ def _check_prompts(condition: "Condition", run: RunDirectory) -> None:
 
 def _show(path: pathlib.Path) -> None:
     """Prints the report of a run directory, and writes it."""
-    from jaxkv.overview.reports import report_run
+    from jaxkv.overview.page import report_run
 
     shown = Console(file=sys.stdout)
     shown.print(path.name, style="bold", highlight=False)

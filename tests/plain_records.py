@@ -15,7 +15,7 @@ from jaxkv.experiments.parity import report as parity
 from jaxkv.experiments.patching import report as patching
 from jaxkv.experiments.perplexity import report as perplexity
 from jaxkv.experiments.report_parts import Run
-from jaxkv.overview import contrasts, curves, joining, study
+from jaxkv.overview import contrasts, curves, joining, page, study
 from jaxkv.overview import parity as free_parity
 from jaxkv.records import to_plain, to_record
 
@@ -53,6 +53,7 @@ summarize_perplexity = _of_plain(perplexity.summarize_perplexity)
 summarize_study = _of_plain(study.summarize_study)
 join_parts = _of_plain(joining.join_parts)
 join_runs = _of_plain(joining.join_runs)
+write_blocks = _of_plain(lambda runs, asked=(): page.write_blocks(study.summarize_study(runs), runs, asked))
 find_cells = _of_plain(free_parity.find_cells)
 find_valid = _of_plain(contrasts.find_valid)
 compare_precisions = _of_plain(contrasts.compare_precisions)

@@ -5,6 +5,7 @@ import io
 from rich.console import Console
 
 from jaxkv.reporting import document
+from jaxkv.reporting.html import to_html
 
 
 def on_terminal(blocks, width=80):
@@ -18,4 +19,4 @@ def as_markdown(blocks):
 
 
 def as_html(blocks):
-    return document.to_html("t", blocks)
+    return to_html("t", blocks)

@@ -20,7 +20,7 @@ from accumulation_records import (
     summary_of,
     verdicts,
 )
-from plain_records import summarize_study
+from plain_records import summarize_study, write_blocks
 from scipy import stats
 from shown import as_html, as_markdown, on_terminal
 from study_records import make_run, make_samples
@@ -28,10 +28,8 @@ from study_records import make_run, make_samples
 from jaxkv.experiments.accumulation.claims import average
 from jaxkv.experiments.accumulation.figures import draw_accumulation
 from jaxkv.experiments.accumulation.report import write_accumulation
-from jaxkv.overview.page import write_blocks
 from jaxkv.records import to_record
-from jaxkv.reporting.document import to_html as to_page
-from jaxkv.reporting.svg import label_tick
+from jaxkv.reporting.html import to_html as to_page
 
 LONG = "k=kvarn:2,tile=32,floor=none,target=min;v=kivi:2,group=32,window=32,first=16"
 
@@ -49,7 +47,7 @@ def to_html(summary):
 
 
 def drawn(summary):
-    return [[(d.attrib, d.text) for g in f.drawings for d in g.iter()] for f in draw_accumulation(summary)]
+    return [figure.charts for figure in draw_accumulation(summary)]
 
 
 def test_the_report_renders():
@@ -71,34 +69,14 @@ def test_the_report_renders():
     assert "the decoding run's logits as they were, bit for bit, at 312 of 312 steps." in markdown
 
 
-def test_long_names_stay_inside_their_panels():
-    panel = next(g for f in draw_accumulation(summary_of(make_quantizer(LONG))) for g in f.drawings)
-    title = next(d for d in panel.iter() if d.text == LONG)
-    assert (title.get("textLength"), title.get("lengthAdjust")) == ("360", "spacingAndGlyphs")
-
-
 def test_a_regime_has_one_colour_in_all_panels():
     found = draw_accumulation(summary_of(make_quantizer()))[:3]
-
-    def colours(panel):
-        keys = [d for d in panel.iter() if d.tag == "rect"]
-        names = [d.text for d in panel.iter() if d.tag == "text"][-len(keys) :]
-        return {name.removesuffix(" - static"): d.get("class") for name, d in zip(names, keys, strict=True)}
-
-    error, extra, prompt = (colours(figure.drawings[0]) for figure in found)
+    error, extra, prompt = (
+        {one.name.removesuffix(" - static"): one.colour for one in figure.charts[0].series} for figure in found
+    )
     assert list(error) == ["static", "accumulated:4", "decode"]
     assert len(set(error.values())) == 3
     assert error == prompt == extra | {"static": error["static"]}
-
-
-def test_small_ticks_are_short():
-    assert [label_tick(value, False) for value in (0, 5e-4, 2e-6, -5e-4, 0.25)] == [
-        "0",
-        "0.0005",
-        "2e-06",
-        "-0.0005",
-        "0.25",
-    ]
 
 
 # Figures are those of the records.
@@ -342,9 +320,10 @@ def test_a_text_without_decoded_positions():
 def test_a_study_has_a_section_for_it():
     """And keeps the dtype of products, whose flag is --accumulation, apart from it."""
     runs = [make_run(make_samples(), name="fp16"), make_run(make_samples("fp32"), name="fp32", precision="fp32")]
-    study = summarize_study([*runs, make_run(both(), name="packed")])
+    runs.append(make_run(both(), name="packed"))
+    study = summarize_study(runs)
     assert study["conditions"][2]["accumulation"]["claims"][0]["id"] == "K1a"
-    html = to_page("study", write_blocks(study))
+    html = to_page("study", write_blocks(runs))
     assert "Quantized caches along a text" in html
     assert "products returned in float32" in html
     assert study["conditions"][2]["products"] == "float32"

@@ -268,7 +268,7 @@ def test_the_same_problems_in_other_batches_count_once_and_pair_with_their_own()
     assert study["flips"]["fp32"]["flips"]["total"] == 12 * 20
     assert study["flips"]["fp32"]["conditions"] == 1
     assert [(p["narrow"], p["wide"]) for p in study["precisions"]] == [("b1-fp16", "b1-fp32"), ("b8-fp16", "b8-fp32")]
-    titles = list(figures._panels(study))
+    titles = list(figures.group_panels(study))
     assert titles == ["tiny, greedy, batch 8", "tiny, greedy, batch 1"]
     text = text_of(next(claim for claim in study["claims"] if claim["id"] == "C1"))
     assert "in batches of 1, sequences that part" in text

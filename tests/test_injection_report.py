@@ -18,7 +18,7 @@ from injection_records import (
     quant,
     some,
 )
-from plain_records import summarize_injection, summarize_study
+from plain_records import summarize_injection, summarize_study, write_blocks
 from shown import as_html, as_markdown, on_terminal
 from study_records import make_run
 
@@ -27,7 +27,6 @@ from jaxkv.experiments.injection.claims import compare_specs
 from jaxkv.experiments.injection.figures import draw_injection
 from jaxkv.experiments.injection.report import OWN, SEED_TABLE, write_injection
 from jaxkv.interventions.quantizers.spec import METHODS
-from jaxkv.overview.page import write_blocks
 from jaxkv.records import to_record
 from jaxkv.reporting.statistics import clopper_pearson
 
@@ -186,9 +185,7 @@ def test_a_changed_record_changes_the_report(name):
     CHANGES[name](next(r for r in records if r["change"] == "llama:q4_0" and r["problem"] == 7))
     after = summary_of(records)
     assert to_markdown(before) != to_markdown(after)
-    drawn = [
-        [d.attrib for f in draw_injection(s) for drawing in f.drawings for d in drawing.iter()] for s in (before, after)
-    ]
+    drawn = [[figure.charts for figure in draw_injection(summary)] for summary in (before, after)]
     assert (drawn[0] != drawn[1]) == (name in ("score", "kl", "bits"))
 
 
@@ -544,9 +541,9 @@ def test_a_study_has_a_section_for_it():
     run = make_run(study_records(), task="arith")
     study = summarize_study([run])
     assert study["conditions"][0]["injection"]["problems"]["ok"] == N
-    from jaxkv.reporting.document import to_html as page
+    from jaxkv.reporting.html import to_html as page
 
-    assert "Changed caches" in page("study", write_blocks(study))
+    assert "Changed caches" in page("study", write_blocks([run]))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from jaxkv.config import make_precision
 from jaxkv.errors import UserError
 from jaxkv.experiments.changes import make_changes
 from jaxkv.models.families import get_preset
-from jaxkv.overview.reports import report_run
+from jaxkv.overview.page import report_run
 from jaxkv.records import RunDirectory
 from jaxkv.tasks.gsm8k import load_problems
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from sealing import reseal
 
-from jaxkv.overview.reports import FILES, report_run
+from jaxkv.overview.page import FILES, report_run
 from jaxkv.records import RECORDS, RunDirectory, read_record, to_line, to_record
 
 LINES = (pathlib.Path(__file__).parent / "data" / "records.jsonl").read_bytes().splitlines()

@@ -1,24 +1,23 @@
 """The report of runs with changed caches: parts joined, statements over runs, every experiment with its section."""
 
 import dataclasses
-import io
 import json
 
 import accumulation_records
 import pytest
 from injection_records import ERROR, error, make_change, make_control, some
-from plain_records import join_parts, join_runs, summarize_study, to_typed
-from rich.console import Console
+from plain_records import join_parts, join_runs, summarize_study, to_typed, write_blocks
 from sealing import reseal
+from shown import on_terminal
 from study_records import make_run, make_samples
 
 from jaxkv.errors import UserError
 from jaxkv.experiments.experiment import CHANGING
 from jaxkv.experiments.reports import REPORTS
 from jaxkv.overview.gather import describe_origin
-from jaxkv.overview.page import CHANGES_TITLE, TITLE, write_blocks, write_study
+from jaxkv.overview.page import CHANGES_TITLE, TITLE, write_study
 from jaxkv.overview.page_changes import DIFFERS, SECTIONS, changes_alone, list_statements
-from jaxkv.report import render_claims
+from jaxkv.overview.papers import list_verdicts, read_asked, say_verdict
 from jaxkv.reporting.document import to_markdown
 
 N = 24
@@ -103,11 +102,16 @@ def test_changed_experiments_are_those_with_sections():
 
 
 @pytest.fixture(scope="module")
-def study():
+def runs():
     worse, better = parts(2.0), parts(0.1, fingerprint="g", task="ifeval")
     records = accumulation_records.both()
     grown = make_run(records, "grown", experiments=["accumulation"], num_problems=accumulation_records.N)
-    return summarize_study([*join_parts([*worse, *better])[0], grown])
+    return [*join_parts([*worse, *better])[0], grown]
+
+
+@pytest.fixture(scope="module")
+def study(runs):
+    return summarize_study(runs)
 
 
 def test_a_statement_on_which_runs_differ_is_said_to(study):
@@ -119,13 +123,24 @@ def test_a_statement_on_which_runs_differ_is_said_to(study):
     assert "E6a" not in said  # no quantizer was run
 
 
-def test_the_report_begins_with_the_statements_and_has_all_sections(study):
-    page = to_markdown("t", write_blocks(study))
+def test_statements_are_in_the_report_of_those_who_ask(study, runs):
+    papers = {"shebel-2025": "E1c", "2606.03458": "K1a"}
     assert changes_alone(study)
-    assert "| C1:" not in page
-    statements = page.index("| E1c: ")
-    assert statements < page.index("## Changed caches") < page.index("## Quantized caches along a text")
+    for asked in ((), *((paper,) for paper in papers), tuple(papers)):
+        page = to_markdown("t", write_blocks(runs, asked))
+        assert page.index("## Changed caches") < page.index("## Quantized caches along a text")
+        assert ("## Claims of papers" in page) == bool(asked)
+        assert "C1:" not in page
+        for paper, name in papers.items():
+            assert (f"| {name}: " in page) == (paper in asked)
     assert f"holds: {NAME}-gsm8k" in page
+    assert "| seen |" in page
+
+
+def test_an_unknown_paper_is_named_with_those_that_there_are():
+    with pytest.raises(UserError, match=r"no claims of '1\.2' are known; name some of 2604\.15409, "):
+        read_asked("2604.15409,1.2")
+    assert read_asked("") == ()
 
 
 def test_a_statement_that_some_runs_leave_open_is_decided_on_the_others():
@@ -144,21 +159,22 @@ def test_perplexity_of_the_clean_cache_alone_changes_none():
     assert not changes_alone({"conditions": [changed, {"drift": {"status": "ok"}}]})
 
 
-def test_a_terminal_counts_runs_by_verdict(study):
-    console = Console(width=200, file=io.StringIO())
-    console.print(render_claims(study))
-    lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
-    at = next(i for i, line in enumerate(lines) if line.startswith("E1c "))
-    assert lines[at].endswith(" holds: 1 of 2")
-    assert "does not hold: 1 of 2" in lines[at + 1]
-    assert next(line for line in lines if line.startswith("K1a ")).endswith(" holds: 1 of 1")
+def test_a_terminal_shows_verdicts_to_those_who_ask(study):
+    text = on_terminal(list_verdicts(study, ["2606.03458"]))
+    assert "K1a" in text
+    assert "E1c" not in text
+    assert list_verdicts(study, ()) == []
 
 
-def test_beside_divergence_the_claims_come_first():
-    study = summarize_study([make_run(make_samples(count=2), "d"), *join_parts(parts())[0]])
-    assert len(render_claims(study).renderables) == 2
-    page = to_markdown("t", write_blocks(study))
-    assert page.index("| C1:") < page.index("## Statements on changed caches") < page.index("## Changed caches")
+def test_claims_are_worded_as_seen_here_or_not():
+    runs = [make_run(make_samples(count=2), "d"), *join_parts(parts())[0]]
+    page = to_markdown("t", write_blocks(runs, ["2604.15409", "shebel-2025"]))
+    claims = page[page.index("## Claims of papers") :]
+    assert claims.index("| C1:") < claims.index("| E1b:")
+    assert say_verdict("not reproduced", ["a", "b"]) == "not seen on a, b"
+    assert say_verdict("holds on 1 of 2", ["a"]) == "seen on 1 of 2"
+    assert "reproduced" not in claims.split("| claim | here | figure")[0]
+    assert "## Claims" not in to_markdown("t", write_blocks(runs))
 
 
 def write_run(directory, run):

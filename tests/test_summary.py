@@ -17,7 +17,8 @@ from jaxkv import records
 from jaxkv.errors import UserError
 from jaxkv.experiments.divergence.record import CONTROLS
 from jaxkv.experiments.divergence.report import describe_setting, write_divergence
-from jaxkv.overview.reports import report_run, write_run
+from jaxkv.experiments.reports import REPORTS
+from jaxkv.overview.page import report_run
 from jaxkv.reporting.format import format_number, format_percent, format_share
 from jaxkv.reporting.shares import clustered_share, share
 
@@ -81,7 +82,7 @@ def as_text(summary, width=80):
 
 
 def render_markdown(summary, run):
-    return as_markdown(write_run({"divergence": summary | {"setting": describe_setting(run)}}, run))
+    return as_markdown(REPORTS["divergence"].write(summary | {"setting": describe_setting(run)}))
 
 
 def test_rates_are_kept_apart():

@@ -8,11 +8,10 @@ from accumulation_records import KIVI, KVARN, make_quantizer
 from accumulation_records import summary_of as summarize_quantizers
 from injection_records import ERROR, error, make_change, make_control, quant, some
 from layer_records import make_drift, make_patching
-from plain_records import summarize_injection, summarize_study
+from plain_records import summarize_injection, summarize_study, write_blocks
 from scipy import stats
 from study_records import MODEL, align, make_run, make_samples
 
-from jaxkv.overview.page import write_blocks
 from jaxkv.reporting import rules, statistics
 from jaxkv.reporting.document import to_markdown
 from jaxkv.reporting.rules import ILLUSION, OPEN, RULES, Evidence, hold_all
@@ -202,7 +201,7 @@ def test_a_statement_comes_out_each_way(name, answer):
 
 
 def test_the_page_tells_how_many_and_by_which_rules():
-    text = to_markdown("t", write_blocks(summarize_study(part(120))))
+    text = to_markdown("t", write_blocks(part(120), ["2604.15409"]))
     assert f"{len(ILLUSION)} statements are looked at, and the records bear on " in text
     for rule in ILLUSION:
         assert f"| {rule.name}: {rule.statement} | {rule.statistic} | {rule.threshold} | " in text

@@ -1,13 +1,14 @@
-"""Figures of drift and patching, drawn from a study's summary alone."""
+"""Figures of drift and patching, as charts on shared axes."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from jaxkv.experiments.drift.record import TENSORS
+from jaxkv.experiments.figures import show_panels
 from jaxkv.experiments.patching.record import DIRECTIONS
-from jaxkv.reporting.document import Figure
+from jaxkv.reporting.charts import Axis, Cells, Intervals, Lines, Point, Row, Series, share_axis
+from jaxkv.reporting.document import Block
 from jaxkv.reporting.format import format_number
-from jaxkv.reporting.svg import Chart, draw_cells, limits
 
 Study = Mapping[str, Any]
 Condition = Mapping[str, Any]
@@ -23,32 +24,46 @@ def _find(study: Study, experiment: str) -> list[Condition]:
     return [c for c in study["conditions"] if c.get(experiment) and c[experiment]["status"] == "ok"]
 
 
-def draw_drift(study: Study) -> list[Figure]:
-    """Drift by layer, as it is and with K/V heads repeated, and heat maps by layer and position."""
-    curves, maps, equal = [], [], []
+def draw_drift(study: Study) -> list[Block]:
+    """Drift by layer, as it is and with K/V heads repeated, and heat maps by layer and position of one scale."""
+    curves, maps, equal = {}, [], []
     for condition in _find(study, "drift"):
         drift = condition["drift"]
-        columns = {name: _column(drift["layers"], name) for name in TENSORS}
+        columns = {LABELS[name]: _column(drift["layers"], name) for name in TENSORS}
         if not any(value for column in columns.values() for value in column):
             equal.append(_title(condition))
             continue
-        repeated = _column(drift["repeated"]["layers"], "resid_pre") if drift["repeated"] else []
-        low, high = limits([v for column in (*columns.values(), repeated) for v in column], log=True)
-        ends = (0, drift["num_layers"], "layer", False), (low, high, "relative L2", True)
-        chart = Chart(f"{_title(condition)}: decoded positions", *ends, "Drift by layer")
-        for series, (name, column) in enumerate(columns.items()):
-            chart.legend(series, LABELS[name])
-            chart.line(series, [(n, value) for n, value in enumerate(column) if value > 0])
-        if repeated:
-            chart.rule([(n, value) for n, value in enumerate(repeated) if value > 0])
-        curves.append(chart.svg)
-        maps += _draw_maps(condition)
-    text = "Relative L2 distance of cached from uncached by layer, mean over decoded positions; residual: the stream "
-    text += "entering a layer. Dashed: the residual stream of the same model with K/V heads repeated into MHA."
-    if equal:
-        text += f" Not drawn, since nothing differs: {'; '.join(equal)}."
-    by_place = "The same by layer and position in the text (prompt first), on a logarithmic scale of its own each."
-    return [Figure(d, t) for d, t in ((curves, text), (maps, by_place)) if d or (equal and t is text)]
+        if drift["repeated"]:
+            columns["residual, heads repeated"] = _column(drift["repeated"]["layers"], "resid_pre")
+        curves[f"{_title(condition)}: decoded positions"] = [
+            Series(name, [Point(n, value) for n, value in enumerate(column)]) for name, column in columns.items()
+        ]
+        maps += _make_maps(condition)
+    axis = share_axis(list(curves.values()), "relative L2", log=True)
+    values = [v for _, _, _, rows in maps for row in rows for v in row if v > 0]
+    ends = (min(values), max(values)) if values else None
+    text = (
+        "Relative L2 distance of cached from uncached by layer, mean over decoded positions; residual: the stream "
+        "entering a layer; heads repeated: of the same model with its K/V heads repeated into MHA."
+    )
+    return [
+        *show_panels(
+            [Lines(title, series, Axis("layer"), axis) for title, series in curves.items()],
+            text,
+            f"Not drawn, since nothing differs: {'; '.join(equal)}." if equal else "",
+        ),
+        *show_panels(
+            [
+                Cells(
+                    title, names, columns, rows, log=True, ends=ends, x_label="position in the text, the prompt first",
+                    y_label="layer", measure="relative L2",
+                    said=lambda row, column, v: f"layer {row}, from position {column}: {format_number(v, 3)}",
+                )
+                for title, names, columns, rows in maps
+            ],
+            "The same by layer and position in the text, all on one logarithmic scale.",
+        ),
+    ]  # fmt: skip
 
 
 def _column(layers: Mapping[str, Any], tensor: str) -> list[float]:
@@ -56,23 +71,22 @@ def _column(layers: Mapping[str, Any], tensor: str) -> list[float]:
     return [entry["mean"] for entry in found["relative"]] if found else []
 
 
-def _draw_maps(condition: Condition) -> list[Any]:
-    grid = condition.get("drift_grid")
+def _make_maps(condition: Condition) -> list[tuple[str, list[str], list[str], Any]]:
+    """Title, rows, columns and values of a map for each tensor."""
+    grid, last = condition.get("drift_grid"), condition["drift"]["num_layers"]
     if not grid:
         return []
     columns = [str(begin) for begin, _ in grid["bins"]]
-    maps = []
-    for tensor in TENSORS:
-        rows, last = grid[tensor], condition["drift"]["num_layers"]
-        names = [str(layer) if layer < last else "out" for layer in range(len(rows))]
-        title = f"{_title(condition)}: {LABELS[tensor]}"
-        maps.append(draw_cells(title, names, columns, rows, format_number, log=True, x_label="position"))
-    return maps
+    names = [str(layer) if layer < last else "out" for layer in range(last + 1)]
+    return [
+        (f"{_title(condition)}: {LABELS[tensor]}", names[: len(grid[tensor])], columns, grid[tensor])
+        for tensor in TENSORS
+    ]
 
 
-def draw_patching(study: Study) -> list[Figure]:
+def draw_patching(study: Study) -> list[Block]:
     """Share of the gap closed by each patch, by layer, and by layer and position."""
-    bars, layers, maps, none = [], [], [], []
+    bars, layers, maps, none = [], {}, [], []
     for condition in _find(study, "patching"):
         for direction in DIRECTIONS:
             found = condition["patching"]["directions"][direction]
@@ -81,59 +95,50 @@ def draw_patching(study: Study) -> list[Figure]:
             if not closed:
                 none.append(title)
                 continue
-            bars.append(_draw_bars(title, closed))
+            rows = [
+                Row(
+                    name,
+                    max(e["share"], -1.0),
+                    e["interval"] and [max(-1.0, end) for end in e["interval"]],
+                    _tell(name, e["share"]),
+                )
+                for name, e in closed.items()
+            ]
+            bars.append(Intervals(title, rows, Axis("share of the gap closed")))
             by_layer = {name: f["by_layer"] for name, f in found.items() if f and f["by_layer"]}
             if by_layer:
-                layers.append(_draw_layers(title, by_layer))
-            for name, f in found.items():
-                if f and f["grid"]:
-                    rows = [[max(0.0, value) for value in row] for row in f["grid"]["closed"]]
-                    label = [str(layer) for layer in f["grid"]["layer"]]
-                    bins = [str(n + 1) for n in range(f["grid"]["bins"])]
-                    maps.append(
-                        draw_cells(f"{title}: {name}", label, bins, rows, _percent, x_label="quarter of the text")
-                    )
-    text = "Share of the KL between the arms that a patch in all layers takes away, with its interval over problems; "
-    text += "below 0 it moves them further apart (bars end at -100 %). 'everything' and 'itself' are the controls."
-    if none:
-        text += f" Not drawn, since there is no gap: {'; '.join(none)}."
-    drawn = (
-        (bars, text),
-        (layers, "The same for one layer at a time."),
-        (maps, "The same for one layer at the positions of one part of the text; nothing and less are white."),
+                layers[title] = [Series(name, _list_layers(f)) for name, f in by_layer.items()]
+            maps += [_make_map(f"{title}: {name}", f["grid"]) for name, f in found.items() if f and f["grid"]]
+    axis = share_axis(list(layers.values()), "share closed")
+    text = (
+        "Share of the KL between the arms that a patch in all layers takes away, with its interval over problems; "
+        "below 0 it moves them further apart (ends at -100 %). 'everything' and 'itself' are the controls."
     )
-    return [Figure(d, t) for d, t in drawn if d or (none and t is text)]
+    return [
+        *show_panels(bars, text, f"Not drawn, since there is no gap: {'; '.join(none)}." if none else ""),
+        *show_panels(
+            [Lines(title, series, Axis("layer"), axis) for title, series in layers.items()],
+            "The same for one layer at a time.",
+        ),
+        *show_panels(
+            maps, "The same for one layer at the positions of one part of the text; less than nothing counts as none."
+        ),
+    ]
 
 
-def _percent(value: float) -> str:
-    return f"{format_number(100 * value, 3)} %"
+def _tell(name: str, share: float) -> str:
+    return f"{name}: {format_number(100 * share, 3)} %"
 
 
-def _draw_bars(title: str, closed: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Bars are numbered, with their names below: they are too long for the axis of a phone."""
-    low = -1.0 if any(entry["share"] < 0 for entry in closed.values()) else 0.0
-    count = len(closed)
-    axis = (0.4, count + 0.6, "patch", False), (low, 1.0, "share closed", False)
-    notes = [f"{index} {name}" for index, name in enumerate(closed, start=1)]
-    chart = Chart(title, *axis, "Share of the gap closed", notes, ticks=False)
-    for index, (name, entry) in enumerate(closed.items(), start=1):
-        chart.bar(0, index, 18, max(entry["share"], low), f"{name}: {_percent(entry['share'])}")
-        if entry["interval"] is not None:
-            chart.interval(index, *entry["interval"])
-        chart.tick(index, str(index))
-    return chart.svg
+def _list_layers(found: Mapping[str, Any]) -> list[Point]:
+    pairs = zip(found["layer"], found["closed"], strict=True)
+    return [Point(layer, max(-1.0, entry["share"])) for layer, entry in pairs if entry]
 
 
-def _draw_layers(title: str, by_layer: Mapping[str, Mapping[str, Any]]) -> Any:
-    points = {
-        name: [(layer, entry["share"]) for layer, entry in zip(f["layer"], f["closed"], strict=True) if entry]
-        for name, f in by_layer.items()
-    }
-    values = [share for column in points.values() for _, share in column]
-    low, high = max(-1.0, min(*values, 0.0)), max(*values, 0.1)
-    last = max(layer for column in points.values() for layer, _ in column)
-    axes = (0, last, "layer", False), (low, high, "share closed", False)
-    chart = Chart(title, *axes, "By layer", list(points), keys=True)
-    for series, column in enumerate(points.values()):
-        chart.line(series, column)
-    return chart.svg
+def _make_map(title: str, grid: Mapping[str, Any]) -> Cells:
+    rows = [[max(0.0, value) for value in row] for row in grid["closed"]]
+    bins = [str(n + 1) for n in range(grid["bins"])]
+    return Cells(
+        title, [str(layer) for layer in grid["layer"]], bins, rows, ends=(0.0, 1.0), x_label="part of the text",
+        y_label="layer", measure="share closed", said=lambda row, column, v: _tell(f"layer {row}, part {column}", v),
+    )  # fmt: skip

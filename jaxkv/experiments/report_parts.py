@@ -12,7 +12,7 @@ from jaxkv.experiments import law
 from jaxkv.experiments.injection.record import InjectionRecord
 from jaxkv.experiments.perplexity.record import PerplexityRecord
 from jaxkv.experiments.record_parts import CacheSize, Comparison, Invalid, Record, Sample, Saturated
-from jaxkv.reporting.document import Block, Brief, Figure
+from jaxkv.reporting.document import Block, Brief
 from jaxkv.reporting.format import format_mean, format_number
 from jaxkv.reporting.shares import clustered_share, describe_column, share
 
@@ -43,6 +43,7 @@ class Run:
       timings: lines of timing.jsonl.
       flags: content of run.flags, empty if there is none.
       parts: runs that it was joined of.
+      pieces: text of each token (jaxkv.pieces); empty where it was not kept.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Run:
     timings: Sequence[Mapping[str, Any]] = ()
     flags: str = ""
     parts: Sequence["Run"] = ()
+    pieces: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
     def of(self, kind: type[R]) -> list[R]:
         """The records of one experiment, by their type."""
@@ -76,7 +78,7 @@ class Report:
     title: str
     summarize: Callable[[Run], Summary]
     write: Callable[[Summary], list[Block]]
-    draw: Callable[[Summary], Sequence[Figure]] = lambda study: ()
+    draw: Callable[[Summary], Sequence[Block]] = lambda study: ()
 
 
 def collect(records: Sequence[object], kind: type[S]) -> list[S]:

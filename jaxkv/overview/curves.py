@@ -9,12 +9,13 @@ import numpy as np
 from jaxkv.experiments.divergence.record import DivergenceRecord
 from jaxkv.experiments.drift.record import TENSORS, DriftRecord
 from jaxkv.experiments.record_parts import known
+from jaxkv.reporting import statistics
 
 BINS = 16
 POINTS = 400  # at most so many are drawn of what does not flip
 
 
-def bin_steps(columns: Sequence[Sequence[float]], bins: int = BINS) -> list[dict[str, float]]:
+def bin_steps(columns: Sequence[Sequence[float]], bins: int = BINS) -> list[dict[str, Any]]:
     """Means over all sequences in bins of steps of one width.
 
     Args:
@@ -22,7 +23,8 @@ def bin_steps(columns: Sequence[Sequence[float]], bins: int = BINS) -> list[dict
       bins: at most so many.
 
     Returns:
-      For each bin: `step`, its middle; `mean`; `tokens`, how many values it has.
+      For each bin: `step`, its middle; `mean`, with `interval` over sequences (None below three); `tokens`, how many
+      values it has.
     """
     longest = max(map(len, columns), default=0)
     if not longest:
@@ -30,30 +32,31 @@ def bin_steps(columns: Sequence[Sequence[float]], bins: int = BINS) -> list[dict
     width = math.ceil(longest / bins)
     found = []
     for begin in range(0, longest, width):
-        values = np.concatenate([np.asarray(column[begin : begin + width], np.float64) for column in columns])
+        parts = [part for column in columns if len(part := np.asarray(column[begin : begin + width], np.float64))]
+        sums, sizes = [float(part.sum()) for part in parts], list(map(len, parts))
         middle = begin + (min(width, longest - begin) - 1) / 2
-        found.append({"step": middle, "mean": float(values.mean()), "tokens": len(values)})
+        interval = statistics.ends(statistics.estimate_mean(sums, sizes))
+        mean = float(np.concatenate(parts).mean())
+        found.append({"step": middle, "mean": mean, "interval": interval, "tokens": sum(sizes)})
     return found
 
 
 def divergence_over_tokens(samples: Sequence[DivergenceRecord]) -> list[list[float]]:
-    """Share of free runs that have parted by a token: [token, share], a step function from [0, 0] on."""
+    """Share of free runs that have parted by a token, a step function from 0 on: [token, share, its exact interval]."""
     runs = [s.free_running for s in samples if s.free_running is not None]
     starts = sorted(known(run.first_diverged) for run in runs if run.diverged)
-    curve: list[list[float]] = [[0, 0.0]]
-    for count, start in enumerate(starts, start=1):
-        if curve[-1][0] == start + 1:
-            curve[-1][1] = count / len(runs)
-        else:
-            curve.append([start + 1, count / len(runs)])
+    parted = {0: 0} | {start + 1: count for count, start in enumerate(starts, start=1)}
     longest = max((len(s.arms.cached.tokens) for s in samples), default=0)
-    if curve[-1][0] < longest:
-        curve.append([longest, curve[-1][1]])
-    return curve
+    parted.setdefault(longest, len(starts))
+
+    def measure(count: int) -> list[float]:
+        return [count / len(runs), *statistics.clopper_pearson(count, len(runs))] if runs else [0.0, 0.0, 1.0]
+
+    return [[token, *measure(count)] for token, count in parted.items()]
 
 
 def margin_points(samples: Sequence[DivergenceRecord], points: int = POINTS) -> dict[str, Any]:
-    """Margins beside perturbations: [largest logit difference, margin], rounded to four digits.
+    """Margins beside perturbations: [largest logit difference, margin, problem, step], rounded to four digits.
 
     Every step that flips is there; of the others at most `points`, evenly taken.
     """
@@ -63,8 +66,8 @@ def margin_points(samples: Sequence[DivergenceRecord], points: int = POINTS) -> 
         found = sample.teacher_forced
         if not found:
             continue
-        for flip, moved, margin in zip(found.flip, found.max_abs, found.margin, strict=True):
-            (flips if flip else others).append([_round(moved), _round(margin)])
+        for step, (flip, moved, margin) in enumerate(zip(found.flip, found.max_abs, found.margin, strict=True)):
+            (flips if flip else others).append([_round(moved), _round(margin), sample.problem, step])
     every = max(1, math.ceil(len(others) / points))
     return {"flips": flips, "others": others[::every], "every": every}
 

@@ -15,6 +15,8 @@ from jaxkv.experiments.divergence.record import DEFAULT_FRAMEWORK
 from jaxkv.experiments.record_parts import Record, Rows, Shapes
 from jaxkv.experiments.report_parts import Run, name_of
 from jaxkv.files import read_text
+from jaxkv.overview.policy import name_precision
+from jaxkv.pieces import read_pieces
 
 LOCAL = ("--out=", "--compilation_cache=")  # say where, not what
 PATHS = ("--checkpoint=", "--data=", "--fewshot_data=")
@@ -64,7 +66,7 @@ def read_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Run]:
         timings = records.read_lines(path / "timing.jsonl")
         flags = path / "run.flags"
         text = read_text(flags) if flags.exists() else ""
-        runs.append(Run(name, run, samples, timings, text))
+        runs.append(Run(name, run, samples, timings, text, pieces=read_pieces(path)))
     return runs
 
 
@@ -150,7 +152,7 @@ def describe_condition(run: Run) -> dict[str, Any]:
         "family": model.get("family") if isinstance(model, Mapping) else None,
         "layers": model.get("num_layers") if isinstance(model, Mapping) else None,
         "heads": {"query": heads[0], "kv": heads[1]},
-        "precision": name_of(precision),
+        "precision": name_precision(precision),
         "products": parts.get("accumulation"),
         "sampler": sampling.get("sampler"),
         "seed": sampling.get("seed"),
@@ -160,6 +162,7 @@ def describe_condition(run: Run) -> dict[str, Any]:
         "regime": "plain" if tile is None else "aligned",
         "uncached": shapes.uncached if isinstance(shapes, Shapes) else None,
         "new_tokens": decoding.get("new_tokens"),
+        "stop_ids": decoding.get("stop_ids") or [],
         "batch_size": decoding.get("batch_size"),
         "padding": decoding.get("padding"),
         "device": device.get("kind") if isinstance(device, Mapping) else device,

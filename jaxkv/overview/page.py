@@ -1,22 +1,32 @@
 """A study's report from its summary: what is said in which order. The same summary gives the same bytes."""
 
 import itertools
+import json
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from rich.console import Group
+
+from jaxkv import records
 from jaxkv.experiments.divergence.cause import FACTOR, HUGE, STRAY
+from jaxkv.experiments.divergence.report import show_value
 from jaxkv.experiments.divergence.wording import LABELS, describe_gate
 from jaxkv.experiments.figures import draw_divergence
 from jaxkv.experiments.record_parts import find_headline
+from jaxkv.experiments.report_parts import Run
 from jaxkv.experiments.reports import REPORTS
+from jaxkv.overview.examples import count_parted, show_examples
+from jaxkv.overview.first_screen import Status, describe_conditions
+from jaxkv.overview.forest import draw_forest
 from jaxkv.overview.gather import drop_copies, read_runs
 from jaxkv.overview.joining import join_parts
 from jaxkv.overview.page_changes import METHOD as CHANGES_METHOD
-from jaxkv.overview.page_changes import SECTIONS, changes_alone, write_statements
+from jaxkv.overview.page_changes import SECTIONS, changes_alone
+from jaxkv.overview.papers import keep_claims, write_claims
 from jaxkv.overview.parity import write_free_parity
-from jaxkv.overview.reports import write_files
+from jaxkv.overview.policy import name_conditions
 from jaxkv.overview.study import summarize_study
 from jaxkv.reporting.document import (
     Block,
@@ -24,23 +34,28 @@ from jaxkv.reporting.document import (
     Code,
     Fold,
     Heading,
+    Only,
     Paragraph,
     Table,
+    to_markdown,
+    to_terminal,
 )
 from jaxkv.reporting.format import (
     format_count,
     format_counted_share,
     format_mean,
     format_number,
+    format_percent,
     format_points,
     format_share,
 )
-from jaxkv.reporting.rules import say_family, write_rules
+from jaxkv.reporting.html import to_html
 
 Study = Mapping[str, Any]
-TITLE = "Cached against uncached decoding: the claims, tested"
-CHANGES_TITLE = "Changed caches: the statements, tested"
-PAPER = "arXiv 2604.15409"
+TITLE = "Cached against uncached decoding"
+CHANGES_TITLE = "Changed caches"
+FILES = ("report.html", "report.md", "summary.json")
+ACCURACY_FLOOR = 0.05  # a model right less often answers by chance, and says nothing about its arms
 TIES_SHOWN = 20
 COMMANDS_SHOWN = 60
 METHOD = (
@@ -62,66 +77,47 @@ METHOD = (
 )
 
 
-def write_claims(study: Study) -> list[Block]:
-    """The claims table; nothing where no run can speak to a claim."""
-    if changes_alone(study):
-        return []
-    rows = [
-        [f"{claim['id']}: {claim['claim']}", claim["verdict"], tuple(claim["figure"]), tuple(claim["control"])]
-        for claim in study["claims"]
-    ]
-    text = f"Claims of {PAPER}, on the models and devices of the {len(study['conditions'])} runs below."
-    return [
-        Paragraph(f"{text} {say_family(study['claims'])}", "note"),
-        Table(["claim", "verdict", "figure", "control"], rows, kind="claims"),
-        *write_rules([claim["id"] for claim in study["claims"]]),
-    ]
-
-
 def _valid(study: Study) -> list[Mapping[str, Any]]:
     return [c for c in study["conditions"] if c.get("divergence") and c["divergence"]["status"] == "ok"]
 
 
-def write_conditions(study: Study) -> list[Block]:
+def name_all(study: Study) -> dict[str, str]:
+    """What each run is called, by its directory."""
+    sides = [[c for c in study["conditions"] if bool(c.get("divergence")) == compared] for compared in (True, False)]
+    return {c["name"]: name for side in sides for c, name in zip(side, name_conditions(side), strict=True)}
+
+
+def write_conditions(study: Study, names: Mapping[str, str]) -> list[Block]:
     """One row a run with divergence records, and why runs are invalid."""
     head = ["run", "valid", "argmax flips per token", "sequences that diverge", "mean KL, nats", "bit-equal steps"]
-    head += ["right: cached", "uncached", "difference, points", "McNemar p"]
     rows, notes = [], []
     for condition in study["conditions"]:
         found = condition.get("divergence")
         if not found:
             continue
-        problems = found["problems"]
+        name, problems = names[condition["name"]], found["problems"]
         valid = f"{problems['ok']} of {problems['total']}"
         if problems["total"] < problems["asked"]:
             valid += f" (UNFINISHED, {problems['asked']} asked)"
         for group in found["invalid"]:
             notes.append(
-                f"{condition['name']}: {group['samples']} samples invalid at {group['reason']} ({group['arm']}, "
+                f"{name}: {group['samples']} samples invalid at {group['reason']} ({group['arm']}, "
                 f"{group['value']}, from position {group['first_position']}); counted nowhere."
             )
         if found["status"] != "ok":
-            rows.append([condition["name"], valid, *["none counted"] * 8])
+            rows.append([name, valid, *["none counted"] * 4, condition["name"]])
             continue
-        forced, free, accuracy = found["teacher_forced"], found["free_running"], found["accuracy"]
-        right = accuracy[find_headline(accuracy)]
-        rows.append(
-            [
-                condition["name"],
-                valid,
-                format_counted_share(forced and forced["flips"]),
-                format_counted_share(free and free["diverged"]),
-                format_mean(forced["kl"]) if forced else "-",
-                format_share(forced and forced["bit_equal"]),
-                format_count(right["cached"]),
-                format_count(right["uncached"]),
-                format_points(right["difference"]),
-                format_number(right["mcnemar_p"]),
-            ]
-        )
+        forced, free = found["teacher_forced"], found["free_running"]
+        cells = [
+            format_counted_share(forced and forced["flips"]),
+            format_counted_share(free and free["diverged"]),
+            format_mean(forced["kl"]) if forced else "-",
+            format_share(forced and forced["bit_equal"]),
+        ]
+        rows.append([name, valid, *cells, condition["name"]])
     blocks: list[Block] = [Heading("Divergence", name="divergence")] if rows else []
     if rows:
-        blocks.append(Table(head, rows))
+        blocks.append(Table([*head, "directory"], rows, "Every run"))
     if notes:
         blocks.append(Bullets(notes))
     return blocks + _write_causes(study)
@@ -157,27 +153,46 @@ def _write_causes(study: Study) -> list[Block]:
     return [Heading("Rounding or a fault", 3), Paragraph(text), Table(head, rows)]
 
 
-def write_controls(study: Study) -> list[Block]:
-    """Each arm against itself, and the gate."""
-    names = list(LABELS)
-    rows = []
+def write_controls(study: Study, names: Mapping[str, str]) -> list[Block]:
+    """Each arm against itself and the gate, as a matrix of bit-equal or not, and their figures behind a line."""
+    rows, figures = [], []
     for condition in _valid(study):
-        controls = condition["divergence"]["controls"]
+        name, found = names[condition["name"]], condition["divergence"]
+        controls = [found["controls"][control] for control in LABELS]
+        rows.append([name, _say_gate(found["gate"]), *map(_say_bits, controls)])
         cells = [
             f"{format_counted_share(c['flips'])} flips; KL {format_number(c['kl']['mean'])}" if c else "not run"
-            for c in (controls[name] for name in names)
+            for c in controls
         ]
-        rows.append([condition["name"], *cells, describe_gate(condition["divergence"]["gate"])])
+        figures.append([name, *cells, describe_gate(found["gate"])])
     if not rows:
         return []
+    head = ["run", *LABELS.values()]
     return [
         Heading("Controls", name="controls"),
-        Paragraph("Each is an arm against itself. Where another padded length differs too, a shape alone suffices."),
-        Table(["run", *(LABELS[name] for name in names), "gate"], rows),
+        Paragraph(
+            "Both arms through one program with the cache on: the gate. The others are an arm against itself; where "
+            "another padded length differs too, a shape alone suffices."
+        ),
+        Table(["run", "both arms, one program", *LABELS.values()], rows, "Controls, bit by bit", kind="matrix"),
+        Fold("Flips and KL of each control, and what the gate found", [Table([*head, "gate"], figures, kind="wrap")]),
     ]
 
 
-def write_ties(study: Study) -> list[Block]:
+def _say_bits(control: Mapping[str, Any] | None) -> str:
+    if control is None:
+        return "not run"
+    steps, equal = control["tokens"], control["bit_equal"]["count"]
+    return f"bit-equal, {steps} steps" if equal == steps else f"other bits, {steps - equal} of {steps} steps"
+
+
+def _say_gate(gate: Mapping[str, Any] | None) -> str:
+    if not gate or not gate.get("steps"):
+        return "not run"
+    return f"bit-equal, {gate['steps']} steps" if gate.get("passed") else "other bits"
+
+
+def write_ties(study: Study, names: Mapping[str, str]) -> list[Block]:
     """Exact ties, where the lowest id wins."""
     rows, listed, without = [], [], []
     for condition in _valid(study):
@@ -189,9 +204,10 @@ def write_ties(study: Study) -> list[Block]:
             without.append(found["tokens"])
             continue
         steps = f"{ties['count']} of {found['tokens']}"
-        rows.append([condition["name"], steps, f"{ties['flips']} of {found['flips']['count']}"])
+        name = names[condition["name"]]
+        rows.append([name, steps, f"{ties['flips']} of {found['flips']['count']}"])
         listed += [
-            [condition["name"], str(tie["problem"]), str(tie["step"]), "flip" if tie["flip"] else "no flip"]
+            [name, str(tie["problem"]), str(tie["step"]), "flip" if tie["flip"] else "no flip"]
             for tie in ties["listed"]
         ]
     if not rows and not without:
@@ -208,8 +224,39 @@ def write_ties(study: Study) -> list[Block]:
     return blocks
 
 
-def write_accuracy(study: Study) -> list[Block]:
-    """Paired accuracy over conditions."""
+def write_accuracy(study: Study, names: Mapping[str, str]) -> list[Block]:
+    """Accuracy of both arms where there are answers and the model is above the floor; and over conditions."""
+    rows, below = [], []
+    for condition in _valid(study):
+        accuracy = condition["divergence"]["accuracy"]
+        right = accuracy[find_headline(accuracy)]
+        name = names[condition["name"]]
+        if max(right[arm]["interval"][0] for arm in ("cached", "uncached")) <= ACCURACY_FLOOR:
+            below.append(f"{name} ({right['cached']['count']} of {right['cached']['total']})")
+            continue
+        counts = [format_count(right[arm]) for arm in ("cached", "uncached")]
+        changed = str(right["label_changes"]["answer_changed"])
+        rows.append([name, *counts, format_points(right["difference"]), format_number(right["mcnemar_p"]), changed])
+    head = ["run", "right: cached", "uncached", "difference, points", "McNemar p", "labels that change"]
+    blocks: list[Block] = [Table(head, rows, "Right answers, both arms on the same problems")] if rows else []
+    if rows and (pooled := _list_pooled(study)):
+        columns = [
+            "precision",
+            "scorer",
+            "problems",
+            "cached - uncached, points",
+            "conditions: cached ahead, behind, equal",
+        ]
+        blocks.append(Table([*columns, "p, exact sign-flip test over problems"], pooled, "Over conditions"))
+    if below:
+        floor = f"{format_percent(ACCURACY_FLOOR)} %"
+        shown = below if len(below) <= 4 else [*below[:4], f"{len(below) - 4} more"]
+        text = f"Not judged, since so few answers are right that {floor} is not surpassed for sure: {'; '.join(shown)}."
+        blocks.append(Paragraph(text, "note"))
+    return [Heading("Accuracy", name="accuracy"), *blocks] if blocks else []
+
+
+def _list_pooled(study: Study) -> list[list[str]]:
     rows = []
     for precision, scorers in study["accuracy"].items():
         for scorer, pooled in scorers.items():
@@ -219,16 +266,10 @@ def write_accuracy(study: Study) -> list[Block]:
             shown = format_points(points) if points["interval"] else f"{100 * points['mean']:+.1f}"
             ahead = f"{found['cached_ahead']}, {found['uncached_ahead']}, {found['equal']}"
             rows.append([precision, scorer, str(pooled["problems"]), shown, ahead, format_number(pooled["p"])])
-    if not rows:
-        return []
-    head = ["precision", "scorer", "problems", "cached - uncached, points", "conditions: cached ahead, behind, equal"]
-    return [
-        Heading("Accuracy over conditions", name="accuracy"),
-        Table([*head, "p, exact sign-flip test over problems"], rows),
-    ]
+    return rows
 
 
-def write_precisions(study: Study) -> list[Block]:
+def write_precisions(study: Study, names: Mapping[str, str]) -> list[Block]:
     """FP32 against 16 bits."""
     head = [
         "16-bit run",
@@ -243,14 +284,15 @@ def write_precisions(study: Study) -> list[Block]:
             text = "-" if entry["orders"] is None else f"{entry['orders']:.2f}"
             low, high = entry["interval"] or (None, None)
             cells.append(text if low is None else f"{text} [{low:.2f}, {high:.2f}]")
-        rows.append([pair["narrow"], pair["wide"], str(pair["problems"]), *cells])
+        rows.append([names[pair["narrow"]], names[pair["wide"]], str(pair["problems"]), *cells])
     if not rows:
         return []
     text = (
         "log10 of the ratio of means, with intervals over problems. KL and JS are quadratic in the error of the "
         "logits, the differences linear. A dash: the arms do not differ at all in one of the two."
     )
-    return [Heading("FP32 against 16 bits", name="fp32"), Paragraph(text), Table(head, rows)]
+    table = Table(head, rows, "Orders of ten between fp32 and 16 bits")
+    return [Heading("FP32 against 16 bits", name="fp32"), Paragraph(text), table]
 
 
 def write_section(study: Study, name: str, before: Sequence[Block] = ()) -> list[Block]:
@@ -309,34 +351,99 @@ def _write_missing(study: Study) -> list[Block]:
     return [Paragraph(line, "note") for line in lines]
 
 
-def write_blocks(study: Study) -> list[Block]:
-    """The whole report in order."""
+def write_examples(runs: Sequence[Run], names: Mapping[str, str]) -> list[Block]:
+    """Texts that part, side by side."""
+    if (examples := show_examples(runs, names)) is None:
+        return []
+    total = count_parted(runs)
+    shown = f"{len(examples.items)} of the {total}" if total > len(examples.items) else "All"
+    text = f"{shown} texts that part, from a little before the token at which they do."
+    if not examples.key:
+        text += " The runs have no tokens.json, so that the decoded texts alone are shown."
+    return [Heading("Where texts part", name="examples"), Paragraph(text), examples]
+
+
+def _write_forest(study: Study) -> list[Block]:
+    drawn = draw_forest(study) if len(_valid(study)) > 1 else []
+    return [Heading("All runs at a glance", name="overview"), *drawn] if drawn else []
+
+
+def _write_run(study: Study, runs: Sequence[Run]) -> list[Block]:
+    """Of a single run, everything: what was run, its sessions and its configuration."""
+    if len(runs) != 1:
+        return []
+    (run,), (condition,) = runs, study["conditions"]
+    blocks = REPORTS["divergence"].write(condition["divergence"]) if condition.get("divergence") else []
+    session = run.run["sessions"][-1] if run.run["sessions"] else {}
+    tables = [
+        Table(
+            ["key", "value"],
+            [[name, show_value(value)] for name, value in sorted(records.flatten(values).items())],
+            title,
+            "wrap",
+        )
+        for title, values in (
+            (f"Last of {len(run.run['sessions'])} session(s)", session),
+            ("Configuration", run.run["config"]),
+        )
+    ]
+    whole = Only("page", [Heading("The run in full", name="run")])
+    return [whole, *blocks, Only("page", [Fold("Session and configuration", tables)])]
+
+
+def write_blocks(study: Study, runs: Sequence[Run], asked: Collection[str] = ()) -> list[Block]:
+    """The report of one run or several, in order.
+
+    Args:
+      study: of `summarize_study`.
+      runs: that it was made of, with their records.
+      asked: papers whose claims are judged (jaxkv.overview.papers).
+    """
+    names = name_all(study)
     drawn = draw_divergence(study)
-    parts: list[list[Block]] = [
-        write_claims(study),
-        write_statements(study),
+    first = describe_conditions(study["conditions"], study["causes"], runs)
+    parts: list[Sequence[Block]] = [
+        first.to_blocks() if first.status is not Status.NOTHING or not changes_alone(study) else [],
         _write_missing(study),
-        [Heading("Where the arms part", name="figures"), *drawn] if drawn else [],
-        write_conditions(study),
-        write_ties(study),
-        write_controls(study),
-        write_precisions(study),
-        write_accuracy(study),
-        write_section(study, "mitigations"),
-        write_section(study, "drift"),
-        write_section(study, "patching"),
+        write_examples(runs, names),
+        _write_forest(study),
+        [Heading("How far the arms are apart", name="figures"), *drawn] if drawn else [],
+        write_controls(study, names),
+        write_conditions(study, names),
+        write_ties(study, names),
+        write_precisions(study, names),
+        write_accuracy(study, names),
+        *(write_section(study, name) for name in ("mitigations", "drift", "patching")),
         write_section(study, "parity", write_free_parity(study)),
         *(write_section(study, name) for name in ("attribution", *SECTIONS, "doctor")),
+        write_claims(study, asked),
+        _write_run(study, runs),
         [Heading("Method", name="method"), Bullets(CHANGES_METHOD if changes_alone(study) else METHOD)],
         write_provenance(study),
     ]
-    return list(itertools.chain.from_iterable(parts))
+    return keep_claims(list(itertools.chain.from_iterable(parts)), asked)
 
 
-def write_study(paths: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> dict[str, Any]:
-    """Writes report.html, report.md and summary.json of several runs into a directory, from their records alone.
+def title_of(study: Study) -> str:
+    """What the page is called."""
+    conditions = study["conditions"]
+    if len(conditions) == 1 and not changes_alone(study):
+        named = [conditions[0][name] for name in ("model", "precision", "device")]
+        return ", ".join(str(name) for name in named if name) or "Report"
+    return CHANGES_TITLE if changes_alone(study) else TITLE
+
+
+def write_study(
+    paths: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str], asked: Collection[str] = ()
+) -> Study:
+    """Writes report.html, report.md and summary.json of one run or several into a directory, from their records alone.
 
     Parts of one run, which differ in their changes of the cache, are joined first (jaxkv.overview.joining).
+
+    Args:
+      paths: run directories, or directories that hold them.
+      out: where the files go.
+      asked: papers whose claims are judged.
 
     Returns:
       The summary.
@@ -347,7 +454,33 @@ def write_study(paths: Sequence[str | os.PathLike[str]], out: str | os.PathLike[
     once, copies = drop_copies(read_runs(paths))
     runs, apart = join_parts(once)
     study = summarize_study(runs) | {"apart": apart, "copies": copies}
-    blocks = write_blocks(study)
-    title = CHANGES_TITLE if changes_alone(study) else TITLE
-    write_files(pathlib.Path(out), title, blocks, study)
+    _write_files(pathlib.Path(out), study, study, write_blocks(study, runs, asked))
     return study
+
+
+def _write_files(out: pathlib.Path, study: Study, summary: Study, blocks: Sequence[Block]) -> None:
+    text = json.dumps(records.to_plain(summary), allow_nan=False, separators=(",", ":")) + "\n"
+    title = title_of(study)
+    for name, content in zip(FILES, (to_html(title, blocks), to_markdown(title, blocks), text), strict=True):
+        records.write_atomically(out / name, content)
+
+
+def report_run(path: str | os.PathLike[str], asked: Collection[str] = ()) -> Group:
+    """Writes the report of every experiment that a run directory has records of; of divergence if it has none yet.
+
+    Returns:
+      What a terminal shows of it.
+
+    Raises:
+      UserError: not a run directory, corrupt records, or not writable.
+    """
+    runs = read_runs([path])
+    study = summarize_study(runs)
+    (summary,) = study["conditions"]
+    _write_files(pathlib.Path(path), study, summary, write_blocks(study, runs, asked))
+    names = [name for name in REPORTS if name in summary]
+    shown: list[Block] = []
+    for name in names:
+        title = Heading(REPORTS[name].title)
+        shown += [*([title] if len(names) > 1 else []), *REPORTS[name].write(summary[name])]
+    return to_terminal(keep_claims(shown, asked))

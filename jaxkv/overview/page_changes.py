@@ -7,17 +7,12 @@ from jaxkv.experiments.injection.claims import NOT_RUN
 from jaxkv.experiments.record_parts import CLEAN
 from jaxkv.experiments.reports import REPORTS
 from jaxkv.overview.study import OTHERS
-from jaxkv.reporting.document import Block, Heading, Paragraph, Table
 from jaxkv.reporting.rules import CANNOT_TELL, DOES_NOT_HOLD, HOLDS
 
 Study = Mapping[str, Any]
 SECTIONS = ("injection", "perplexity", "accumulation")
 DECIDED = (HOLDS, DOES_NOT_HOLD)
 DIFFERS = "differs"
-NOTE = (
-    "Statements of the studies on changed caches (Shebel 2025; KVarN, arXiv 2606.03458), judged on each run that "
-    "speaks to them; the figures stand with each run."
-)
 METHOD = (
     "The clean arm decodes with its cache as it is. A changed arm has the same weights, tokens and sampler noise and "
     "another cache: it first follows the clean arm's tokens (KL, agreement), then runs freely (scores, tokens).",
@@ -68,15 +63,3 @@ def _sum_up(runs: Mapping[str, Sequence[str]]) -> str:
     (verdict,) = decided or (CANNOT_TELL,)
     total = sum(map(len, runs.values()))
     return verdict if len(runs[verdict]) == total else f"{verdict} on {len(runs[verdict])} of {total}"
-
-
-def write_statements(study: Study) -> list[Block]:
-    """The statements over all runs."""
-    rows: list[list[str | tuple[str, ...]]] = [
-        [text, verdict, tuple(f"{said}: {', '.join(names)}" for said, names in runs.items())]
-        for text, verdict, runs in list_statements(study)
-    ]
-    if not rows:
-        return []
-    head = [] if changes_alone(study) else [Heading("Statements on changed caches", name="statements")]
-    return [*head, Paragraph(NOTE, "note"), Table(["statement", "verdict", "runs"], rows, kind="claims")]

@@ -30,7 +30,7 @@ def summarize_study(runs: Sequence[Run]) -> Summary:
       each experiment it has; figures over several runs; `causes` and `claims`.
 
     """
-    conditions = [summarize_run(run, run.experiments) for run in runs]
+    conditions = [summarize_run(run, _find_experiments(run, len(runs) == 1)) for run in runs]
     samples = [
         (c, contrasts.find_valid(run)) for c, run in zip(conditions, runs, strict=True) if run.of(DivergenceRecord)
     ]
@@ -58,6 +58,13 @@ def summarize_study(runs: Sequence[Run]) -> Summary:
     study["causes"] = claims_layers.diagnose(study)
     study["claims"] = claims.judge(study)
     return study
+
+
+def _find_experiments(run: Run, alone: bool) -> Collection[str]:
+    """The experiments that a run has records of; of a run alone also those that it was asked for."""
+    if not alone:
+        return run.experiments
+    return (run.experiments | set(run.run["config"].get("experiments", ()))) & set(REPORTS) or {"divergence"}
 
 
 def choose_conditions(found: Sequence[tuple[Summary, Any]]) -> list[tuple[Summary, Any]]:

@@ -1,20 +1,19 @@
-"""A report as blocks, rendered to one HTML file, to Markdown and for a terminal from the same blocks.
+"""A report as blocks, rendered to Markdown and for a terminal; `jaxkv.reporting.html` makes a page of the same blocks.
 
-Text may hold `code` between backticks; everything else is shown as it stands. HTML is built as a tree, so that nothing
-a record says can become markup.
+Text may hold `code` between backticks; everything else is shown as it stands.
 """
 
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib import resources
 from typing import Any, Literal, TypeVar
-from xml.etree import ElementTree as ET
 
 import rich.box
 import rich.table
 import rich.text
 from rich.console import Console, ConsoleOptions, Group
+
+from jaxkv.reporting.charts import Chart
 
 T = TypeVar("T")
 NUMBER = re.compile(r"-|[+-]?\d[\d.e+-]*( %| of \d+)?")  # what stands to the right in a terminal's column
@@ -87,6 +86,59 @@ def make_table(
 
 
 @dataclasses.dataclass(frozen=True)
+class Terms:
+    """Short names, each with a sentence."""
+
+    items: Sequence[tuple[str, str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """A figure that is seen first: what it is, its value, and its interval and counts."""
+
+    name: str
+    value: str
+    detail: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Figures side by side."""
+
+    items: Sequence[Tile]
+
+
+@dataclasses.dataclass(frozen=True)
+class Token:
+    """A piece of a text; `kind` are CSS classes, 'parts' where texts part; `said` what it says when pointed at."""
+
+    text: str
+    kind: str = ""
+    said: str = ""
+
+
+Side = Sequence[Token]
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """One text as two arms go on with it."""
+
+    title: str
+    note: str
+    sides: tuple[Side, Side]
+
+
+@dataclasses.dataclass(frozen=True)
+class Examples:
+    """Texts side by side; `key` explains the colours."""
+
+    names: tuple[str, str]
+    items: Sequence[Example]
+    key: Side = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class Code:
     """Commands, line by line."""
 
@@ -95,9 +147,9 @@ class Code:
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """Drawings side by side, as many as fit, under one caption; Markdown shows the caption alone."""
+    """Charts side by side, as many as fit, over one caption; Markdown shows the caption alone."""
 
-    drawings: Sequence[ET.Element]
+    charts: Sequence[Chart]
     caption: str
 
 
@@ -117,108 +169,24 @@ class Only:
     blocks: Sequence["Block"]
 
 
-Block = Heading | Paragraph | Bullets | Table | Code | Figure | Fold | Only
+@dataclasses.dataclass(frozen=True)
+class Claims:
+    """What is said of a paper's claims; a page shows it where that paper was asked for."""
+
+    paper: str
+    blocks: Sequence["Block"]
 
 
-def _select(blocks: Sequence[Block], where: Literal["page", "terminal"]) -> Iterator[Block]:
+Block = Heading | Paragraph | Bullets | Terms | Tiles | Table | Examples | Code | Figure | Fold | Only | Claims
+
+
+def select(blocks: Sequence[Block], where: Literal["page", "terminal"]) -> Iterator[Block]:
     """What is shown there, in order."""
     for block in blocks:
-        if not isinstance(block, Only):
+        if isinstance(block, Claims) or (isinstance(block, Only) and block.where == where):
+            yield from select(block.blocks, where)
+        elif not isinstance(block, Only):
             yield block
-        elif block.where == where:
-            yield from _select(block.blocks, where)
-
-
-def add(parent: ET.Element, tag: str, text: str | None = None, **attributes: str) -> ET.Element:
-    """Appends an element; a trailing underscore of an attribute's name is dropped, others become hyphens."""
-    names = {name.rstrip("_").replace("_", "-"): value for name, value in attributes.items() if value}
-    element = ET.SubElement(parent, tag, names)
-    element.text = text
-    return element
-
-
-def _inline(parent: ET.Element, text: str) -> None:
-    """Adds text in which backticks mark code."""
-    last: ET.Element | None = None
-    for index, part in enumerate(text.split("`")):
-        if index % 2:
-            last = add(parent, "code", part)
-        elif last is None:
-            parent.text = (parent.text or "") + part
-        else:
-            last.tail = part
-
-
-def _add_table(parent: ET.Element, block: Table) -> None:
-    box = add(parent, "div", class_=f"scroll {block.kind}".strip(), tabindex="0", role="region")
-    box.set("aria-label", block.caption or "table")
-    table = add(box, "table", class_=block.kind)
-    if block.caption:
-        add(table, "caption", block.caption)
-    head = add(add(table, "thead"), "tr")
-    for name in block.header:
-        add(head, "th", name, scope="col")
-    body = add(table, "tbody")
-    for row in block.rows:
-        line = add(body, "tr")
-        for column, (name, cell) in enumerate(zip(block.header, row, strict=True)):
-            element = add(line, "td" if column else "th", data_label=name, scope="" if column else "row")
-            if block.kind == "claims" and column == 1 and isinstance(cell, str):
-                add(element, "span", cell, class_=f"verdict {cell.replace(' ', '-')}")
-            elif not isinstance(cell, tuple):
-                _inline(element, cell if isinstance(cell, str) else cell.text)
-            else:
-                for sentence in cell:
-                    _inline(add(element, "p"), sentence)
-
-
-def _add_block(parent: ET.Element, block: Block) -> None:
-    if isinstance(block, Heading):
-        add(parent, f"h{block.level}", block.text, id=block.name)
-    elif isinstance(block, Paragraph):
-        _inline(add(parent, "p", class_=block.kind), block.text)
-    elif isinstance(block, Bullets):
-        items = add(parent, "ul")
-        for text in block.items:
-            _inline(add(items, "li"), text)
-    elif isinstance(block, Table):
-        _add_table(parent, block)
-    elif isinstance(block, Code):
-        add(add(parent, "pre", tabindex="0"), "code", block.text)
-    elif isinstance(block, Figure):
-        figure = add(parent, "figure")
-        add(figure, "div", class_="panels").extend(block.drawings)
-        _inline(add(figure, "figcaption"), block.caption)
-    elif isinstance(block, Fold):
-        fold = add(parent, "details")
-        add(fold, "summary", block.text)
-        for inner in _select(block.blocks, "page"):
-            _add_block(fold, inner)
-
-
-def to_html(title: str, blocks: Sequence[Block]) -> str:
-    """One self-contained page: style and figures inline, no script, nothing fetched."""
-    blocks = list(_select(blocks, "page"))
-    page = ET.Element("html", {"lang": "en"})
-    head = add(page, "head")
-    add(head, "meta", charset="utf-8")
-    add(head, "meta", name="viewport", content="width=device-width, initial-scale=1")
-    add(head, "meta", name="color-scheme", content="light dark")
-    add(head, "title", title)
-    style = resources.files("jaxkv.reporting").joinpath("report.css").read_text(encoding="utf-8")
-    add(head, "style", style)
-    main = add(add(page, "body"), "main")
-    add(main, "h1", title)
-    first = next((i for i, block in enumerate(blocks) if isinstance(block, Heading)), len(blocks))
-    for block in blocks[:first]:
-        _add_block(main, block)
-    contents = add(main, "nav", aria_label="contents")
-    for block in blocks:
-        if isinstance(block, Heading) and block.name:
-            add(contents, "a", block.text, href=f"#{block.name}")
-    for block in blocks[first:]:
-        _add_block(main, block)
-    return "<!DOCTYPE html>\n" + ET.tostring(page, encoding="unicode", method="html") + "\n"
 
 
 def _cell(cell: Cell) -> str:
@@ -237,18 +205,33 @@ def _markdown(block: Block) -> list[str]:
         lines = [block.header, ["---"] * len(block.header), *block.rows]
         title = [f"**{block.caption}**", ""] if block.caption else []
         return [*title, *("| " + " | ".join(map(_cell, line)) + " |" for line in lines), ""]
+    if isinstance(block, Terms):
+        return [line for name, text in block.items for line in (f"**{name}.** {text}", "")]
+    if isinstance(block, Tiles):
+        return _markdown(Table(["figure", "value", ""], [[t.name, t.value, t.detail] for t in block.items]))
+    if isinstance(block, Examples):
+        return [line for example in block.items for line in _show_example(block.names, example)]
     if isinstance(block, Code):
         return ["```", block.text, "```", ""]
     if isinstance(block, Figure):
         return [f"Figure (in report.html): {block.caption}", ""]
-    inside = block.blocks if isinstance(block, Only) else (Paragraph(f"{block.text}:"), *block.blocks)
-    return [line for inner in _select(inside, "page") for line in _markdown(inner)]
+    inside = (Paragraph(f"{block.text}:"), *block.blocks) if isinstance(block, Fold) else block.blocks
+    return [line for inner in select(inside, "page") for line in _markdown(inner)]
+
+
+def _show_example(names: tuple[str, str], example: Example) -> list[str]:
+    """Both texts on a line each, the token at which they part between brackets."""
+    lines = [f"**{example.title}.** {example.note}", ""]
+    for name, side in zip(names, example.sides, strict=True):
+        text = "".join(f"⟦{token.text}⟧" if "parts" in token.kind else token.text for token in side)
+        lines.append(f"- {name}: ``{' '.join(text.replace('`', chr(39)).split())}``")
+    return [*lines, ""]
 
 
 def to_markdown(title: str, blocks: Sequence[Block]) -> str:
     """The same report without its figures."""
     lines = [f"# {title}", ""]
-    for block in _select(blocks, "page"):
+    for block in select(blocks, "page"):
         lines += _markdown(block)
     return "\n".join(lines).rstrip() + "\n"
 
@@ -256,13 +239,17 @@ def to_markdown(title: str, blocks: Sequence[Block]) -> str:
 def to_terminal(blocks: Sequence[Block]) -> Group:
     """Sentences and tables for a terminal; figures and code are left out."""
     shown: list[Any] = []
-    for block in _select(blocks, "terminal"):
+    for block in select(blocks, "terminal"):
         if isinstance(block, Heading):
             shown.append(rich.text.Text(f"\n{block.text}", style="bold"))
         elif isinstance(block, Paragraph):
             shown.append(rich.text.Text(block.text))
         elif isinstance(block, Bullets):
             shown += [rich.text.Text(f"- {line}") for line in block.items]
+        elif isinstance(block, Terms):
+            shown += [rich.text.Text.assemble((f"{name}. ", "bold"), text) for name, text in block.items]
+        elif isinstance(block, Tiles):
+            shown.append(rich.text.Text("; ".join(f"{t.name} {t.value} ({t.detail})" for t in block.items)))
         elif isinstance(block, Fold):
             shown += [rich.text.Text(f"\n{block.text}", style="bold"), to_terminal(block.blocks)]
         elif isinstance(block, Table):

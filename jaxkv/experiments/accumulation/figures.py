@@ -3,16 +3,15 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxkv.reporting.charts import Axis, Intervals, Lines, Point, Row, Series
 from jaxkv.reporting.document import Figure
 from jaxkv.reporting.format import format_percent
-from jaxkv.reporting.svg import Chart, limits
 
 Summary = Mapping[str, Any]
-Point = tuple[float, float, Sequence[float] | None]  # x, y and the interval of y
 SERIES = 6  # colours there are
 STATIC, DECODE = "static", "decode"
 AFTER = "position after the prompt"
-BARS = "Bars are 95 % intervals over problems, the series drawn a little apart."
+BARS = "Bars are 95 % intervals over problems."
 REPAIRED = {"worst": "worst 5 %", "others": "other 95 %", "everything": "all"}
 
 
@@ -23,7 +22,7 @@ def _middle(place: Mapping[str, Any]) -> float:
 def _points(places: Sequence[Mapping[str, Any]], figure: Callable[[Any], Any]) -> list[Point]:
     """Of the places that have the figure, a mean or a share with its interval."""
     found = [(_middle(place), figure(place)) for place in places]
-    return [(x, entry["mean"] if "mean" in entry else entry["rate"], entry["interval"]) for x, entry in found if entry]
+    return [Point(x, e["mean"] if "mean" in e else e["rate"], e["interval"]) for x, e in found if e]
 
 
 def _draw(
@@ -35,8 +34,8 @@ def _draw(
     log: bool = False,
     high: float | None = None,
     first: int = 0,
-) -> Any:
-    """One panel, a line a series with intervals, a little apart so that they can be seen; None without points.
+) -> Lines | None:
+    """One panel, a line a series with intervals; None without a point that has a place.
 
     Args:
       title: above.
@@ -46,29 +45,13 @@ def _draw(
       high: where y ends, for figures that cannot be above.
       first: the first series' colour.
     """
-    kept = {name: [p for p in points if not log or p[1] > 0] for name, points in series.items()}
-    flat = [point for points in kept.values() for point in points]
-    if not flat:
+    flat = [point for points in series.values() for point in points]
+    if not any(point.y > 0 or not log for point in flat):
         return None
-    ends = [y for _, value, interval in flat for y in (value, *(interval or ())) if y > 0 or not log]
-    begin, end = min(p[0] for p in flat), max(p[0] for p in flat)
-    span = end - begin or 1.0
-    across = begin - 0.04 * span, end + 0.04 * span
-    up = limits(ends, log)
-    if high is not None:
-        up = max(0.0, min(ends) - 0.05), high
-    said = "; ".join(f"{name}: {len(points)} points" for name, points in kept.items())
-    colours = range(first, first + len(kept))
-    chart = Chart(title, (*across, x, False), (*up, y, log), said, notes=list(kept), keys=colours)
-    for index, (colour, points) in enumerate(zip(colours, kept.values(), strict=True)):
-        shift = 0.009 * span * (index - (len(kept) - 1) / 2)
-        for at, _, interval in points:
-            if interval is not None:
-                chart.interval(at + shift, max(interval[0], up[0]), max(interval[1], up[0]), colour)
-        if len(points) > 1:
-            chart.line(colour, [(at + shift, value) for at, value, _ in points])
-        chart.dots(colour, [(at + shift, value) for at, value, _ in points], "mark")
-    return chart.svg
+    ends = [end for point in flat for end in (point.y, *(point.interval or ()))]
+    axis = Axis(y, log) if high is None else Axis(y, log, max(0.0, min(ends) - 0.05), high)
+    kept = [Series(name, points, colour) for colour, (name, points) in enumerate(series.items(), start=first)]
+    return Lines(title, kept, Axis(x), axis, bars=True)
 
 
 def _drawn_regimes(summary: Summary) -> list[str]:
@@ -80,7 +63,7 @@ def _drawn_regimes(summary: Summary) -> list[str]:
 def _draw_errors(summary: Summary) -> list[Figure]:
     """Error by position in the prompt and after it, and what of it accumulates."""
     regimes = _drawn_regimes(summary)
-    panels: dict[str, list[Any]] = {"prompt": [], "decoded": [], "extra": []}
+    panels: dict[str, list[Lines | None]] = {"prompt": [], "decoded": [], "extra": []}
     exact = []
     for entry in summary["quantizers"]:
         name = entry["quantizer"]
@@ -90,7 +73,7 @@ def _draw_errors(summary: Summary) -> list[Figure]:
                 regime: _points([p for p in curve if (p["begin"] < 0) == (segment == "prompt")], lambda p: p["error"])
                 for regime, curve in curves.items()
             }
-            if segment == "prompt" and not any(value for points in series.values() for _, value, _ in points):
+            if segment == "prompt" and not any(point.y for points in series.values() for point in points):
                 exact.append(f"`{name}`")
             else:
                 panels[segment].append(_draw(name, series, AFTER, "relative error"))
@@ -140,7 +123,7 @@ def _draw_norms(summary: Summary) -> list[Figure]:
         for side in ("k", "v"):
             columns = {e["quantizer"]: e["regimes"][STATIC]["stored"][side]["norm_share_by_layer"] for e in chunk}
             series = {
-                name: [(layer, share["mean"], share["interval"]) for layer, share in enumerate(shares) if share]
+                name: [Point(layer, share["mean"], share["interval"]) for layer, share in enumerate(shares) if share]
                 for name, shares in columns.items()
             }
             panels.append(_draw(f"{side.upper()} in the cache", series, "layer", "norm share, E_M"))
@@ -159,19 +142,17 @@ def _draw_repairs(summary: Summary) -> list[Figure]:
         taken = entry["repair"] and {name: e for name in REPAIRED if (e := entry["repair"]["taken"][name])}
         if not taken:
             continue
-        ends = [end for e in taken.values() for end in (e["mean"], *(e["interval"] or ()))]
-        low, high = max(-1.0, min(*ends, 0.0)), max(*ends, 0.1)
-        axis = (0.4, len(taken) + 0.6, "scales repaired", False), (low, high, "share taken away", False)
-        chart = Chart(entry["quantizer"], *axis, "Share of the error that a repair takes away", ticks=False)
-        for index, (name, e) in enumerate(taken.items(), start=1):
-            chart.bar(0, index, 34, max(e["mean"], low), f"{REPAIRED[name]}: {format_percent(e['mean'])} %")
-            if e["interval"] is not None:
-                chart.interval(index, max(e["interval"][0], low), max(e["interval"][1], low))
-            chart.tick(index, REPAIRED[name])
-        panels.append(chart.svg)
+        rows = [
+            Row(
+                REPAIRED[name], max(-1.0, e["mean"]), e["interval"] and [max(-1.0, end) for end in e["interval"]],
+                f"{REPAIRED[name]}: {format_percent(e['mean'])} %",
+            )
+            for name, e in taken.items()
+        ]  # fmt: skip
+        panels.append(Intervals(entry["quantizer"], rows, Axis("share taken away")))
     text = (
         "Share of the attention output's error at decoded positions, in `static`, that goes when an oracle gives the "
-        "worst 5 % of packed tokens, the other 95 %, or all their norms back; below 0 the error grows (bars end at "
+        "worst 5 % of packed tokens, the other 95 %, or all their norms back; below 0 the error grows (ends at "
         "-1). Intervals are 95 %, over problems."
     )
     return [Figure(panels, text)] if panels else []

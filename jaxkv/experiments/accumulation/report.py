@@ -8,10 +8,23 @@ from jaxkv.experiments.accumulation.figures import DECODE, REPAIRED, STATIC, dra
 from jaxkv.experiments.accumulation.record import SIDES
 from jaxkv.experiments.accumulation.summary import summarize_accumulation
 from jaxkv.experiments.report_parts import Report, Summary, describe_problems, say_few, say_odd
-from jaxkv.reporting.document import Block, Brief, Bullets, Cell, Fold, Heading, Only, Paragraph, Table, make_table
+from jaxkv.reporting.document import (
+    Block,
+    Brief,
+    Bullets,
+    Cell,
+    Claims,
+    Fold,
+    Heading,
+    Only,
+    Paragraph,
+    Table,
+    make_table,
+)
 from jaxkv.reporting.format import format_count, format_counted_share, format_number, format_percent
 from jaxkv.reporting.rules import say_family, write_verdicts
 
+KVARN = "2606.03458"  # a paper, as jaxkv.overview.papers names it
 NOTES = (
     "`static`: every layer is handed the clean run's queries, keys, values and attention output, so errors do not feed "
     "back. `accumulated:B`: the tokens after the prompt are run B at a time, and later ones see them as they were "
@@ -201,7 +214,7 @@ def write_accumulation(summary: Summary) -> list[Block]:
     """The whole report of a run's quantizers, figures included."""
     return [
         Bullets([*say_what_there_is(summary), *_say_controls(summary)]),
-        *_write_claims(summary),
+        Claims(KVARN, _write_claims(summary)),
         Heading("Every quantizer, at decoded positions", 3),
         make_table(QUANTIZER, summary["quantizers"], terminal=(0, 1, 2, 3, 4, 6, 7)),
         Paragraph("KL and top token are those of `decode` beside the clean run.", "note"),

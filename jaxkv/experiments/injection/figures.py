@@ -5,8 +5,8 @@ from typing import Any
 
 from jaxkv.experiments.injection.claims import SCOPE
 from jaxkv.experiments.record_parts import CLEAN
+from jaxkv.reporting.charts import Axis, Lines, Point, Series
 from jaxkv.reporting.document import Figure
-from jaxkv.reporting.svg import Chart, limits
 
 Summary = Mapping[str, Any]
 SERIES = 6  # colours there are
@@ -35,35 +35,14 @@ def _draw(
     y: tuple[str, Any, bool],
     interval: Any,
     control: float | None = None,
-) -> Any:
+) -> Lines | None:
     """One panel: a line through each group's points, with their intervals. x and y are (label, value, log)."""
-    points = {
-        name: sorted(
-            (x[1](entry), y[1](entry), interval(entry))
-            for entry in members
-            if (x[1](entry) > 0 or not x[2]) and (y[1](entry) > 0 or not y[2])
-        )
+    series = [
+        Series(name, [Point(x[1](entry), y[1](entry), interval(entry)) for entry in sorted(members, key=x[1])])
         for name, members in groups
-    }
-    flat = [point for found in points.values() for point in found]
-    if not flat:
-        return None
-    across = limits([point[0] for point in flat], log=x[2])
-    ends = [point[1] for point in flat] + [end for point in flat for end in point[2] or () if end > 0 or not y[2]]
-    up = limits([*ends, *([control] if control is not None else [])], log=y[2])
-    said = "; ".join(f"{name}: {len(found)} points" for name, found in points.items())
-    names = [name for name, _ in groups]
-    chart = Chart(title, (*across, x[0], x[2]), (*up, y[0], y[2]), said, notes=names, keys=True)
-    if control is not None:
-        chart.rule([(across[0], control), (across[1], control)])
-    for series, found in enumerate(points.values()):
-        for at, _, span in found:
-            if span is not None:
-                chart.interval(at, *(max(end, up[0]) for end in span))
-        if len(found) > 1:
-            chart.line(series, [(at, value) for at, value, _ in found])
-        chart.dots(series, [(at, value) for at, value, _ in found], "mark")
-    return chart.svg
+    ]
+    kept = [p for one in series for p in one.points if (p.x > 0 or not x[2]) and (p.y > 0 or not y[2])]
+    return Lines(title, series, Axis(x[0], x[2]), Axis(y[0], y[2]), bars=True, rule=control) if kept else None
 
 
 def _is_plain(spec: Summary) -> bool:

@@ -16,7 +16,7 @@ from jaxkv.experiments.report_parts import (
     say_unfinished,
     show_mean,
 )
-from jaxkv.reporting.document import Block, Brief, Bullets, Cell, Heading, Only, Paragraph, Table, make_table
+from jaxkv.reporting.document import Block, Brief, Bullets, Cell, Claims, Heading, Only, Paragraph, Table, make_table
 from jaxkv.reporting.format import (
     format_counted_share,
     format_interval,
@@ -27,6 +27,7 @@ from jaxkv.reporting.format import (
 )
 from jaxkv.reporting.rules import say_family, write_verdicts
 
+SEED_STUDY = "shebel-2025"  # a paper, as jaxkv.overview.papers names it
 # Shebel 2025: score on 128 IFEval questions, and next strings guessed exactly, in percent.
 SEED_TABLE = {
     CLEAN: ("control", 0.46, 51.3),
@@ -214,8 +215,8 @@ def write_injection(summary: Summary) -> list[Block]:
     there = [describe_problems(summary), *say_few(summary["problems"]["ok"]), *say_unfinished(summary["unfinished"])]
     return [
         Bullets(there),
-        *write_claims(summary),
-        Only("page", [*write_seed_table(summary), *draw_injection(summary)]),
+        Claims(SEED_STUDY, [*write_claims(summary), Only("page", write_seed_table(summary))]),
+        Only("page", draw_injection(summary)),
         *_write_changes(summary),
         Only("page", [*_write_windows(summary), *_write_pairs(summary), Bullets(NOTES)]),
     ]

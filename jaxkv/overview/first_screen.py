@@ -1,0 +1,440 @@
+"""The first screen of a report: one status, three figures, three sentences. From records alone, without HTML.
+
+No sentence is stronger than its evidence: that a difference is rounding is said where
+`jaxkv.experiments.divergence.cause` says so, an absence of differences stands beside its bound, and what the records
+cannot tell is called open.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jaxkv.experiments.divergence import cause
+from jaxkv.experiments.divergence.record import DivergenceRecord
+from jaxkv.experiments.divergence.wording import describe_invalid
+from jaxkv.experiments.record_parts import find_headline
+from jaxkv.experiments.report_parts import Run
+from jaxkv.experiments.reports import REPORTS
+from jaxkv.overview.claims_layers import diagnose
+from jaxkv.overview.gather import describe_condition
+from jaxkv.overview.policy import name_conditions
+from jaxkv.reporting.document import Block, Paragraph, Terms, Tile, Tiles
+from jaxkv.reporting.format import format_number, format_percent
+
+Condition = Mapping[str, Any]
+Cause = Mapping[str, Any]  # an entry of `diagnose`
+
+
+class Status(enum.Enum):
+    """What the runs are together; the value is how it is said."""
+
+    EQUAL = "equal bit for bit"
+    ROUNDING = "rounding"
+    FAULT = "fault"
+    INVALID = "invalid"
+    OPEN = "cause open"
+    NOTHING = "nothing compared yet"
+
+
+VERDICTS = {
+    cause.EQUAL: Status.EQUAL,
+    cause.ROUNDING: Status.ROUNDING,
+    cause.FAULT: Status.FAULT,
+    cause.CANNOT_TELL: Status.OPEN,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstScreen:
+    """What is read first.
+
+    Attributes:
+      ran: what was run.
+      status: what it is together.
+      share: how much of it has that status, empty for all.
+      tiles: sequences that part, flips per token, mean KL; none without a valid sample.
+      means: what this means.
+      how: how we know.
+      todo: what to do.
+    """
+
+    ran: str
+    status: Status
+    share: str
+    tiles: tuple[Tile, ...]
+    means: str
+    how: str
+    todo: str
+
+    def to_blocks(self) -> list[Block]:
+        """As a report shows it."""
+        said = f"{self.status.value}{self.share and f': {self.share}'}"
+        terms = [("What this means", self.means), ("How we know", self.how), ("What to do", self.todo)]
+        return [
+            Paragraph(self.ran),
+            Paragraph(said[0].upper() + said[1:], f"status {self.status.name.lower()}"),
+            *([Tiles(self.tiles)] if self.tiles else []),
+            Terms([(name, text) for name, text in terms if text]),
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Compared:
+    """A run that compares the arms.
+
+    Attributes:
+      name: by its policy.
+      condition: what it is, with its summary of 'divergence'.
+      samples: its records.
+    """
+
+    name: str
+    condition: Condition
+    samples: Sequence[DivergenceRecord]
+
+    @property
+    def found(self) -> Mapping[str, Any]:
+        return self.condition["divergence"]
+
+    @property
+    def forced(self) -> Mapping[str, Any] | None:
+        return self.found.get("teacher_forced")
+
+    @property
+    def valid(self) -> list[DivergenceRecord]:
+        return [sample for sample in self.samples if sample.status == "ok"]
+
+
+def describe(runs: Sequence[Run]) -> FirstScreen:
+    """What runs say together about cached against uncached decoding.
+
+    Args:
+      runs: as `jaxkv.overview.gather.read_runs` gives them; those without records of 'divergence' say nothing here.
+    """
+    conditions = [
+        describe_condition(run) | {"divergence": REPORTS["divergence"].summarize(run)}
+        for run in runs
+        if run.of(DivergenceRecord)
+    ]
+    return describe_conditions(conditions, diagnose({"conditions": conditions}), runs)
+
+
+def describe_conditions(conditions: Sequence[Condition], causes: Sequence[Cause], runs: Sequence[Run]) -> FirstScreen:
+    """`describe` where the runs are summarized already.
+
+    Args:
+      conditions: of the study; those without 'divergence' are left out.
+      causes: of `diagnose`.
+      runs: their records, by name.
+    """
+    kept = [c for c in conditions if c.get("divergence")]
+    records = {run.name: run.of(DivergenceRecord) for run in runs}
+    found = [_Compared(n, c, records[c["name"]]) for n, c in zip(name_conditions(kept), kept, strict=True)]
+    ran = _say_what_ran(found)
+    valid = [one for one in found if one.found["status"] == "ok" and one.forced]
+    if not valid:
+        broken = [one for one in found if one.found["status"] == "invalid"]
+        if not broken:
+            text = "No run here has compared cached with uncached decoding."
+            return FirstScreen(ran, Status.NOTHING, "", (), text, "", "Let the run finish; the same command goes on.")
+        return FirstScreen(ran, Status.INVALID, "", (), *_describe_broken(broken))
+    status, share = _find_status(valid, causes)
+    means = " ".join(filter(None, (_say_meaning(valid, status), _say_left_out(found))))
+    how, todo = _say_evidence(valid, causes, status), _advise(valid, causes, status)
+    return FirstScreen(ran, status, share, _make_tiles(valid), means, how, todo)
+
+
+def _say_what_ran(found: Sequence[_Compared]) -> str:
+    if not found:
+        return "No run with samples of cached beside uncached decoding."
+    samples = sum(one.found["problems"]["total"] for one in found)
+    devices = " and ".join(dict.fromkeys(str(one.condition["device"]) for one in found if one.condition["device"]))
+    tasks = f" on {devices}" if devices else ""
+    if len(found) == 1:
+        return f"{found[0].name}: {_count(samples, 'text')}, decoded with the cache and without it{tasks}."
+    models = ", ".join(dict.fromkeys(str(one.condition["model"]) for one in found))
+    return f"{len(found)} runs of {models}: {_count(samples, 'text')}, decoded with the cache and without it{tasks}."
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _is_equal(one: _Compared) -> bool:
+    return bool(one.forced and one.forced["bit_equal"]["count"] == one.forced["tokens"])
+
+
+def _find_status(valid: Sequence[_Compared], causes: Sequence[Cause]) -> tuple[Status, str]:
+    """The worst of what is known of each model and precision; runs of which no cause is known are open or equal."""
+    found = [VERDICTS[entry["verdict"]] for entry in causes]
+    judged = [one for one in valid if (one.condition["framework"], one.condition["regime"]) == ("jax", "plain")]
+    found += [Status.EQUAL if _is_equal(one) else Status.OPEN for one in valid if one not in judged and not causes]
+    worst = next(s for s in (Status.FAULT, Status.OPEN, Status.ROUNDING, Status.EQUAL) if s in found)
+    if len(set(found)) == 1:
+        return worst, ""
+    counts = [f"{found.count(s)} {s.value}" for s in Status if s in found and s is not worst]
+    return worst, f"{found.count(worst)} of {len(found)} models and precisions; {', '.join(counts)}"
+
+
+def _make_tiles(valid: Sequence[_Compared]) -> tuple[Tile, ...]:
+    parted = [(one, one.found["free_running"]["diverged"]) for one in valid if one.found["free_running"]]
+    flips = [(one, one.forced["flips"]) for one in valid if one.forced]
+    kl = [(one, one.forced["kl"], one.forced) for one in valid if one.forced]
+    tiles = []
+    for name, entries, unit in (("sequences that part", parted, "texts"), ("flips per token", flips, "tokens")):
+        if entries:
+            most = max(entries, key=lambda pair: pair[1]["rate"])
+            least = min(entry["rate"] for _, entry in entries)
+            value = f"{format_percent(most[1]['rate'])} %"
+            value = value if least == most[1]["rate"] else f"{format_percent(least)} – {value}"
+            tiles.append(Tile(name, value, _say_most(entries, most[0].name) + _detail(most[1], unit)))
+    one, entry, forced = max(kl, key=lambda triple: triple[1]["mean"])
+    least = min(other["mean"] for _, other, _ in kl)
+    value = format_number(entry["mean"])
+    value = value if least == entry["mean"] else f"{format_number(least)} – {value}"
+    counts = f"{_count(forced['tokens'], 'token')} of {_count(forced['sequences'], 'text')}"
+    low, high = map(format_number, entry["interval"] or (0, 0))
+    spread = f", 95 % [{low}, {high}]" if entry["interval"] and entry["max"] else ""
+    tiles.append(Tile("mean KL, nats", value, f"{_say_most(kl, one.name)}{counts}{spread}"))
+    return tuple(tiles)
+
+
+def _say_most(entries: Sequence[Any], name: str) -> str:
+    return f"most in {name}: " if len(entries) > 1 else ""
+
+
+def _detail(entry: Mapping[str, Any], unit: str) -> str:
+    inside = f" in {entry['clusters']} texts" if "clusters" in entry else ""
+    counts = f"{entry['count']} of {entry['total']} {unit}{inside}"
+    if "upper_bound" in entry:
+        return f"{counts}; 95 % upper bound {format_percent(entry['upper_bound'])} % of texts"
+    low, high = map(format_percent, entry["interval"])
+    return f"{counts}, 95 % [{low}, {high}] %"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Room:
+    """At how many steps a flip was possible: the margin is at most twice the largest difference of a logit."""
+
+    near: int
+    steps: int
+
+
+def _measure_room(samples: Iterable[DivergenceRecord]) -> _Room:
+    pairs = [
+        (margin, moved)
+        for sample in samples
+        if (compared := sample.teacher_forced)
+        for margin, moved in zip(compared.margin, compared.max_abs, strict=True)
+    ]
+    return _Room(sum(moved > 0 and margin <= 2 * moved for margin, moved in pairs), len(pairs))
+
+
+def _say_answers(samples: Sequence[DivergenceRecord]) -> str:
+    """Whether texts that part give other answers; nothing where there are none to set side by side."""
+    parted = [s for s in samples if s.free_running and s.free_running.diverged]
+    pairs = [
+        tuple(getattr(s.arms, arm).scores[find_headline(s.arms.cached.scores)].answer for arm in ("cached", "uncached"))
+        for s in parted
+    ]
+    answered = [pair for pair in pairs if any(answer is not None for answer in pair)]
+    if not answered:
+        return ""
+    other = sum(a != b for a, b in answered)
+    if other == 0:
+        return f"In {'all' if len(answered) == len(parted) else len(answered)} of them both arms give the same answer."
+    return f"In {other} of them the answer is another one too."
+
+
+def _say_meaning(valid: Sequence[_Compared], status: Status) -> str:
+    if len(valid) > 1:
+        return _say_meaning_of_several(valid, status)
+    (one,) = valid
+    forced, free = one.forced or {}, one.found["free_running"]
+    if _is_equal(one):
+        return (
+            f"In {one.name} the cache changes nothing that was seen: at all {_count(forced['tokens'], 'step')} of "
+            f"{_count(forced['sequences'], 'text')} both arms have the same logits, bit for bit."
+        )
+    flips, parted = forced["flips"], free["diverged"] if free else None
+    differing = forced["tokens"] - forced["bit_equal"]["count"]
+    begin = f"In {one.name} the arms' logits differ at {differing} of {_count(forced['tokens'], 'step')}"
+    end = " More than rounding is at work: these figures are not of the cache alone." if status is Status.FAULT else ""
+    if parted and parted["count"]:
+        said = f"{begin}, and {parted['count']} of {parted['total']} texts go on in other words."
+        return " ".join(filter(None, (said, _say_answers(one.valid)))) + end
+    room = _measure_room(one.valid)
+    if flips["count"]:
+        return f"{begin}, and another token is the best at {flips['count']} of them, though no free text parts.{end}"
+    if room.near == 0:
+        return (
+            f"{begin}, but no token changes, and none could: at every step the margin between the two best tokens is "
+            f"over twice the largest difference of a logit.{end}"
+        )
+    return (
+        f"{begin}, but no token changes. At {_count(room.near, 'step')} the two best tokens are so near that it could "
+        f"have.{end}"
+    )
+
+
+def _say_meaning_of_several(valid: Sequence[_Compared], status: Status) -> str:
+    equal = [one for one in valid if _is_equal(one)]
+    parted = [
+        (one.found["free_running"]["diverged"]["rate"], one)
+        for one in valid
+        if one.found["free_running"] and one.found["free_running"]["diverged"]["count"]
+    ]
+    if len(equal) == len(valid):
+        return f"In all {len(valid)} runs both arms have the same logits at every step, bit for bit."
+    said = [f"In {len(parted)} of {len(valid)} runs the cache makes some texts go on in other words"]
+    if parted:
+        rate, most = max(parted, key=lambda pair: pair[0])
+        said[0] += f", most in {most.name} ({format_percent(rate)} % of its texts)"
+    said[0] += "."
+    if equal:
+        said.append(f"{len(equal)} are equal bit for bit.")
+    if answers := _say_answers([sample for one in valid for sample in one.valid]):
+        said.append(answers.replace("of them", "of the texts that part"))
+    if status is Status.FAULT:
+        said.append("In some, more than rounding is at work.")
+    return " ".join(said)
+
+
+def _say_left_out(found: Sequence[_Compared]) -> str:
+    """Samples that count nowhere, and runs that are not done."""
+    lines = []
+    for one in found:
+        problems = one.found["problems"]
+        if problems["invalid"]:
+            lines.append(
+                f"{problems['invalid']} of {problems['total']} samples of {one.name} are invalid and count nowhere "
+                f"({_say_where(one)})."
+            )
+        if problems["total"] < problems["asked"]:
+            lines.append(f"UNFINISHED: {one.name} has {problems['total']} of {problems['asked']} samples.")
+    return " ".join(lines)
+
+
+def _find_broken(one: _Compared) -> tuple[int, int]:
+    """Invalid samples, and those of them in which both arms broke off.
+
+    An arm broke off where the first fault is its own, or its text ends neither at a stop token nor at full length.
+    """
+    decoding = one.condition
+    invalid = [sample for sample in one.samples if sample.invalid is not None]
+    both = 0
+    for sample in invalid:
+        assert sample.invalid is not None
+        broke = {sample.invalid.arm.split(" ")[0]}
+        for arm in ("cached", "uncached"):
+            tokens = getattr(sample.arms, arm).tokens
+            done = len(tokens) >= (decoding["new_tokens"] or 0) or (tokens[-1:] and tokens[-1] in decoding["stop_ids"])
+            broke |= set() if done else {arm}
+        both += len(broke) > 1
+    return len(invalid), both
+
+
+def _say_where(one: _Compared) -> str:
+    invalid, both = _find_broken(one)
+    arms = {s.invalid.arm.split(" ")[0] for s in one.samples if s.invalid is not None}
+    if both == invalid:
+        return "in both arms"
+    if both == 0 and len(arms) == 1:
+        return f"in the {arms.pop()} arm alone"
+    return f"in both arms in {both}, in one arm in {invalid - both}"
+
+
+def _describe_broken(broken: Sequence[_Compared]) -> tuple[str, str, str]:
+    """Meaning, evidence and advice where no sample is valid."""
+    total = sum(one.found["problems"]["total"] for one in broken)
+    where = "; ".join(f"{one.name}: {_say_where(one)}" for one in broken) if len(broken) > 1 else _say_where(broken[0])
+    means = (
+        f"Nothing can be said of the cache: in all {_count(total, 'sample')} a number stopped being finite, {where}. "
+        "Two arms that both hold NaN agree on nothing."
+    )
+    if all(_find_broken(one)[1] == 0 for one in broken):
+        means += " That one arm stays finite is a difference by itself, of overflow or of a fault in the other arm."
+    how = f"First it was {'; '.join(describe_invalid({'invalid': one.found['invalid']}) for one in broken)}."
+    remedy = next((one.found["remedy"] for one in broken if "remedy" in one.found), None)
+    return means, how, remedy or "Run it again with a wider `--precision`, or with `--residual=fp32`."
+
+
+def _say_evidence(valid: Sequence[_Compared], causes: Sequence[Cause], status: Status) -> str:
+    steps = sum(one.forced["tokens"] for one in valid if one.forced)
+    sequences = sum(one.forced["sequences"] for one in valid if one.forced)
+    counts = f"{_count(steps, 'step')} of {_count(sequences, 'text')}"
+    lines = [f"Both arms took the same tokens at {counts}; their logits were compared bit by bit."]
+    if status is Status.EQUAL and len(valid) == 1 and valid[0].forced:
+        bound = valid[0].forced["sequences_with_other_bits"]["upper_bound"]
+        lines.append(f"Up to {format_percent(bound)} % of such texts may still differ (95 % bound).")
+    lines += _say_controls(valid)
+    if len(causes) == 1:
+        lines += _say_cause(causes[0], valid)
+    for verdict, said in VERDICTS.items() if len(causes) > 1 else ():
+        if names := [entry["name"] for entry in causes if entry["verdict"] == verdict]:
+            lines.append(f"{said.value[0].upper() + said.value[1:]}: {', '.join(names)}.")
+    return " ".join(lines)
+
+
+def _say_controls(valid: Sequence[_Compared]) -> list[str]:
+    """What an arm against itself says."""
+    again = [c for one in valid for name in ("cached_rerun", "uncached_rerun") if (c := one.found["controls"][name])]
+    if not again:
+        return ["No arm was run against itself."]
+    if odd := sum(c["bit_equal"]["count"] < c["tokens"] for c in again):
+        return [f"An arm run again has other bits in {odd} of {len(again)} controls: its program is not deterministic."]
+    return [f"An arm run again has the same bits in {'all ' if len(again) > 1 else ''}{_count(len(again), 'control')}."]
+
+
+def _say_cause(entry: Cause, valid: Sequence[_Compared]) -> list[str]:
+    lines, through = [], "With both arms through one program, cache on,"
+    if (aligned := entry["aligned"]) is None:
+        lines.append("The arms were not set side by side through one program.")
+    elif aligned["count"]:
+        lines.append(
+            f"{through} {aligned['count']} of {aligned['total']} texts differ: that is no other order of sums."
+        )
+    else:
+        lines.append(f"{through} none of {_count(aligned['total'], 'text')} differs.")
+    for one in valid:
+        if (distance := cause.read_distance(one.found)) is not None:
+            lines.append(f"Distance to float64: {cause.describe_distance(distance)}.")
+    if entry["verdict"] == cause.CANNOT_TELL:
+        lines.append("That is not enough to call it rounding.")
+    return lines
+
+
+def _advise(valid: Sequence[_Compared], causes: Sequence[Cause], status: Status) -> str:
+    parts = any(one.found["free_running"] and one.found["free_running"]["diverged"]["count"] for one in valid)
+    if status is Status.FAULT:
+        return (
+            "Do not read these figures as rounding. Run `--experiments=drift`, which names the first value that "
+            "differs, and `--gate=full`."
+        )
+    if status is Status.OPEN:
+        return _advise_open(valid, causes)
+    if status is Status.EQUAL:
+        return "Nothing needs mending. Another batch size, length or device has other programs: run what you use."
+    if parts:
+        return (
+            "Nothing is broken. Where texts must be the same, run both arms through one program "
+            "(`--regime=aligned`); else compare answers over many texts, not text by text."
+        )
+    return "Nothing needs mending; longer texts and more of them would come nearer to a flip."
+
+
+def _advise_open(valid: Sequence[_Compared], causes: Sequence[Cause]) -> str:
+    """What would settle it."""
+    left = [entry for entry in causes if entry["verdict"] == cause.CANNOT_TELL]
+    if not left:
+        return "These arms have no gate here: run the same in JAX, where rounding and a fault can be told apart."
+    wanted = []
+    if any(entry["aligned"] is None for entry in left):
+        wanted.append("the gate (`--gate=on`)")
+    if any(entry["distance"] is None for entry in left):
+        wanted.append("float64 beside the arms (`--truth_problems=2`)")
+    if "fp32" not in {one.condition["precision"] for one in valid}:
+        wanted.append("the same in fp32 (`--precision=fp32`), reported together with these")
+    names = ", ".join(entry["name"] for entry in left)
+    return f"To settle {names}, run {' and '.join(wanted) or 'more problems'}; or the full gate (`--gate=full`)."

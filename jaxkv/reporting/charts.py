@@ -1,0 +1,138 @@
+"""What a chart shows, as data; `jaxkv.reporting.drawing` draws it."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """An axis: its label, whether it is logarithmic, and its ends where they are not those of the data."""
+
+    label: str
+    log: bool = False
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A point, the interval of its y where it has one, and what it says when pointed at."""
+
+    x: float
+    y: float
+    interval: Sequence[float] | None = None
+    said: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+    """Points under a name; `colour` is an index of the page's colours, taken in turn if None."""
+
+    name: str
+    points: Sequence[Point]
+    colour: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Lines:
+    """Lines through points with their intervals; a logarithmic axis has no place for what is not positive.
+
+    Attributes:
+      bars: intervals as bars, not as a band.
+      steps: a value holds until the next.
+      rule: where a dashed level lies.
+    """
+
+    title: str
+    series: Sequence[Series]
+    x: Axis
+    y: Axis
+    bars: bool = False
+    steps: bool = False
+    rule: float | None = None
+
+    def placed(self) -> list[tuple[Series, list[Point]]]:
+        """The points of each series that have a place."""
+        return [
+            (one, [p for p in one.points if (p.x > 0 or not self.x.log) and (p.y > 0 or not self.y.log)])
+            for one in self.series
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scatter:
+    """Dots of series, the last above the others, and a dashed line; what has no place lies on the edge."""
+
+    title: str
+    series: Sequence[Series]
+    x: Axis
+    y: Axis
+    line: Sequence[tuple[float, float]] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row of `Intervals`: its label, a value with its interval, and what it says when pointed at."""
+
+    label: str
+    value: float
+    interval: Sequence[float] | None
+    said: str = ""
+    colour: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Intervals:
+    """A forest plot: a value with its interval in each row."""
+
+    title: str
+    rows: Sequence[Row]
+    x: Axis
+
+
+@dataclasses.dataclass(frozen=True)
+class Cells:
+    """A grid of cells with a colour bar; None stays empty.
+
+    Attributes:
+      rows, columns: names; of many, some are shown.
+      values: one list a row.
+      said: what each cell says when pointed at, from its row, column and value.
+      show: what is printed into a cell; nothing if None.
+      log: colours by the logarithm.
+      ends: of the scale, where several grids share one.
+      measure: over the colour bar.
+    """
+
+    title: str
+    rows: Sequence[str]
+    columns: Sequence[str]
+    values: Sequence[Sequence[float | None]]
+    said: Callable[[str, str, float], str] | None = None
+    show: Callable[[float], str] | None = None
+    log: bool = False
+    ends: tuple[float, float] | None = None
+    x_label: str = ""
+    y_label: str = ""
+    measure: str = ""
+
+
+Chart = Lines | Scatter | Intervals | Cells
+
+
+def limits(values: Sequence[float], log: bool = False) -> tuple[float, float]:
+    """Ends of an axis that holds all values: their whole powers of ten, or from 0 or below to the largest."""
+    if log:
+        kept = [value for value in values if value > 0] or [0.1]
+        first, last = math.floor(math.log10(min(kept))), math.ceil(math.log10(max(kept)))
+        return 10.0**first, 10.0 ** max(last, first + 1)
+    low, high = min(*values, 0.0, 0.0), max(values, default=1.0)
+    return low, high if high > low else low + 1.0
+
+
+def share_axis(panels: Sequence[Sequence[Series]], label: str, log: bool = False) -> Axis:
+    """One axis for the y of several panels, intervals included, so that they can be compared."""
+    points = [point for panel in panels for series in panel for point in series.points]
+    ends = [end for point in points for end in (point.y, *(() if log else point.interval or ()))]
+    return Axis(label, log, *limits(ends, log))

@@ -9,8 +9,8 @@ from scipy import stats
 
 from jaxkv.checkpoints.tokenizer import Tokenizer
 from jaxkv.config import ModelConfig, make_precision
-from jaxkv.decode import Arms, make_layout, make_rows
-from jaxkv.generate import run_cached
+from jaxkv.decode import Arms
+from jaxkv.rollout import make_layout, make_rows
 from jaxkv.tasks import Task
 
 SCORER = "numeric"
@@ -76,7 +76,7 @@ class Evaluator:
             prompts += prompts[-1:] * (self.batch - len(problems))
             layout = make_layout(prompts, self.new_tokens, BUCKET, self.arms.config)
             tokens, rows = make_rows(prompts, list(range(self.batch)), 0, layout)
-            run = run_cached(self.arms, state, tokens, rows, layout)
+            run = self.arms.run_cached(state, tokens, rows, layout)
             lengths, taken, logits = np.asarray(run.lengths), np.asarray(run.tokens), np.asarray(run.logits)
             for row, problem in enumerate(problems):
                 own = taken[row, layout.prompt : layout.prompt + lengths[row]]

@@ -10,10 +10,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from jaxkv.config import Precision
-from jaxkv.decode import Arms, Rollout, Rows
+from jaxkv.rollout import AnyArms, Rollout, Rows
 
 _PART = {"resid_pre": "residual", "resid_mid": "residual", "attn_out": "residual", "mlp_out": "residual"}
 _PART |= {"k": "cache", "v": "cache", "qk": "scores", "scores": "scores", "head": "logits", "logits": "logits"}
@@ -43,7 +42,7 @@ def _split(name: str) -> tuple[str, int | None]:
     return op, int(layer) if layer else None
 
 
-def audit_rows(arms: Arms, state: nnx.State, run: Rollout, rows: Rows) -> list[Finding]:
+def audit_rows(arms: AnyArms, state: Any, run: Rollout, rows: Rows) -> list[Finding]:
     """Audits each row of a rollout in one uncached forward, over its prompt and the tokens it was fed.
 
     The last token of a finished row was fed to nobody; that of a row which broke off is where it broke.

@@ -35,17 +35,17 @@ from jaxkv.checkpoints.fill import flat_paths
 from jaxkv.checkpoints.hf_config import transformers_config
 from jaxkv.cli import run_command
 from jaxkv.config import ModelConfig, Precision, make_precision
-from jaxkv.decode import COMPILER_OPTIONS, Arms, Layout, Rows, make_layout, make_rows, start_rollout
+from jaxkv.decode import COMPILER_OPTIONS, Arms
 from jaxkv.errors import UserError
 from jaxkv.experiments.batches import Item, RunSpec, plan_batches, timed
 from jaxkv.experiments.cost import measure_cost, time_runs
 from jaxkv.experiments.divergence.run import run_batches
-from jaxkv.generate import make_cache
 from jaxkv.interventions.quantized_cache import Quantization, cache_bytes, effective_bits, make_plans
 from jaxkv.interventions.quantizers import parse_cache_quant
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.families import get_preset
 from jaxkv.provenance import environment, git_revision
+from jaxkv.rollout import Layout, Rows, make_layout, make_rows, start_rollout
 from jaxkv.tasks import load_task
 from jaxkv.tasks.gsm8k import PromptSpec
 from jaxkv.torch_model import TorchModel, describe_torch, import_torch
@@ -98,10 +98,9 @@ class Work:
         spec.check(self.config.head_dim, self.config.context_length)
         return Quantization(spec.stored_as(self.policy.cache))
 
-    def arms(self, packed: bool = False, tile: int | None = None) -> Arms:
-        """Arms with a clean or the packed cache; logits are not kept."""
-        changed = self.changed if packed else None
-        return Arms(self.config, self.policy, keep_logits=False, tile=tile, intervention=changed)
+    def arms(self, tile: int | None = None) -> Arms:
+        """Arms that keep no logits."""
+        return Arms(self.config, self.policy, keep_logits=False, tile=tile)
 
     def prompt(self, tile: int | None = None) -> tuple[np.ndarray, Rows, Layout]:
         """A batch of one random prompt: its token buffer, rows and shapes."""
@@ -138,20 +137,20 @@ def copy_bandwidth(bytes_each: int) -> float:
 
 def time_steps(work: Work, packed: bool = False) -> Figures:
     """Times the cached arm's loop, plain and in tiles, beside the copy bandwidth and the bytes that a step reads."""
-    arms = work.arms(packed)
+    arms, change = work.arms(), work.changed if packed else None
     bandwidth = copy_bandwidth(1 << 32 if jax.default_backend() != "cpu" else 1 << 29)
     state = arms.prepare(nnx.split(Decoder(work.config, work.policy, nnx.Rngs(0)))[1])
 
     def measure(tile: int | None = None) -> Figures:
         given = work.arms(tile=tile) if tile else arms
-        return measure_cost(given, state, *work.prompt(tile), work.repeats)
+        return measure_cost(given, state, *work.prompt(tile), work.repeats, change=change)
 
     cost = measure()
     step, weights = median(cost["ms_a_token"]), cost["bytes"]["weights"]
     if not work.config.tie_embeddings:
         weights -= flat_paths(state)["embed"].get_value().nbytes  # one row of it is read
     _, rows, layout = work.prompt()
-    cache = cache_bytes(jax.eval_shape(lambda: make_cache(arms, rows, layout)))
+    cache = cache_bytes(jax.eval_shape(lambda: arms.make_cache(rows, layout, change)))
     return {
         "ms_a_step": step,
         "tokens_a_second": 1e3 / step,
@@ -306,9 +305,9 @@ def measure_memory(work: Work) -> Figures:
     tokens, rows = make_rows([[1] * layout.prompt], [0], 0, layout)
     device = jax.local_devices()[0]
     found: Figures = {}
-    for name, packed in (("plain", False), ("packed", True)):
-        arms = work.arms(packed)
-        make = functools.partial(make_cache, arms, rows, layout)
+    arms = work.arms()
+    for name, change in (("plain", None), ("packed", work.changed)):
+        make = functools.partial(arms.make_cache, rows, layout, change)
         shapes = jax.eval_shape(make)
         figures: Figures = {"counted": cache_bytes(shapes), "bits": effective_bits(shapes, config)}
         if device.memory_stats() is not None:

@@ -6,7 +6,7 @@ may be done lives in `jaxkv.interventions`.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, Self
 
 import jax
@@ -33,44 +33,30 @@ class LayerCache(Protocol):
         """Outputs of the heads [B, T, N, H], out of the basis of the values."""
 
 
-class CacheCall(Protocol):
-    """A cache during a call."""
+class Cache(Protocol):
+    """A pytree between calls; during a call, which `begin` begins and `finish` ends, it gives its layers."""
 
     @property
     def positions(self) -> jax.Array:
         """[B, S] int32, those of the call's rows written already; -1 where a slot is empty."""
 
+    def begin(self, positions: jax.Array, slot: jax.Array | int) -> Self:
+        """Begins a call whose rows, at slots [slot, slot + T), have these positions [B, T]."""
+
     def layer(self, index: int) -> LayerCache:
         """The layer before its rows are written."""
 
-    def finish(self, layers: Sequence[Any]) -> Any:
+    def finish(self, layers: Sequence[Any]) -> Self:
         """The new cache, from all layers after their rows are written."""
-
-
-class Cache(Protocol):
-    """A cache between calls: a pytree."""
-
-    @property
-    def positions(self) -> jax.Array:
-        """[B, S] int32, -1 where a slot is empty."""
-
-    def begin(self, positions: jax.Array, slot: jax.Array | int) -> CacheCall:
-        """Begins a call whose rows, at slots [slot, slot + T), have these positions [B, T]."""
 
 
 class Intervention(Protocol):
     """What is done to a cache: it makes one that does it."""
 
     def make_cache(
-        self,
-        config: ModelConfig,
-        precision: Precision,
-        batch: int,
-        slots: int,
-        problems: jax.Array,
-        seed: jax.Array,
+        self, config: ModelConfig, precision: Precision, batch: int, slots: int, problems: jax.Array
     ) -> Cache:
-        """An empty cache; `problems` [B] and `seed` key its noise, if it makes any. Raises UserError if it cannot."""
+        """An empty cache; `problems` [B] key its noise, if it makes any. Raises UserError if it cannot."""
 
 
 @jax.tree_util.register_dataclass
@@ -81,9 +67,9 @@ class Slots:
     k: jax.Array
     v: jax.Array
 
-    def write(self, k: jax.Array, v: jax.Array, slot: jax.Array | int) -> "Slots":
+    def write(self, k: jax.Array, v: jax.Array, slot: jax.Array | int) -> Self:
         """As in LayerCache."""
-        return Slots(write_slots(self.k, k, slot), write_slots(self.v, v, slot))
+        return dataclasses.replace(self, k=write_slots(self.k, k, slot), v=write_slots(self.v, v, slot))
 
     def read(self) -> tuple[jax.Array, jax.Array]:
         """As in LayerCache."""
@@ -119,12 +105,19 @@ class KVCache:
         return dataclasses.replace(self, positions=write_slots(self.positions, positions, slot))
 
     def layer(self, index: int) -> Slots:
-        """As in CacheCall."""
+        """As in Cache."""
         return Slots(self.k[index], self.v[index])
 
     def finish(self, layers: Sequence[Slots]) -> Self:
-        """As in CacheCall."""
+        """As in Cache."""
         return dataclasses.replace(self, k=tuple(layer.k for layer in layers), v=tuple(layer.v for layer in layers))
+
+    def clear(self, slot: jax.Array | int, count: int) -> Self:
+        """Empties slots [slot, slot + count), which must lie inside."""
+        batch, _, *shape = self.k[0].shape
+        zeros = lambda buffer: write_slots(buffer, jnp.zeros((batch, count, *shape)), slot)  # noqa: E731
+        empty = write_slots(self.positions, jnp.full((batch, count), EMPTY), slot)
+        return dataclasses.replace(self, k=tuple(map(zeros, self.k)), v=tuple(map(zeros, self.v)), positions=empty)
 
 
 def empty_cache(config: ModelConfig, precision: Precision, batch: int, slots: int) -> KVCache:
@@ -146,13 +139,45 @@ def write_slots(buffer: jax.Array, rows: jax.Array, slot: jax.Array | int) -> ja
     return jax.lax.dynamic_update_slice_in_dim(buffer, rows.astype(buffer.dtype), slot, axis=1)
 
 
-def clear_slots(cache: KVCache, slot: jax.Array | int, count: int) -> KVCache:
-    """Empties slots [slot, slot + count), which must lie inside."""
-    zeros = lambda buffer: write_slots(buffer, jnp.zeros((buffer.shape[0], count, *buffer.shape[2:])), slot)  # noqa: E731
-    empty = jnp.full((cache.positions.shape[0], count), EMPTY)
-    return dataclasses.replace(
-        cache,
-        k=tuple(map(zeros, cache.k)),
-        v=tuple(map(zeros, cache.v)),
-        positions=write_slots(cache.positions, empty, slot),
-    )
+Hook = Callable[[str, jax.Array], jax.Array]  # (name, value) -> value
+
+
+class Tap(Protocol):
+    """Sees, and may replace, what a forward pass computes by name (models/layers.py); a pytree."""
+
+    def watch(
+        self,
+        forward: Callable[[Any, Hook], tuple[jax.Array, Any]],
+        cache: Any,
+        positions: jax.Array,
+        slot: jax.Array | int,
+    ) -> tuple[jax.Array, Any, Self]:
+        """Makes a call.
+
+        Args:
+          forward: of a cache and a hook, gives hidden rows [B, T, D] and the new cache.
+          cache: before the call.
+          positions: [B, T] of the call's rows.
+          slot: of the first of them.
+
+        Returns:
+          Hidden rows, the new cache, and the tap with what it saw.
+        """
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WatchedCache:
+    """A cache that carries a tap from call to call: whatever program it is given to is watched."""
+
+    cache: Any
+    tap: Any
+
+    @property
+    def positions(self) -> jax.Array:
+        """As in Cache."""
+        return self.cache.positions
+
+    def clear(self, slot: jax.Array | int, count: int) -> Self:
+        """As in KVCache; what was seen stays."""
+        return dataclasses.replace(self, cache=self.cache.clear(slot, count))

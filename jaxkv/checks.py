@@ -18,6 +18,7 @@ from jaxkv.condition import (
 )
 from jaxkv.errors import UserError, nearest
 from jaxkv.experiments.experiment import EXPERIMENTS, Experiment
+from jaxkv.models.attention import OTHERS
 from jaxkv.options import OPTIONS, CacheOptions, Options, PrecisionOptions
 from jaxkv.tasks.continuation import load_text
 from jaxkv.tasks.sources import ROW_FILES
@@ -38,7 +39,7 @@ def check_options(grid: Sequence[Options]) -> None:
         if (fault := next(_find_conflicts(one), None)) is not None:
             raise UserError(fault)
     attention = grid[0].run.attention
-    if attention is not None and not any(needs_torch(one) for one in grid):
+    if attention is not None and attention not in OTHERS and not any(map(needs_torch, grid)):
         raise UserError(f"--attention={attention} has no effect without --framework=torch or parity; drop it")
 
 

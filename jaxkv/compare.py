@@ -14,8 +14,9 @@ FIELDS = (
 DISTANCE_FIELDS = ("flip", "kl", "rms", "max_abs")
 
 
-def _bits(x: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+def bits(x: jax.Array) -> jax.Array:
+    """The array's bits as unsigned integers: NaN equals itself, and -0 differs from +0."""
+    return x if x.dtype == bool else jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
 
 
 def _kl(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
@@ -47,7 +48,7 @@ def _compare_step(pair: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
     second = jnp.argmax(jnp.where(jnp.arange(a.size) == first, -jnp.inf, a))
     margin, other_top = a[first] - a[second], jax.lax.top_k(b, 2)[0]
     difference = jnp.abs(a - b)
-    equal = jnp.all(_bits(reference) == _bits(other))
+    equal = jnp.all(bits(reference) == bits(other))
     finite = jnp.all(jnp.isfinite(a)) & jnp.all(jnp.isfinite(b))
     # The compiler may evaluate the two softmaxes differently, so that equal logits would be 1e-32 nats apart.
     apart = lambda value: jnp.where(equal, 0.0, value)  # noqa: E731

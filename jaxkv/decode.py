@@ -1,8 +1,4 @@
-"""The two arms: decoding with a KV cache and without one, each a jitted on-device loop over the same forward.
-
-A run lays its tokens out in one buffer [B, S]: slots [0, prompt) hold the prompts, later slots what is generated, and
-row b's prompt starts at slot `first[b]` (above 0 only under left padding). A token at slot s has absolute position
-s - first[b]. Step t of an arm yields the logits for slot `prompt + t`.
+"""JAX's two arms: decoding with a KV cache and without one, each a jitted on-device loop over the same forward.
 
 cached    `prefill` fills the cache with the prompt at a padded number of rows, then each step runs one row.
 uncached  each step runs the whole prefix, padded on the right to a fixed number of rows, from an empty cache. Padding
@@ -13,13 +9,10 @@ aligned   both arms run one compiled program, `tile_loop`, over tiles of a fixed
 
 The plain uncached arm is `tile_loop` too, with one tile over all rows. The program can give the logits of every row of
 a tile, each by the same one-row head. Rows do not see what follows them, so a whole draft is checked in one pass and
-yields, bit for bit, what stepping through it would (`uncached.py`).
-
-Arms choose tokens through `emit`. A row may be forced: up to slot `forced_until[b]` the buffer's own tokens are kept,
-and what the arm would have chosen is recorded beside them. Teacher forcing and free running are the same compiled
-program, so a free run may start from a forced run's first disagreement and still be that arm's own.
+yields, bit for bit, what stepping through it would (`drafts.py` makes a free generation of it).
 """
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -29,165 +22,31 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxkv.cache import EMPTY, Cache, Intervention, KVCache, clear_slots, empty_cache
+from jaxkv.cache import EMPTY, Cache, Intervention, KVCache, empty_cache
 from jaxkv.config import ModelConfig, Precision
 from jaxkv.errors import UserError
-from jaxkv.models.alignment import Alignment
+from jaxkv.models.alignment import PLAIN, Alignment, Alignments
 from jaxkv.models.decoder import abstract_decoder
 from jaxkv.models.layers import ATTENTION_SHAPED, visible
-from jaxkv.sampling import Sampler, choose
-
-PAD_ID = 0  # written to rows that have ended; such slots are never read back
+from jaxkv.rollout import (
+    Layout,
+    Rollout,
+    Rows,
+    emit,
+    force,
+    slot_positions,
+    start_forced,
+    start_rollout,
+    uncached_lengths,
+)
+from jaxkv.sampling import Sampler
 
 # XLA may otherwise drop narrowing casts inside fusions, which would make 16-bit arms not 16-bit.
 COMPILER_OPTIONS: dict[str, Any] = {"xla_allow_excess_precision": False}
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Rollout:
-    """What an arm has produced so far; also the state its loop carries.
-
-    Attributes:
-      slot: int32 scalar, the next slot to fill.
-      tokens: [B, S] int32 prompt and generated tokens.
-      choices: [B, n] int32, what the arm chose at each step, also where it was forced to take another token.
-      logits: [B, n, V] in the logits dtype, or [B, 0, V] if they are not kept.
-      lengths: [B] int32, tokens taken, the stop token included.
-      ended: [B] whether the row has met a stop token, its limit or a non-finite logit.
-      nonfinite_step: [B] int32, the step whose logits were not finite, -1 if none; the row stops there.
-    """
-
-    slot: jax.Array
-    tokens: jax.Array
-    choices: jax.Array
-    logits: jax.Array
-    lengths: jax.Array
-    ended: jax.Array
-    nonfinite_step: jax.Array
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """What the rows of a batch are.
-
-    Attributes:
-      first: [B] int32, slot of the first prompt token (number of left-padding slots).
-      prompt: int32 scalar, slot of the first generated token.
-      forced_until: [B] int32, slots before it keep the buffer's token.
-      limit: [B] int32, the slot at which a row ends at the latest.
-      problems: [B] int32, keys of the sampling noise.
-      seed: int32 scalar.
-    """
-
-    first: jax.Array
-    prompt: jax.Array
-    forced_until: jax.Array
-    limit: jax.Array
-    problems: jax.Array
-    seed: jax.Array
-
-
-def slot_positions(slots: jax.Array, first: jax.Array, end: jax.Array | int) -> jax.Array:
-    """Absolute positions [B, T] of slots [T]: s - first[b] within [first[b], end), -1 elsewhere."""
-    positions = slots[None, :] - first[:, None]
-    return jnp.where((positions >= 0) & (slots[None, :] < end), positions, EMPTY).astype(jnp.int32)
-
-
-def emit(run: Rollout, logits: jax.Array, rows: Rows, sampler: Sampler, stop_ids: tuple[int, ...]) -> Rollout:
-    """Records a step's logits [B, V], chooses, and fills the slot of every row that has not ended."""
-    step = run.slot - rows.prompt
-    finite = jnp.all(jnp.isfinite(logits), axis=-1)
-    choice = choose(logits, sampler, rows.seed, rows.problems, run.slot - rows.first)
-    held = jax.lax.dynamic_slice_in_dim(run.tokens, run.slot, 1, axis=1)[:, 0]
-    token = jnp.where(run.slot < rows.forced_until, held, choice)
-    broke = ~run.ended & ~finite
-    live = ~run.ended & finite
-    stopped = functools.reduce(jnp.logical_or, [token == s for s in stop_ids], jnp.zeros_like(live))
-    put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
-    return Rollout(
-        slot=run.slot + 1,
-        tokens=put(run.tokens, jnp.where(live, token, PAD_ID)[:, None], run.slot),
-        choices=put(run.choices, jnp.where(live, choice, PAD_ID)[:, None], step),
-        logits=put(run.logits, logits[:, None], step) if run.logits.shape[1] else run.logits,
-        lengths=run.lengths + live,
-        ended=run.ended | broke | stopped | (run.slot + 1 >= rows.limit),
-        nonfinite_step=jnp.where(broke, step, run.nonfinite_step),
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """The shapes of a batch; part of what an arm is.
-
-    Attributes:
-      batch: B.
-      prompt: slot of the first generated token (the longest prompt).
-      prefill: rows of the cached arm's prefill, at least `prompt`.
-      slots: S of the cache, and rows of the padded uncached arm.
-      new_tokens: most tokens to generate.
-    """
-
-    batch: int
-    prompt: int
-    prefill: int
-    slots: int
-    new_tokens: int
-
-
-def round_up(value: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is at least `value`."""
-    return -(-value // multiple) * multiple
-
-
-def make_layout(
-    prompts: list[list[int]], new_tokens: int, bucket: int, config: ModelConfig, tile: int | None = None
-) -> Layout:
-    """Shapes for a batch of prompts: the longest prompt rounded up to `bucket` rows, and room for `new_tokens`.
-
-    Rounding keeps the number of distinct shapes, and so of compilations, small. With a `tile`, slots are a multiple
-    of it.
-
-    Raises:
-      UserError: an empty prompt, one with an id that has no embedding (XLA would clamp it), or a prompt and its new
-        tokens that do not fit the model's context.
-    """
-    longest = max(map(len, prompts))
-    if not min(map(len, prompts)):
-        raise UserError("a prompt has no tokens; give it text, or a tokenizer that adds BOS")
-    if longest + new_tokens > config.context_length:
-        raise UserError(
-            f"a prompt of {longest} tokens and {new_tokens} new ones exceed the context of {config.context_length} "
-            f"of {config.name}; use fewer shots (--shots) or a smaller --max_new_tokens"
-        )
-    if odd := sorted({i for prompt in prompts for i in prompt if not 0 <= i < config.vocab_size}):
-        raise UserError(
-            f"a prompt has token {odd[0]}, but {config.name} has {config.vocab_size} rows of embeddings; "
-            "use the tokenizer that belongs to these weights"
-        )
-    prefill = round_up(longest, bucket)
-    return Layout(len(prompts), longest, prefill, round_up(prefill + new_tokens, tile or 1), new_tokens)
-
-
-def make_rows(prompts: list[list[int]], problems: list[int], seed: int, layout: Layout) -> tuple[np.ndarray, Rows]:
-    """Left-pads prompts into the token buffer [B, S] and describes the rows, free-running to the layout's end."""
-    tokens = np.full((layout.batch, layout.slots), PAD_ID, np.int32)
-    for row, prompt in enumerate(prompts):
-        tokens[row, layout.prompt - len(prompt) : layout.prompt] = prompt
-    end = layout.prompt + layout.new_tokens
-    return tokens, Rows(
-        first=jnp.asarray([layout.prompt - len(p) for p in prompts], jnp.int32),
-        prompt=jnp.asarray(layout.prompt, jnp.int32),
-        forced_until=jnp.zeros(layout.batch, jnp.int32),
-        limit=jnp.full(layout.batch, end, jnp.int32),
-        problems=jnp.asarray(problems, jnp.int32),
-        seed=jnp.asarray(seed, jnp.int32),
-    )
-
-
 class Arms:
-    """The compiled programs of one model: prefill, the loops, and the audit.
+    """The compiled programs of one model (prefill, the loops and the audit), and both arms made of them.
 
     Args:
       config: architecture.
@@ -198,15 +57,16 @@ class Arms:
       tile: rows of a tile in the aligned regime; None is the plain regime.
       compiler_options: XLA options of every program.
       backend: platform that the programs are for; None is JAX's default one.
-      intervention: what is done to the cached arm's cache; None leaves it clean.
+      attention: a name of models.attention.ATTENTIONS.
 
     Attributes:
       held: the policy with which weights and operands are really held (Precision.widened on a CPU).
 
     Raises:
       ValueError: the policy has float64 parts and JAX would make them float32.
-      UserError: an intervention in the aligned regime.
     """
+
+    exact_checks = True
 
     def __init__(
         self,
@@ -218,20 +78,15 @@ class Arms:
         tile: int | None = None,
         compiler_options: dict[str, Any] | None = None,
         backend: str | None = None,
-        intervention: Intervention | None = None,
+        attention: str = "eager",
     ):
-        if intervention is not None and tile is not None:
-            raise UserError(
-                "a changed cache has no aligned regime, in which rows of a tile are written again; leave --regime at "
-                "plain"
-            )
         if "float64" in precision.to_json().values() and not jax.config.read("jax_enable_x64"):
             raise ValueError(f"{precision.name} has float64 parts, float32 to JAX unless jax_enable_x64 is set")
         self.config, self.precision = config, precision
         self.held = precision.widened() if (backend or jax.default_backend()) == "cpu" else precision
-        self.graphdef, self.abstract_state = abstract_decoder(config, self.held)
+        self.graphdef, self.abstract_state = abstract_decoder(config, self.held, attention)
         self.sampler, self.stop_ids, self.keep_logits = sampler or Sampler(), tuple(stop_ids), keep_logits
-        self.tile, self.intervention = tile, intervention
+        self.tile, self.origin = tile, dict[str, Any]()
         options = COMPILER_OPTIONS | (compiler_options or {})
         jit = functools.partial(jax.jit, compiler_options=options)
         self.prefill = jit(self._prefill, donate_argnames="cache")
@@ -256,6 +111,130 @@ class Arms:
         for leaf, want in zip(held.leaves, wanted.leaves, strict=True):
             leaf.set_value(leaf[...].astype(want.dtype).block_until_ready())
         return state
+
+    # The arms.
+
+    def settings(self) -> contextlib.AbstractContextManager[Any]:
+        """Nothing."""
+        return contextlib.nullcontext()
+
+    def describe(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def fit(self, layout: Layout) -> Layout:
+        """The layout as it is."""
+        return layout
+
+    def make_cache(self, rows: Rows, layout: Layout, change: Intervention | None = None) -> Any:
+        """An empty cache for a batch: a KVCache, or what a change of it makes.
+
+        Raises:
+          UserError: the change cannot be made, as in the aligned regime, where rows of a tile are written again.
+        """
+        if change is None:
+            return empty_cache(self.config, self.precision, layout.batch, layout.slots)
+        if self.tile is not None:
+            raise UserError("a changed cache has no aligned regime; leave --regime at plain")
+        return change.make_cache(self.config, self.precision, layout.batch, layout.slots, rows.problems)
+
+    def run_cached(self, state: nnx.State, tokens: np.ndarray, rows: Rows, layout: Layout) -> Rollout:
+        """As in AnyArms."""
+        return self.run_cached_keeping(state, tokens, rows, layout)[0]
+
+    def run_cached_keeping(
+        self,
+        state: nnx.State,
+        tokens: np.ndarray,
+        rows: Rows,
+        layout: Layout,
+        cache: Any = None,
+        align: Alignments = PLAIN,
+    ) -> tuple[Rollout, Any]:
+        """`run_cached`, and the cache it ends with.
+
+        Args:
+          state: weights.
+          tokens: [B, S] token buffer.
+          rows: of the batch.
+          layout: of the batch.
+          cache: an empty one, donated; None makes a clean one.
+          align: what the programs of the plain regime align.
+        """
+        _check_tiles(self.tile, layout.slots)
+        cache = self.make_cache(rows, layout) if cache is None else cache
+        run, end = start_rollout(self, tokens, rows, layout), layout.prompt + layout.new_tokens
+        if self.tile is not None:
+            return self.tile_loop(state, run, rows, end, cache, False, False, tile=self.tile)
+        prompt = jnp.asarray(tokens[:, : layout.prefill])
+        logits, cache = self.prefill(state, prompt, rows, cache, align.prefill)
+        return self.cached_loop(state, logits, run, rows, end, cache, align.decode)
+
+    def run_uncached(
+        self, state: nnx.State, run: Rollout, rows: Rows, layout: Layout, uncached_length: str = "padded"
+    ) -> Rollout:
+        """As in AnyArms."""
+        return self.run_uncached_keeping(state, run, rows, layout, uncached_length)[0]
+
+    def run_uncached_keeping(
+        self,
+        state: nnx.State,
+        run: Rollout,
+        rows: Rows,
+        layout: Layout,
+        uncached_length: str = "padded",
+        check: bool = False,
+        cache: Any = None,
+        align: Alignments = PLAIN,
+    ) -> tuple[Rollout, Any]:
+        """`run_uncached`, and what the last forward wrote: the keys and values of every token fed to it.
+
+        Args:
+          state: weights.
+          run: where to start; donated.
+          rows: of the batch; with `check` all forced.
+          layout: of the batch.
+          uncached_length: see `uncached_lengths`.
+          check: one pass over the given tokens instead of one for each step. What follows a row may be given to it as
+            NaN times zero: a rollout with a `nonfinite_step` is not to be trusted, `run_forced` steps through it
+            instead.
+          cache: an empty one that records what it is given, donated, at the padded length alone.
+          align: what the program of the plain regime aligns.
+        """
+        segments = uncached_lengths(uncached_length, layout)
+        # Widened once, for the longest: a forced run and a free one then share their programs at every length.
+        missing = max(0, segments[-1][0] - run.tokens.shape[1])
+        run = dataclasses.replace(run, tokens=jnp.pad(run.tokens, ((0, 0), (0, missing))))
+        for padded, end in segments:
+            _check_tiles(self.tile, padded)
+            held = empty_cache(self.config, self.precision, layout.batch, padded) if cache is None else cache
+            tile = padded if self.tile is None else self.tile
+            run, held = self.tile_loop(
+                state, run, rows, end, held, not check, check, tile=tile, alignment=align.recompute
+            )
+            if padded < segments[-1][0] and np.all(np.asarray(run.ended)):
+                break
+        return run, held
+
+    def run_forced(
+        self,
+        state: nnx.State,
+        reference: Rollout,
+        rows: Rows,
+        layout: Layout,
+        uncached_length: str = "padded",
+        stepwise: bool = False,
+        begin: int = 0,
+        align: Alignments = PLAIN,
+    ) -> Rollout:
+        """As in AnyArms; `align` is what the program of the plain regime aligns."""
+        forced = force(rows, reference)
+        for check in (False,) if stepwise else (True, False):
+            start = start_forced(self, reference, forced, layout, begin)
+            run, _ = self.run_uncached_keeping(state, start, forced, layout, uncached_length, check, align=align)
+            if not np.any(np.asarray(run.nonfinite_step) >= 0):
+                break
+        return run
 
     # The programs. Each is a pure function of (prepared weights, arrays).
 
@@ -344,7 +323,7 @@ class Arms:
             else:
                 begin = jnp.where(recompute | jnp.all(cache.positions == EMPTY), 0, last)
                 cache = jax.lax.fori_loop(
-                    0, jnp.where(recompute, tiles, 0), lambda i, cache: clear_slots(cache, i * tile, tile), cache
+                    0, jnp.where(recompute, tiles, 0), lambda i, cache: cache.clear(i * tile, tile), cache
                 )
                 hidden = jnp.zeros((B, tile, self.config.model_dim), self.precision.activation)
                 cache, hidden = jax.lax.fori_loop(begin, last + 1, forward, (cache, hidden))
@@ -361,17 +340,7 @@ class Arms:
         return emit(run, logits, rows, self.sampler, self.stop_ids)
 
     def _audit_pass(self, state, tokens, first, end) -> dict[str, jax.Array]:
-        """Largest magnitude of every named value in each row: name -> [B, P] float32, 0 in padding rows.
-
-        NaN and inf show as themselves. Products with keys that a row does not see do not count. Names are in order of
-        execution.
-
-        Args:
-          state: weights.
-          tokens: [B, P].
-          first: [B] slot of the first token.
-          end: [B] slot after the last.
-        """
+        """As in AnyArms. Products with keys that a row does not see do not count."""
         model = nnx.merge(self.graphdef, state)
         B, P = tokens.shape
         positions = slot_positions(jnp.arange(P, dtype=jnp.int32), first, end[:, None])
@@ -397,25 +366,15 @@ class Arms:
 
         for name, peak in jax.lax.map(head, jnp.swapaxes(hidden, 0, 1), batch_size=16).items():
             largest[name] = jnp.where(positions != EMPTY, peak.T, 0)
-        # Dicts come out of jit sorted by key; numbers keep the order of execution.
         return {f"{number:05d} {name}": peak for number, (name, peak) in enumerate(largest.items())}
+
+
+def _check_tiles(tile: int | None, slots: int) -> None:
+    """Raises ValueError if slots are no whole number of tiles: the last of them would silently never be run."""
+    if tile is not None and slots % tile:
+        raise ValueError(f"{slots} slots are not a multiple of the tile of {tile} rows; give make_layout the tile")
 
 
 def _peak(magnitude: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """The largest, NaN if one is: XLA's maximum on a CPU drops NaN where it is vectorized."""
     return jnp.where(jnp.any(jnp.isnan(magnitude), axis=axes), jnp.nan, jnp.max(magnitude, axis=axes))
-
-
-def start_rollout(arms: Arms, tokens: np.ndarray, rows: Rows, layout: Layout) -> Rollout:
-    """A rollout before its first step. Rows whose limit is the first slot have ended already."""
-    n = layout.new_tokens
-    kept = n if arms.keep_logits else 0
-    return Rollout(
-        slot=jnp.array(layout.prompt, jnp.int32),  # a copy: the loops donate the rollout, not the rows
-        tokens=jnp.array(tokens, jnp.int32),
-        choices=jnp.full((layout.batch, n), PAD_ID, jnp.int32),
-        logits=jnp.zeros((layout.batch, kept, arms.config.vocab_size), arms.precision.logits),
-        lengths=jnp.zeros(layout.batch, jnp.int32),
-        ended=rows.limit <= rows.prompt,
-        nonfinite_step=jnp.full(layout.batch, -1, jnp.int32),
-    )

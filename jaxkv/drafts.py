@@ -4,20 +4,18 @@ The cached arm drafts, one pass of the uncached arm checks, the agreeing prefix 
 it are kept, and the rest is drafted again. A check is in the shape of the rows' own batch, so that its bits are those
 of stepping it. A draft only proposes: rows that parted are therefore drafted together across batches.
 
-What drafts, checks and steps is a `Programs`: JAX's arms here, PyTorch's in `torch_path.py`.
+Whether drafting, checking and stepping are JAX's or PyTorch's does not matter here.
 """
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from jaxkv.decode import PAD_ID, Arms, Layout, Rollout, Rows, make_rows, start_rollout
-from jaxkv.generate import run_cached, run_forced, run_uncached
+from jaxkv.rollout import PAD_ID, AnyArms, Layout, Rollout, Rows, make_rows, start_rollout
 
 
 def first_disagreement(forced: Rollout, prompt: int) -> np.ndarray:
@@ -46,7 +44,7 @@ class Prefix:
     ended: np.ndarray
     broke: np.ndarray
 
-    def start(self, arms: Arms, rows: Rows, layout: Layout, slot: int) -> tuple[Rollout, Rows]:
+    def start(self, arms: AnyArms, rows: Rows, layout: Layout, slot: int) -> tuple[Rollout, Rows]:
         """A rollout at `slot`, the settled part after it forced."""
         run = start_rollout(arms, self.tokens, rows, layout)
         run = dataclasses.replace(
@@ -85,7 +83,7 @@ def recall(run: Rollout, earlier: Rollout, steps: np.ndarray) -> Rollout:
     return dataclasses.replace(run, choices=jnp.where(known, earlier.choices, run.choices), logits=logits)
 
 
-def settle(arms: Arms, forced: Rollout, rows: Rows, layout: Layout) -> Prefix:
+def settle(arms: AnyArms, forced: Rollout, rows: Rows, layout: Layout) -> Prefix:
     """What a forced run leaves open; `rows` are as they were before forcing."""
     prompt = layout.prompt
     agreed = first_disagreement(forced, prompt)
@@ -102,49 +100,9 @@ def settle(arms: Arms, forced: Rollout, rows: Rows, layout: Layout) -> Prefix:
     return Prefix(tokens, taken, ended, np.where(disagrees, -1, np.asarray(forced.nonfinite_step)))
 
 
-class Programs(Protocol):
-    """What draft and check is made of. Logits of finished rollouts are [B, new_tokens, V]."""
-
-    @property
-    def arms(self) -> Any:
-        """Has what `start_rollout` asks for, and `stop_ids`."""
-
-    def draft(self, tokens: np.ndarray, rows: Rows, layout: Layout) -> Rollout:
-        """The cached arm from the prompts on."""
-
-    def check(self, draft: Rollout, rows: Rows, layout: Layout, begin: int) -> Rollout:
-        """The uncached arm along a draft, without the steps before `begin`; with the logits of stepping."""
-
-    def step(self, run: Rollout, rows: Rows, layout: Layout) -> Rollout:
-        """The uncached arm by brute force, from where `run` stands to its end."""
-
-
-@dataclasses.dataclass(frozen=True)
-class JaxPrograms:
-    """`Programs` of JAX's arms with their prepared weights."""
-
-    arms: Arms
-    state: nnx.State
-    uncached_length: str
-
-    def draft(self, tokens: np.ndarray, rows: Rows, layout: Layout) -> Rollout:
-        return run_cached(self.arms, self.state, tokens, rows, layout)
-
-    def check(self, draft: Rollout, rows: Rows, layout: Layout, begin: int) -> Rollout:
-        return run_forced(self.arms, self.state, draft, rows, layout, self.uncached_length, begin=begin)
-
-    def step(self, run: Rollout, rows: Rows, layout: Layout) -> Rollout:
-        return run_uncached(self.arms, self.state, run, rows, layout, self.uncached_length)
-
-
 def free_stepwise(
-    arms: Arms, state: nnx.State, forced: Rollout, rows: Rows, layout: Layout, uncached_length: str = "padded"
+    arms: AnyArms, state: Any, forced: Rollout, rows: Rows, layout: Layout, uncached_length: str = "padded"
 ) -> Rollout:
-    """`step_freely` with JAX's arms."""
-    return step_freely(JaxPrograms(arms, state, uncached_length), forced, rows, layout)
-
-
-def step_freely(programs: Programs, forced: Rollout, rows: Rows, layout: Layout) -> Rollout:
     """The uncached arm's own free run, stepped on from its forced run along another arm's tokens.
 
     Up to its first disagreement a forced row has made the very computation of a free one. The free run therefore takes
@@ -152,20 +110,23 @@ def step_freely(programs: Programs, forced: Rollout, rows: Rows, layout: Layout)
     is the same as stepping from the prompt (tests/test_generate.py), for a fraction of the work.
 
     Args:
-      programs: as in the forced run.
+      arms: programs.
+      state: their weights.
       forced: the finished forced run.
       rows: the rows as they were before forcing.
       layout: of the batch.
+      uncached_length: that of the forced run.
 
     Returns:
       The finished Rollout, with all its logits.
     """
-    prefix = settle(programs.arms, forced, rows, layout)
+    prefix = settle(arms, forced, rows, layout)
     if prefix.ended.all():
         return prefix.finish(forced)
     begin = int(min(prefix.taken[~prefix.ended]))
-    run, keep = prefix.start(programs.arms, rows, layout, layout.prompt + begin)
-    return recall(prefix.restore(programs.step(run, keep, layout)), forced, prefix.taken)
+    run, keep = prefix.start(arms, rows, layout, layout.prompt + begin)
+    stepped = arms.run_uncached(state, run, keep, layout, uncached_length)
+    return recall(prefix.restore(stepped), forced, prefix.taken)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,28 +145,25 @@ class Forced:
 
 
 def free_by_drafts(
-    arms: Arms, state: nnx.State, forced: Sequence[Forced], uncached_length: str = "padded"
+    arms: AnyArms, state: Any, forced: Sequence[Forced], uncached_length: str = "padded"
 ) -> list[tuple[Rollout, int]]:
-    """`draft_freely` with JAX's arms."""
-    return draft_freely(JaxPrograms(arms, state, uncached_length), forced)
-
-
-def draft_freely(programs: Programs, forced: Sequence[Forced]) -> list[tuple[Rollout, int]]:
     """The uncached arm's own free runs by draft and check; the tokens and logits are those of stepping.
 
     Args:
-      programs: as in the forced runs.
+      arms: programs.
+      state: their weights.
       forced: batches of one size, seed and number of new tokens. What comes out does not depend on which batches are
         given together; the time does.
+      uncached_length: that of the forced runs.
 
     Returns:
       For each batch the Rollout, with all its logits, and how many drafts it took beyond the first.
     """
-    batches = [_Batch(programs, one) for one in forced]
+    batches = [_Batch(arms, state, one, uncached_length) for one in forced]
     while waiting := [batch for batch in batches if batch.free is None]:
         wanted = [(batch, row) for batch in waiting for row in np.flatnonzero(~batch.prefix.ended).tolist()]
         drafts: dict[int, dict[int, _Draft]] = {}
-        for (batch, row), draft in zip(wanted, _draft_rows(programs, wanted), strict=True):
+        for (batch, row), draft in zip(wanted, _draft_rows(arms, state, wanted), strict=True):
             drafts.setdefault(id(batch), {})[row] = draft
         for batch in waiting:
             batch.check(drafts[id(batch)])
@@ -223,8 +181,9 @@ class _Draft:
 class _Batch:
     """What is known of a batch's free run; `free` is None until that is all."""
 
-    def __init__(self, programs: Programs, forced: Forced):
-        self.programs, self.run, self.layout = programs, forced.run, forced.layout
+    def __init__(self, arms: AnyArms, state: Any, forced: Forced, uncached_length: str):
+        self.arms, self.state, self.uncached_length = arms, state, uncached_length
+        self.run, self.layout = forced.run, forced.layout
         self.rows: Rows = jax.tree.map(np.asarray, forced.rows)
         self.broke = np.asarray(forced.run.nonfinite_step)
         self.drafts = 0
@@ -232,7 +191,7 @@ class _Batch:
         self._settle()
 
     def _settle(self) -> None:
-        self.prefix = settle(self.programs.arms, self.run, self.rows, self.layout)
+        self.prefix = settle(self.arms, self.run, self.rows, self.layout)
         # A later draft ends before the step at which a row broke, so that its check does not come to it again.
         self.broke = np.where(self.prefix.ended, np.maximum(self.broke, self.prefix.broke), -1)
         if self.prefix.ended.all():
@@ -246,7 +205,7 @@ class _Batch:
         prompt, prefix = self.layout.prompt, self.prefix
         # Each draft settles a token, or the program does not repeat itself.
         if self.drafts > self.layout.new_tokens or any(draft.broke for draft in drafts.values()):
-            free = step_freely(self.programs, self.run, self.rows, self.layout)
+            free = free_stepwise(self.arms, self.state, self.run, self.rows, self.layout, self.uncached_length)
             self._finish(free, np.where(prefix.ended, self.broke, np.asarray(free.nonfinite_step)))
             return
         tokens, lengths = prefix.tokens.copy(), prefix.taken.astype(np.int32)
@@ -255,13 +214,13 @@ class _Batch:
             tokens[row, prompt : prompt + lengths[row]] = draft.tokens
         proposal = dataclasses.replace(self.run, tokens=jnp.asarray(tokens), lengths=jnp.asarray(lengths))
         begin = int(min(prefix.taken[~prefix.ended]))
-        checked = self.programs.check(proposal, self.rows, self.layout, begin)
+        checked = self.arms.run_forced(self.state, proposal, self.rows, self.layout, self.uncached_length, begin=begin)
         self.run = recall(checked, self.run, np.full(self.layout.batch, begin))
         self.drafts += 1
         self._settle()
 
 
-def _draft_rows(programs: Programs, wanted: list[tuple[_Batch, int]]) -> Iterator[_Draft]:
+def _draft_rows(arms: AnyArms, state: Any, wanted: list[tuple[_Batch, int]]) -> Iterator[_Draft]:
     """The cached arm on rows of any batches, their settled tokens forced, in batches of a shape that is in use."""
     size, new_tokens = wanted[0][0].layout.batch, wanted[0][0].layout.new_tokens
     for begin in range(0, len(wanted), size):
@@ -288,7 +247,7 @@ def _draft_rows(programs: Programs, wanted: list[tuple[_Batch, int]]) -> Iterato
         rows = dataclasses.replace(
             rows, forced_until=jnp.asarray(until, jnp.int32), limit=jnp.asarray(limit, jnp.int32)
         )
-        run = programs.draft(tokens, rows, layout)
+        run = arms.run_cached(state, tokens, rows, layout)
         drafted, lengths, broke = np.asarray(run.tokens), np.asarray(run.lengths), np.asarray(run.nonfinite_step)
         for place in range(len(group)):
             yield _Draft(drafted[place, prompt : prompt + lengths[place]], bool(broke[place] >= 0))

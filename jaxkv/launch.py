@@ -29,6 +29,7 @@ from jaxkv.cli import parse_flags, read_flagfile, run_command
 from jaxkv.condition import is_of, name_condition, needs_torch
 from jaxkv.errors import UserError
 from jaxkv.experiments.experiment import EXPERIMENTS
+from jaxkv.models.attention import OTHERS
 from jaxkv.options import OPTIONS, Option, Options, make_options
 from jaxkv.study import run_study
 from jaxkv.sweep import run_sweep
@@ -198,7 +199,8 @@ def spread(grid: Sequence[Options]) -> list[Options]:
 def _fill(one: Options) -> Options:
     """A condition with what its framework decides filled in."""
     torch = one.run.framework == "torch"
-    attention: Any = (one.run.attention or "eager") if needs_torch(one) else None
+    attention: Any = one.run.attention
+    attention = attention or "eager" if needs_torch(one) else attention if attention in OTHERS else None
     uncached = one.controls.uncached or ("stepwise" if torch else "draft")
     length = one.decoding.uncached_length or ("growing" if torch and uncached == "stepwise" else "padded")
     return replace(

@@ -17,9 +17,9 @@ from jaxkv.options import Options
 
 if TYPE_CHECKING:
     from jaxkv.checkpoints.checkpoint import Checkpoint
-    from jaxkv.decode import Layout
     from jaxkv.experiments.batches import Item
     from jaxkv.experiments.driver import Condition
+    from jaxkv.rollout import Layout
     from jaxkv.tasks.perplexity import Window
     from jaxkv.tasks.task import Task
 
@@ -35,10 +35,10 @@ def load_condition(options: Options, console: Console) -> "Condition":
     import jax
 
     from jaxkv.checkpoints import load
-    from jaxkv.decode import make_layout
     from jaxkv.experiments.batches import RunSpec
     from jaxkv.experiments.driver import Condition
     from jaxkv.models.families import get_preset
+    from jaxkv.rollout import make_layout
 
     asked, data = options.model, options.data
     precision, sampler = read_precision(options.precision), read_sampler(options)
@@ -103,7 +103,7 @@ def _check_uncached(options: Options, layout: "Layout") -> None:
 
         segments(options.decoding.uncached_length, layout)
     else:
-        from jaxkv.generate import uncached_lengths
+        from jaxkv.rollout import uncached_lengths
 
         uncached_lengths(options.decoding.uncached_length, layout)
 

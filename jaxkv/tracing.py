@@ -1,12 +1,13 @@
 """The arms' own programs, recording named values on the way, and replacing some of them.
 
-A traced decoder carries its records in the cache it is handed: prefill, the one-row loop and the recomputation run as
-they are, and what they would have thrown away comes out with the cache. Reading a value may still make XLA fuse its
-neighbours otherwise, so whoever uses a trace compares its logits with those of the untraced arm.
+The records lie in the cache that a program is handed (jaxkv.cache.WatchedCache): prefill, the one-row loop and the
+recomputation run as they are, and what they would have thrown away comes out with the cache. Reading a value may still
+make XLA fuse its neighbours otherwise, so whoever uses a trace compares its logits with those of the untraced arm.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,18 +15,24 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxkv.cache import Cache, KVCache, empty_cache, write_slots
-from jaxkv.decode import Arms, Layout, Rollout, Rows, start_rollout
+from jaxkv.cache import Hook, KVCache, WatchedCache, empty_cache, write_slots
+from jaxkv.config import ModelConfig, Precision
+from jaxkv.decode import Arms
 from jaxkv.interventions.patches import Patch, patch_rows
-from jaxkv.models.alignment import Alignment
-from jaxkv.models.decoder import Decoder
-from jaxkv.models.layers import ATTENTION_SHAPED, Hook, no_hook
+from jaxkv.models.decoder import abstract_decoder
+from jaxkv.models.layers import ATTENTION_SHAPED
+from jaxkv.rollout import Layout, Rollout, Rows, start_rollout
+
+
+def rows_first(name: str, value: jax.Array) -> jax.Array:
+    """A named value as [B, T, ...]."""
+    return jnp.moveaxis(value, 3, 1) if name.startswith(ATTENTION_SHAPED) else value
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class TracedCache(KVCache):
-    """A cache that also holds what was seen.
+class Recorder:
+    """Keeps what is seen, after it has replaced what is asked (jaxkv.cache.Tap).
 
     Attributes:
       seen: name -> [B, S, ...], the value of the row at each slot; attention-shaped values as [B, S, K, G, S].
@@ -35,103 +42,80 @@ class TracedCache(KVCache):
     seen: dict[str, jax.Array]
     patch: Patch | None
 
-
-def rows_first(name: str, value: jax.Array) -> jax.Array:
-    """A named value as [B, T, ...]."""
-    return jnp.moveaxis(value, 3, 1) if name.startswith(ATTENTION_SHAPED) else value
-
-
-class TracedDecoder(Decoder):
-    """A Decoder that records in a TracedCache; with any other cache it is a plain one."""
-
-    def __call__(
+    def watch(
         self,
-        tokens: jax.Array,
+        forward: Callable[[KVCache, Hook], tuple[jax.Array, KVCache]],
+        cache: KVCache,
         positions: jax.Array,
-        cache: Cache,
         slot: jax.Array | int,
-        hook: Hook = no_hook,
-        alignment: Alignment | None = None,
-    ) -> tuple[jax.Array, Any]:
-        """As in Decoder."""
-        if not isinstance(cache, TracedCache):
-            return super().__call__(tokens, positions, cache, slot, hook, alignment)
-        patch = cache.patch
+    ) -> tuple[jax.Array, KVCache, "Recorder"]:
+        """As in Tap. A patch of newest rows makes the call a second time."""
+        patch = self.patch
 
-        def run(cache: TracedCache, again: jax.Array | bool) -> tuple[jax.Array, TracedCache]:
-            seen = dict(cache.seen)
+        def run(cache: KVCache, seen: dict[str, jax.Array], again: jax.Array | bool) -> tuple[Any, Any, Any]:
+            seen = dict(seen)
 
-            def watch(name: str, value: jax.Array) -> jax.Array:
-                value = hook(name, value)
+            def record(name: str, value: jax.Array) -> jax.Array:
                 if patch is not None:
                     value = patch_rows(patch, name, value, positions, slot, jnp.asarray(again))
                 if name in seen:
                     seen[name] = write_slots(seen[name], rows_first(name, value), slot)
                 return value
 
-            hidden, after = Decoder.__call__(self, tokens, positions, cache, slot, watch, alignment)
-            return hidden, dataclasses.replace(cache, k=after.k, v=after.v, positions=after.positions, seen=seen)
+            return *forward(cache, record), seen
 
         if patch is None:
-            return run(cache, False)
+            hidden, cache, seen = run(cache, self.seen, False)
+            return hidden, cache, Recorder(seen, None)
 
-        def once(index: jax.Array, carry: tuple[jax.Array, TracedCache]) -> tuple[jax.Array, TracedCache]:
-            hidden, cache = run(dataclasses.replace(carry[1], patch=patch), index > 0)
-            return jnp.where(index > 0, carry[0], hidden), dataclasses.replace(cache, patch=None)
+        def once(index: jax.Array, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+            hidden, cache, seen = run(*carry[1:], index > 0)
+            return jnp.where(index > 0, carry[0], hidden), cache, seen
 
-        start = jnp.zeros((*tokens.shape, self.config.model_dim), self.precision.activation)
-        hidden, bare = jax.lax.fori_loop(
-            0, 1 + patch.newest.astype(jnp.int32), once, (start, dataclasses.replace(cache, patch=None))
+        shape = jax.eval_shape(run, cache, self.seen, jnp.asarray(False))[0]
+        start = (jnp.zeros(shape.shape, shape.dtype), cache, self.seen)
+        hidden, cache, seen = jax.lax.fori_loop(0, 1 + patch.newest.astype(jnp.int32), once, start)
+        return hidden, cache, Recorder(seen, patch)
+
+
+@functools.lru_cache(maxsize=16)
+def _list_values(config: ModelConfig, precision: Precision) -> dict[str, jax.ShapeDtypeStruct]:
+    """Named values up to `final_norm` of one row over one slot, in order of execution."""
+    graphdef, state = abstract_decoder(config, precision)
+    order: list[str] = []
+
+    def forward(state: nnx.State) -> dict[str, jax.Array]:
+        seen: dict[str, jax.Array] = {}
+
+        def record(name: str, value: jax.Array) -> jax.Array:
+            order.append(name)
+            seen[name] = rows_first(name, value)
+            return value
+
+        row = jnp.zeros((1, 1), jnp.int32)
+        nnx.merge(graphdef, state)(row, row, empty_cache(config, precision, 1, 1), 0, record)
+        return seen
+
+    found = jax.eval_shape(forward, state)
+    return {name: found[name] for name in order}
+
+
+def list_values(arms: Arms, batch: int, slots: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Named values of the decoder up to `final_norm`, in order of execution, as a Recorder keeps them."""
+    return {
+        name: jax.ShapeDtypeStruct(
+            (batch, slots, *value.shape[2:-1], slots if name.startswith(ATTENTION_SHAPED) else value.shape[-1]),
+            value.dtype,
         )
-        return hidden, dataclasses.replace(bare, patch=patch)
+        for name, value in _list_values(arms.config, arms.held).items()
+    }
 
 
-class TracedArms(Arms):
-    """The programs of `arms`, compiled anew around a traced decoder; they take the same prepared weights.
-
-    Raises:
-      ValueError: the arms have an intervention; what is recorded lies in a plain cache.
-    """
-
-    def __init__(self, arms: Arms):
-        if arms.intervention is not None:
-            raise ValueError("values are traced in plain caches; give arms without an intervention")
-        super().__init__(arms.config, arms.precision, arms.sampler, arms.stop_ids, tile=arms.tile)
-        self.held = arms.held
-        model = nnx.eval_shape(lambda: TracedDecoder(arms.config, arms.held, nnx.Rngs(0)))
-        self.graphdef, self.abstract_state = nnx.split(model)
-        self._listed: dict[tuple[int, int], dict[str, jax.ShapeDtypeStruct]] = {}
-
-    def list_values(self, batch: int, slots: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Named values of the decoder up to `final_norm`, in order of execution, as a TracedCache holds them."""
-        if (batch, slots) not in self._listed:
-            self._listed[batch, slots] = self._list_values(batch, slots)
-        return self._listed[batch, slots]
-
-    def _list_values(self, batch: int, slots: int) -> dict[str, jax.ShapeDtypeStruct]:
-        order: dict[str, None] = {}
-
-        def forward(state: nnx.State) -> dict[str, jax.Array]:
-            seen: dict[str, jax.Array] = {}
-
-            def record(name: str, value: jax.Array) -> jax.Array:
-                order[name] = None
-                seen[name] = rows_first(name, value)
-                return value
-
-            row = jnp.zeros((batch, 1), jnp.int32)
-            nnx.merge(self.graphdef, state)(row, row, empty_cache(self.config, self.precision, batch, slots), 0, record)
-            return seen
-
-        found = jax.eval_shape(forward, self.abstract_state)
-        return {name: jax.ShapeDtypeStruct((batch, slots, *found[name].shape[2:]), found[name].dtype) for name in order}
-
-    def make_cache(self, layout: Layout, names: Sequence[str], patch: Patch | None) -> TracedCache:
-        """An empty cache that will record `names`; the patch is copied, since programs take their cache for good."""
-        bare = empty_cache(self.config, self.precision, layout.batch, layout.slots)
-        shapes = self.list_values(layout.batch, layout.slots)
-        seen = {name: jnp.zeros(shapes[name].shape, shapes[name].dtype) for name in names}
-        return TracedCache(bare.k, bare.v, bare.positions, seen, jax.tree.map(jnp.copy, patch))
+def watched_cache(arms: Arms, rows: Rows, layout: Layout, names: Sequence[str], patch: Patch | None) -> WatchedCache:
+    """An empty cache that will record `names`; the patch is copied, since programs take their cache for good."""
+    shapes = list_values(arms, layout.batch, layout.slots)
+    seen = {name: jnp.zeros(shapes[name].shape, shapes[name].dtype) for name in names}
+    return WatchedCache(arms.make_cache(rows, layout), Recorder(seen, jax.tree.map(jnp.copy, patch)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,13 +133,13 @@ class Trace:
     positions: jax.Array
 
 
-def _finish(run: Rollout, cache: KVCache, names: Sequence[str]) -> Trace:
-    assert isinstance(cache, TracedCache)
-    return Trace(run, {name: cache.seen[name] for name in names}, cache.positions)
+def _finish(ended: tuple[Rollout, WatchedCache], names: Sequence[str]) -> Trace:
+    run, cache = ended
+    return Trace(run, {name: cache.tap.seen[name] for name in names}, cache.positions)
 
 
 def trace_cached(
-    arms: TracedArms,
+    arms: Arms,
     state: nnx.State,
     tokens: np.ndarray,
     rows: Rows,
@@ -164,18 +148,12 @@ def trace_cached(
     patch: Patch | None = None,
 ) -> Trace:
     """The cached arm, free-running or forced as `rows` says, in the regime of `arms`."""
-    cache, run = arms.make_cache(layout, names, patch), start_rollout(arms, tokens, rows, layout)
-    end = layout.prompt + layout.new_tokens
-    if arms.tile is None:
-        logits, cache = arms.prefill(state, jnp.asarray(tokens[:, : layout.prefill]), rows, cache)
-        run, cache = arms.cached_loop(state, logits, run, rows, end, cache)
-    else:
-        run, cache = arms.tile_loop(state, run, rows, end, cache, False, False, tile=arms.tile)
-    return _finish(run, cache, names)
+    cache = watched_cache(arms, rows, layout, names, patch)
+    return _finish(arms.run_cached_keeping(state, tokens, rows, layout, cache), names)
 
 
 def trace_uncached(
-    arms: TracedArms,
+    arms: Arms,
     state: nnx.State,
     tokens: np.ndarray,
     rows: Rows,
@@ -193,13 +171,11 @@ def trace_uncached(
       arms: programs.
       state: weights.
       tokens: [B, S] the text.
-      rows: of the batch, all forced (generate.force).
+      rows: of the batch, all forced (rollout.force).
       layout: of the batch.
       names: what to record.
       patch: what to replace.
       stepwise: whether to recompute at each step all the same, which a patch of newest rows needs.
     """
-    cache, run = arms.make_cache(layout, names, patch), start_rollout(arms, tokens, rows, layout)
-    end, tile = layout.prompt + layout.new_tokens, arms.tile or layout.slots
-    run, cache = arms.tile_loop(state, run, rows, end, cache, stepwise, not stepwise, tile=tile)
-    return _finish(run, cache, names)
+    cache, run = watched_cache(arms, rows, layout, names, patch), start_rollout(arms, tokens, rows, layout)
+    return _finish(arms.run_uncached_keeping(state, run, rows, layout, check=not stepwise, cache=cache), names)

@@ -10,8 +10,9 @@ from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.experiments.attribution import run as attribution
 from jaxkv.experiments.attribution.record import VARIANTS
-from jaxkv.experiments.attribution.run import Attribution, align_arms, run_pair
+from jaxkv.experiments.attribution.run import Attribution, run_pair
 from jaxkv.experiments.batches import Item, RunSpec
+from jaxkv.models.alignment import align
 
 TILE = 4
 SPEC = RunSpec(new_tokens=12, batch_size=2, padding="left", bucket=8)
@@ -23,7 +24,7 @@ def make_arms(family="mistral", precision="fp16", layers=2):
 
 def differing(arms, state, variant, reference, rows, layout):
     """Steps at which a variant's arms differ in a bit."""
-    pair = run_pair(align_arms(arms, TILE, VARIANTS[variant]), state, reference, rows, layout)
+    pair = run_pair(arms, state, reference, rows, layout, align(TILE, VARIANTS[variant]))
     counted = np.arange(layout.new_tokens) < np.asarray(reference.lengths)[:, None]
     assert counted.sum() > 8
     differs = attribution.bits(pair.cached.logits) != attribution.bits(pair.uncached.logits)

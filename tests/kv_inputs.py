@@ -10,12 +10,13 @@ from jaxkv.cache import empty_cache
 from jaxkv.checkpoints import load
 from jaxkv.checkpoints.checkpoint import Checkpoint
 from jaxkv.config import make_precision
-from jaxkv.decode import Arms, make_layout, make_rows
+from jaxkv.decode import Arms
 from jaxkv.interventions.cache_errors import CacheError, make_keys, site_number
 from jaxkv.interventions.quantizers.base import Quantizer
 from jaxkv.interventions.quantizers.integers import Integer
 from jaxkv.interventions.quantizers.kvarn import KVarN
 from jaxkv.interventions.quantizers.turboquant import TurboQuant
+from jaxkv.rollout import make_layout, make_rows
 from jaxkv.tasks import arith
 
 TOKENS = 512

@@ -9,10 +9,11 @@ from small_models import PRESETS, small_config
 
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.config import ModelConfig, make_precision
-from jaxkv.decode import Arms, make_layout, make_rows
+from jaxkv.decode import Arms
 from jaxkv.interventions.quantized_cache import Quantization
 from jaxkv.interventions.quantizers import parse_cache_quant
 from jaxkv.models.decoder import Decoder
+from jaxkv.rollout import make_layout, make_rows
 
 HEAD_DIM = 32
 FAMILIES = tuple(PRESETS)
@@ -37,12 +38,14 @@ def wide_state(family: str = "mistral", precision: str = "fp16", layers: int = 2
 
 
 @functools.cache
-def wide_arms(
-    family: str = "mistral", precision: str = "fp16", spec: str | None = None, layers: int = 2, **options
-) -> Arms:
-    """Arms whose cache is quantized as `spec` says; clean ones without it."""
-    changed = None if spec is None else Quantization(parse_cache_quant(spec))
-    return Arms(wide_config(family, layers), make_precision(precision), intervention=changed, **options)
+def wide_arms(family: str = "mistral", precision: str = "fp16", layers: int = 2, **options) -> Arms:
+    """Arms of such a model."""
+    return Arms(wide_config(family, layers), make_precision(precision), **options)
+
+
+def quantized(spec: str | None) -> Quantization | None:
+    """The change of a cache that `spec` asks for; None for None."""
+    return None if spec is None else Quantization(parse_cache_quant(spec))
 
 
 def set_up(prompts: list[list[int]], new_tokens: int, problems: list[int] | None = None, bucket: int = 8):

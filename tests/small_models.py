@@ -9,11 +9,11 @@ from flax import nnx
 
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.config import ModelConfig, make_precision
-from jaxkv.decode import Arms, Layout, Rollout, Rows, make_layout, make_rows, start_rollout
+from jaxkv.decode import Arms
 from jaxkv.experiments.driver import run_missing
-from jaxkv.generate import run_uncached
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.families import get_preset
+from jaxkv.rollout import Layout, Rollout, Rows, make_layout, make_rows, start_rollout
 from jaxkv.sampling import make_sampler
 
 PRESETS = {
@@ -100,7 +100,7 @@ def step_uncached(
     arms: Arms, state: nnx.State, tokens: np.ndarray, rows: Rows, layout: Layout, length: str = "padded"
 ) -> Rollout:
     """The uncached arm stepped from where `tokens` and `rows` start."""
-    return run_uncached(arms, state, start_rollout(arms, tokens, rows, layout), rows, layout, length)
+    return arms.run_uncached(state, start_rollout(arms, tokens, rows, layout), rows, layout, length)
 
 
 def taken(run: Rollout, layout: Layout) -> list[list[int]]:

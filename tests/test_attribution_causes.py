@@ -7,10 +7,8 @@ from cases import daily
 from small_models import make_prompts, set_up, small_state
 
 from jaxkv.experiments.attribution.record import ALL, ALL_BUT, ALONE, FENCED, PLAIN, VARIANTS
-from jaxkv.experiments.attribution.run import align_arms
-from jaxkv.generate import run_cached
 from jaxkv.models import layers
-from jaxkv.models.alignment import CLASSES
+from jaxkv.models.alignment import CLASSES, align
 
 PLANTS = {
     "qkv": lambda spec, w, config: spec == "btd,fd->btf" and w.shape[0] == config.num_query_heads * config.head_dim,
@@ -56,7 +54,7 @@ def test_a_planted_cause_is_attributed_to_its_class_and_no_other(op_class, monke
     plant(monkeypatch, op_class, arms.config)
     state = arms.prepare(small_state("llama", "fp16", layers=1))
     layout, tokens, rows = set_up(make_prompts((4, 9)))
-    reference = run_cached(align_arms(arms, TILE, VARIANTS[FENCED]), state, tokens, rows, layout)
+    reference, _ = arms.run_cached_keeping(state, tokens, rows, layout, align=align(TILE, VARIANTS[FENCED]))
     variants = [v for v in VARIANTS if v != PLAIN or op_class == "mlp"]  # the plain programs are the slow half
     found = {v: differing(arms, state, v, reference, rows, layout) for v in variants}
     clean = {ALL, ALONE[op_class], ALONE["decode"]} | {ALL_BUT[c] for c in CLASSES if c != op_class}

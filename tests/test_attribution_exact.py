@@ -6,8 +6,7 @@ from cases import daily
 from small_models import make_prompts, set_up, small_state
 
 from jaxkv.experiments.attribution.record import ALL, FENCED, VARIANTS
-from jaxkv.experiments.attribution.run import align_arms
-from jaxkv.generate import run_cached
+from jaxkv.models.alignment import align
 
 # llama in fp16 is in test_attribution_causes.py, mistral in fp32 in test_attribution.py.
 CASES = [
@@ -23,8 +22,7 @@ def test_all_aligned_is_exact(family, precision):
     arms = make_arms(family, precision, layers=1 + deep)
     state = arms.prepare(small_state(family, precision, layers=1 + deep))
     layout, tokens, rows = set_up(make_prompts((4, 9)))
-    free = align_arms(arms, TILE, VARIANTS[ALL])
-    reference = run_cached(free, state, tokens, rows, layout)
+    reference, _ = arms.run_cached_keeping(state, tokens, rows, layout, align=align(TILE, VARIANTS[ALL]))
     assert differing(arms, state, ALL, reference, rows, layout) == 0
     if precision == "fp32":  # there the programs do differ
         assert differing(arms, state, FENCED, reference, rows, layout) > 8

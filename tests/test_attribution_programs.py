@@ -9,9 +9,10 @@ import pytest
 from attribution_runs import TILE, make_arms
 from small_models import PRESETS, make_prompts, same_bits, set_up, small_state
 
-from jaxkv.decode import empty_cache, start_rollout
+from jaxkv.decode import empty_cache
 from jaxkv.models import alignment
 from jaxkv.models.alignment import CLASSES, Alignment, make_alignment, make_rowwise
+from jaxkv.rollout import start_rollout
 
 
 def equations(jaxpr):

@@ -9,16 +9,14 @@ import pytest
 import quantized_models
 from cases import daily
 from jax import export
-from quantized_models import FAMILIES, set_up
+from quantized_models import FAMILIES, quantized, set_up
 from small_models import SAMPLERS, make_prompts, same_bits
 
+from jaxkv.cache import KVCache
 from jaxkv.config import make_precision
-from jaxkv.decode import Arms, start_rollout
+from jaxkv.decode import Arms
 from jaxkv.errors import UserError
-from jaxkv.generate import force, make_cache, run_cached, run_cached_keeping, run_uncached_keeping, start_forced
-from jaxkv.interventions.quantized_cache import Quantization
-from jaxkv.interventions.quantizers import parse_cache_quant
-from jaxkv.tracing import TracedArms
+from jaxkv.rollout import force, start_rollout
 
 wide_arms, wide_config, wide_state = (  # one layer is quicker to compile
     functools.partial(make, layers=1)
@@ -32,10 +30,11 @@ UNEQUAL = (4, 7, 6)
 def run(family, precision, spec=None, lengths=UNEQUAL, seeds=(0, 1, 2), sampler="temperature"):
     """A free run with left padding."""
     options = {"sampler": SAMPLERS[sampler]}
-    arms = wide_arms(family, precision, spec, **options)
+    arms = wide_arms(family, precision, **options)
     prompts = [make_prompts((n,), seed)[0] for n, seed in zip(lengths, seeds, strict=True)]
     layout, tokens, rows = set_up(prompts, NEW_TOKENS, list(seeds))
-    return run_cached_keeping(arms, arms.prepare(wide_state(family, precision)), tokens, rows, layout)
+    state, cache = arms.prepare(wide_state(family, precision)), arms.make_cache(rows, layout, quantized(spec))
+    return arms.run_cached_keeping(state, tokens, rows, layout, cache)
 
 
 @pytest.mark.parametrize("family", daily(["mistral"], FAMILIES))
@@ -86,28 +85,24 @@ def test_neighbours_change_no_bit(spec):
 
 def test_a_forced_run_follows_the_clean_one():
     reference, _ = run("mistral", "fp16", sampler="greedy")
-    arms = wide_arms("mistral", "fp16", "int2", sampler=SAMPLERS["greedy"])
+    arms = wide_arms("mistral", "fp16", sampler=SAMPLERS["greedy"])
     layout, _, rows = set_up([make_prompts((n,), seed)[0] for seed, n in enumerate(UNEQUAL)], NEW_TOKENS)
     forced = force(rows, reference)
     state = arms.prepare(wide_state("mistral", "fp16"))
-    along = run_cached(arms, state, np.asarray(reference.tokens), forced, layout)
+    cache = arms.make_cache(forced, layout, quantized("int2"))
+    along, _ = arms.run_cached_keeping(state, np.asarray(reference.tokens), forced, layout, cache)
     assert same_bits(along.tokens, reference.tokens)
     assert same_bits(along.lengths, reference.lengths)
     assert not same_bits(along.logits, reference.logits)
     assert not same_bits(along.choices, reference.choices)
 
 
-def test_what_is_refused():
-    config, precision = wide_config(), make_precision("fp16")
-    changed = Quantization(parse_cache_quant("int8"))
-    with pytest.raises(UserError, match="no aligned regime"):
-        Arms(config, precision, tile=8, intervention=changed)
-    arms = wide_arms("mistral", "fp16", "int8")
+def test_the_aligned_regime_is_refused():
     layout, _, rows = set_up(make_prompts((4,)), NEW_TOKENS)
-    with pytest.raises(ValueError, match="traced in plain caches"):
-        TracedArms(arms)
-    with pytest.raises(ValueError, match="no cache to change"):
-        run_uncached_keeping(arms, None, start_forced(arms, run("mistral", "fp16")[0], rows, layout), rows, layout)
+    arms = Arms(wide_config(), make_precision("fp16"), tile=8)
+    assert isinstance(arms.make_cache(rows, layout), KVCache)
+    with pytest.raises(UserError, match="no aligned regime"):
+        arms.make_cache(rows, layout, quantized("int8"))
 
 
 @pytest.mark.parametrize(
@@ -118,10 +113,10 @@ def test_what_is_refused():
     ),
 )
 def test_programs_lower_for_every_device(spec):
-    arms = wide_arms("gemma2", "bf16", spec, backend="cuda")
+    arms = wide_arms("gemma2", "bf16", backend="cuda")
     layout, tokens, rows = set_up(make_prompts((5, 7)), NEW_TOKENS)
     start = jax.eval_shape(lambda: start_rollout(arms, tokens, rows, layout))
-    cache = jax.eval_shape(lambda: make_cache(arms, rows, layout))
+    cache = jax.eval_shape(lambda: arms.make_cache(rows, layout, quantized(spec)))
     logits = jax.ShapeDtypeStruct((2, arms.config.vocab_size), arms.precision.logits)
     prompt = jax.ShapeDtypeStruct((2, layout.prefill), jnp.int32)
     end = jax.ShapeDtypeStruct((), jnp.int32)

@@ -21,10 +21,10 @@ from jaxkv import decode
 from jaxkv.audit import audit_rows
 from jaxkv.cache import empty_cache
 from jaxkv.compare import FIELDS, compare_logits
-from jaxkv.decode import Arms, slot_positions
-from jaxkv.generate import run_cached
+from jaxkv.decode import Arms
 from jaxkv.models.layers import ATTENTION_SHAPED, visible
 from jaxkv.reporting import metrics
+from jaxkv.rollout import slot_positions
 
 V = 37
 DTYPES = [jnp.float16, jnp.bfloat16, jnp.float32]
@@ -190,7 +190,7 @@ def audited(family, precision, state=None, lengths=(7, 3), limit=NEW_TOKENS):
     state = arms.prepare(state or small_state(family, precision))
     layout, tokens, rows = set_up(make_prompts(lengths))
     rows = dataclasses.replace(rows, limit=jnp.full(len(lengths), layout.prompt + limit, jnp.int32))
-    run = run_cached(arms, state, tokens, rows, layout)
+    run = arms.run_cached(state, tokens, rows, layout)
     return arms, state, layout, run, rows, audit_rows(arms, state, run, rows)
 
 

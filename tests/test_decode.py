@@ -27,10 +27,10 @@ from small_models import (
 from jaxkv.cache import empty_cache
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.config import make_precision
-from jaxkv.decode import PAD_ID, Arms, Layout, make_layout, round_up, start_rollout
+from jaxkv.decode import Arms
 from jaxkv.drafts import first_disagreement, free_stepwise
 from jaxkv.errors import UserError
-from jaxkv.generate import force, run_cached, uncached_lengths
+from jaxkv.rollout import PAD_ID, Layout, force, make_layout, round_up, start_rollout, uncached_lengths
 
 small_arms, small_config, small_state = (  # one layer is quicker to compile
     functools.partial(make, layers=1)
@@ -117,7 +117,7 @@ def test_free_run_keeps_a_rows_own_limit():
 # Where a row ends.
 
 
-@pytest.mark.parametrize("arm", [run_cached, step_uncached])
+@pytest.mark.parametrize("arm", [Arms.run_cached, step_uncached])
 def test_a_row_ends_at_its_stop_token_and_the_loop_with_the_last_row(arm):
     layout, tokens, rows = set_up(make_prompts((7, 7, 7), seed=3), seed=4)
     endless = small_arms("mistral", "fp32", "temperature")
@@ -137,7 +137,7 @@ def test_a_row_ends_at_its_stop_token_and_the_loop_with_the_last_row(arm):
     assert not np.asarray(run.logits)[:, longest:].any()
 
 
-@pytest.mark.parametrize("arm", [run_cached, step_uncached])
+@pytest.mark.parametrize("arm", [Arms.run_cached, step_uncached])
 def test_limits(arm):
     arms = small_arms()
     layout, tokens, rows = set_up(make_prompts((7, 7, 7)))
@@ -149,7 +149,7 @@ def test_limits(arm):
     assert taken(run, layout) == [row[:n] for row, n in zip(taken(full, layout), (0, 3, 5), strict=True)]
 
 
-@pytest.mark.parametrize("arm", [run_cached, step_uncached])
+@pytest.mark.parametrize("arm", [Arms.run_cached, step_uncached])
 def test_non_finite_logits_end_their_row_alone(arm):
     """A row whose token has an infinite embedding breaks at the next step; its neighbours keep every bit."""
     arms = small_arms("mistral", "fp16", "temperature")
@@ -214,8 +214,8 @@ def test_runs_repeat_bit_for_bit_and_arms_agree_in_fp32(family):
     arms = small_arms(family)
     state = prepared(arms, "fp32", family)
     layout, tokens, rows = set_up(make_prompts((7, 3, 5)))
-    cached, uncached = (arm(arms, state, tokens, rows, layout) for arm in (run_cached, step_uncached))
-    assert same_bits(cached, run_cached(arms, state, tokens, rows, layout))
+    cached, uncached = (arm(arms, state, tokens, rows, layout) for arm in (Arms.run_cached, step_uncached))
+    assert same_bits(cached, arms.run_cached(state, tokens, rows, layout))
     assert same_bits(uncached, step_uncached(arms, state, tokens, rows, layout))
     assert taken(cached, layout) == taken(uncached, layout)
     np.testing.assert_allclose(cached.logits, uncached.logits, **FP32_LOGITS)
@@ -231,7 +231,7 @@ def test_widened_weights_differ_by_roundings_alone(family, precision):
     for backend in (None, "cuda"):
         arms = small_arms(family, precision, backend=backend)
         state = prepared(arms, precision, family)
-        runs.append([arm(arms, state, tokens, rows, layout) for arm in (run_cached, step_uncached)])
+        runs.append([arm(arms, state, tokens, rows, layout) for arm in (Arms.run_cached, step_uncached)])
     unit = float(jnp.finfo(make_precision(precision).logits).eps)
     for wide, narrow in zip(*runs, strict=True):
         wide, narrow = (np.asarray(run.logits[:, :6], np.float64) for run in (wide, narrow))
@@ -245,7 +245,7 @@ def test_widening_leaves_32_bits_alone():
 
 
 @pytest.mark.parametrize("sampler", ["greedy", "temperature"])
-@pytest.mark.parametrize("arm", [run_cached, step_uncached])
+@pytest.mark.parametrize("arm", [Arms.run_cached, step_uncached])
 def test_left_padding_changes_no_token_in_fp32(arm, sampler):
     arms = small_arms("mistral", "fp32", sampler)
     state = prepared(arms, "fp32")
@@ -283,9 +283,9 @@ def test_forcing_leaves_the_arms_own_choices_beside_the_tokens():
     arms = small_arms("mistral", "fp32", "temperature")
     state = prepared(arms, "fp32")
     layout, tokens, rows = set_up(make_prompts((7, 7, 7)))
-    foreign = run_cached(arms, state, tokens, dataclasses.replace(rows, seed=jnp.asarray(9, jnp.int32)), layout)
+    foreign = arms.run_cached(state, tokens, dataclasses.replace(rows, seed=jnp.asarray(9, jnp.int32)), layout)
     forced_rows = force(rows, foreign)
-    cached = run_cached(arms, state, np.asarray(foreign.tokens), forced_rows, layout)
+    cached = arms.run_cached(state, np.asarray(foreign.tokens), forced_rows, layout)
     uncached = step_uncached(arms, state, np.asarray(foreign.tokens), forced_rows, layout)
     assert taken(cached, layout) == taken(uncached, layout) == taken(foreign, layout)
     np.testing.assert_array_equal(cached.choices, uncached.choices)

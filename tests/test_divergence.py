@@ -12,15 +12,15 @@ from small_models import SAMPLERS, changed_state, small_config, small_state
 from jaxkv.checkpoints import ByteTokenizer
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.config import make_precision
-from jaxkv.decode import Arms, Layout
+from jaxkv.decode import Arms
 from jaxkv.errors import UserError
 from jaxkv.experiments.batches import Item, RunSpec, plan_batches
 from jaxkv.experiments.divergence.record import CONTROLS
 from jaxkv.experiments.divergence.run import Divergence, compare_row, control_length, run_batch
 from jaxkv.experiments.driver import run_missing
-from jaxkv.generate import uncached_lengths
 from jaxkv.records import to_record
 from jaxkv.reporting import metrics
+from jaxkv.rollout import Layout, uncached_lengths
 
 TOKENIZER = ByteTokenizer()
 V = TOKENIZER.vocab_size

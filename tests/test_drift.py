@@ -18,7 +18,7 @@ from small_models import WINDOWED, changed_state, make_prompts, run_all, small_c
 from jaxkv.cache import empty_cache
 from jaxkv.checkpoints.fill import flat_paths
 from jaxkv.config import make_precision
-from jaxkv.decode import Arms, slot_positions
+from jaxkv.decode import Arms
 from jaxkv.errors import UserError
 from jaxkv.experiments.batches import Item, RunSpec, plan_batches
 from jaxkv.experiments.drift import run as drift
@@ -28,10 +28,10 @@ from jaxkv.experiments.drift.run import Drift, plan_bins, repeat_kv_heads, trace
 from jaxkv.experiments.driver import run_missing
 from jaxkv.experiments.first_difference import fed_slots
 from jaxkv.experiments.traced_runs import run_reference
-from jaxkv.generate import force
 from jaxkv.models.decoder import abstract_decoder
 from jaxkv.records import to_line, to_record
-from jaxkv.tracing import TracedArms, trace_cached, trace_uncached
+from jaxkv.rollout import force, slot_positions
+from jaxkv.tracing import list_values, trace_cached, trace_uncached, watched_cache
 
 RUN = {"fingerprint": "ab"}
 SPEC = RunSpec(new_tokens=6, batch_size=2, padding="left", bucket=8)
@@ -45,11 +45,9 @@ def to_markdown(summary):
 @pytest.fixture(autouse=True)
 def compile_once(monkeypatch):
     """Programs of the same arms are compiled once for all tests."""
-    monkeypatch.setattr(drift, "TracedArms", watch_arms)
     monkeypatch.setattr(drift, "Arms", repeat_arms)
 
 
-watch_arms = functools.cache(TracedArms)
 repeat_arms = functools.cache(Arms)
 
 
@@ -123,9 +121,9 @@ def test_the_embedding_never_drifts_and_the_rest_does():
 def test_figures_are_those_of_the_values():
     arms, state = make_arms("mistral", "fp32")
     reference = run_reference(arms, state, plan_batches(ITEMS, SPEC)[0], SPEC)
-    traced, layout = watch_arms(arms), reference.layout
-    names = [n for n in traced.list_values(2, layout.slots) if n.split(".")[0] in TENSORS]
-    pair = trace_pair(traced, state, reference, names)
+    layout = reference.layout
+    names = [n for n in list_values(arms, 2, layout.slots) if n.split(".")[0] in TENSORS]
+    pair = trace_pair(arms, state, reference, names)
     row, record = 1, small_run()[1]
     fed = fed_slots(reference.rows, layout, reference.cached.lengths, row) & (np.arange(layout.slots) >= layout.prompt)
     for tensor in TENSORS:
@@ -143,15 +141,15 @@ def test_figures_are_those_of_the_values():
 def test_watched_keys_and_values_are_those_of_the_cache():
     arms, state = make_arms("mistral", "fp32")
     reference = run_reference(arms, state, plan_batches(ITEMS, SPEC)[0], SPEC)
-    traced, names = watch_arms(arms), ["k.0", "v.1"]
-    given = (traced, state, reference.text, reference.forced, reference.layout, names)
+    names = ["k.0", "v.1"]
+    given = (arms, state, reference.text, reference.forced, reference.layout, names)
     cached = trace_cached(*given)
-    cache = traced.make_cache(reference.layout, names, None)
+    cache = watched_cache(arms, reference.rows, reference.layout, names, None)
     prompts = jnp.asarray(reference.text[:, : reference.layout.prefill])
-    _, cache = traced.prefill(state, prompts, reference.rows, cache)
+    _, cache = arms.prefill(state, prompts, reference.rows, cache)
     prompt = reference.layout.prompt
-    np.testing.assert_array_equal(cache.k[0][:, :prompt], cached.values["k.0"][:, :prompt])
-    np.testing.assert_array_equal(cache.v[1][:, :prompt], cached.values["v.1"][:, :prompt])
+    np.testing.assert_array_equal(cache.cache.k[0][:, :prompt], cached.values["k.0"][:, :prompt])
+    np.testing.assert_array_equal(cache.cache.v[1][:, :prompt], cached.values["v.1"][:, :prompt])
     assert cached.positions.max() == prompt + int(reference.cached.lengths.max()) - 2 - int(reference.rows.first.min())
 
 
@@ -159,11 +157,11 @@ def test_uncached_values_of_a_row_do_not_depend_on_what_follows():
     """So one pass over the whole text has the values of the recomputation at each step."""
     arms, state = make_arms("mistral", "fp32")
     reference = run_reference(arms, state, plan_batches(ITEMS, SPEC)[0], SPEC)
-    traced, names = watch_arms(arms), ["k.1", "attn_out.1", "resid_pre.2"]
-    whole = trace_uncached(traced, state, reference.text, reference.forced, reference.layout, names)
+    names = ["k.1", "attn_out.1", "resid_pre.2"]
+    whole = trace_uncached(arms, state, reference.text, reference.forced, reference.layout, names)
     short = copy.copy(reference.cached)
     short = dataclasses.replace(short, lengths=jnp.minimum(short.lengths, 3))
-    cut = trace_uncached(traced, state, reference.text, force(reference.rows, short), reference.layout, names)
+    cut = trace_uncached(arms, state, reference.text, force(reference.rows, short), reference.layout, names)
     end = reference.layout.prompt + 2
     for name in names:
         np.testing.assert_array_equal(whole.values[name][:, :end], cut.values[name][:, :end])

@@ -1,6 +1,6 @@
 """The walk names the operation, layer and position at which a planted bug enters, and nothing where there is none."""
 
-import copy
+import contextlib
 import dataclasses
 import functools
 from unittest import mock
@@ -12,12 +12,14 @@ from cases import daily
 from planted_bugs import input_not_cast
 from small_models import PRESETS, WINDOWED, changed_state, make_prompts, small_config, small_state
 
+from jaxkv import tracing
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.experiments.batches import Batch, Item, RunSpec, lay_out
-from jaxkv.experiments.first_difference import compare_traces, fed_slots, find_first, walk_arms
+from jaxkv.experiments.first_difference import compare_traces, fed_slots, find_first, names_that_fit
 from jaxkv.models import decoder, layers
-from jaxkv.tracing import TracedArms, trace_cached
+from jaxkv.rollout import force
+from jaxkv.tracing import trace_cached, trace_uncached
 
 TILE, WINDOW = 4, 9
 LENGTHS = (14, 11)  # longer than the window
@@ -27,29 +29,12 @@ BATCH = Batch(tuple(Item(4 + i, tuple(p), "") for i, p in enumerate(make_prompts
 
 @functools.cache
 def clean_arms(family):
-    return TracedArms(Arms(small_config(family), make_precision("fp16"), tile=TILE))
+    return Arms(small_config(family), make_precision("fp16"), tile=TILE)
 
 
 def other_arms(family, **changes):
     config = dataclasses.replace(small_config(family), **changes)
-    return TracedArms(Arms(config, make_precision("fp16"), tile=TILE))
-
-
-def planted(family, bug):
-    """Arms whose programs are traced under a bug."""
-    arms = TracedArms(clean_arms(family))
-
-    def under_bug(function):
-        def call(*args, **kwargs):
-            with bug():
-                return function(*args, **kwargs)
-
-        return call
-
-    result = copy.copy(arms)
-    for name in ("tile_loop", "list_values"):
-        setattr(result, name, under_bug(getattr(arms, name)))
-    return result
+    return Arms(config, make_precision("fp16"), tile=TILE)
 
 
 @functools.cache
@@ -81,8 +66,8 @@ def keys_cut_to_bf16():
 def positions_off_by_one():
     original = decoder.Decoder.__call__
 
-    def call(self, tokens, positions, *rest):
-        return original(self, tokens, jnp.where(positions < 0, positions, positions + 1), *rest)
+    def call(self, tokens, positions, *rest, **named):
+        return original(self, tokens, jnp.where(positions < 0, positions, positions + 1), *rest, **named)
 
     return mock.patch.object(decoder.Decoder, "__call__", call)
 
@@ -117,8 +102,24 @@ CASES += [(family, "window off by one") for family in WINDOWED]
 CASES += [("gemma2", "softcap dropped"), ("gemma2", "final softcap dropped")]
 
 
-def walk(cached, family):
-    return walk_arms(cached, clean_arms(family), state_of(family), BATCH, SPEC)
+def walk(cached, family, bug=contextlib.nullcontext):
+    """Problem -> the first value in which arms part from clean ones along the cached one's tokens; None if none.
+
+    Their programs are traced under the bug, and so are the dtypes that they are watched in.
+    """
+    clean, state = clean_arms(family), state_of(family)
+    layout, tokens, rows = lay_out(BATCH, SPEC, clean.config, TILE)
+    names = names_that_fit(clean, layout)
+    with bug():
+        tracing._list_values.cache_clear()
+        a = trace_cached(cached, state, tokens, rows, layout, names)
+    tracing._list_values.cache_clear()
+    b = trace_uncached(clean, state, np.asarray(a.run.tokens), force(rows, a.run), layout, names)
+    gaps = compare_traces(a, b, rows, layout)
+    return {
+        item.problem: find_first(gaps, fed_slots(rows, layout, a.run.lengths, row), int(rows.first[row]), row)
+        for row, item in enumerate(BATCH.items)
+    }
 
 
 OFTEN = [("gemma2" if "softcap" in bug else "mistral", bug) for bug in BUGS | CONFIGS]
@@ -128,11 +129,10 @@ OFTEN = [("gemma2" if "softcap" in bug else "mistral", bug) for bug in BUGS | CO
 def test_a_planted_bug_is_found_and_named(family, bug):
     if bug in BUGS:
         plant, expected = BUGS[bug]
-        arms = planted(family, plant)
+        found = walk(other_arms(family), family, plant)
     else:
         changes, expected = CONFIGS[bug]
-        arms = other_arms(family, **changes)
-    found = walk(arms, family)
+        found = walk(other_arms(family, **changes), family)
     assert set(found) == {4, 5}
     named = [str(difference) for difference in found.values()]
     if bug == "final softcap dropped":  # logits begin with the last prompt row
@@ -160,7 +160,7 @@ def small_trace():
 def first_of(trace, row=0):
     own, rows, layout = small_trace()
     counted = fed_slots(rows, layout, own.run.lengths, row)
-    return find_first(compare_traces(trace, own, rows, layout), row, counted, int(rows.first[row]))
+    return find_first(compare_traces(trace, own, rows, layout), counted, int(rows.first[row]), row)
 
 
 def changed(**values):

@@ -16,16 +16,16 @@ from cases import daily
 from planted_bugs import input_not_cast, lost, positions_off, window_off
 from small_models import PRESETS, SAMPLERS, STOP_IDS, VOCAB, WINDOWED, changed_state, small_config, small_state, taken
 
-from jaxkv import generate
+from jaxkv import decode
 from jaxkv.cache import KVCache, empty_cache
 from jaxkv.config import make_precision
-from jaxkv.decode import Arms, make_layout, make_rows
+from jaxkv.decode import Arms
 from jaxkv.errors import UserError
 from jaxkv.experiments.batches import Item, RunSpec
 from jaxkv.experiments.gate import first_cache_difference, run_gate
 from jaxkv.experiments.probe import probe_state, probe_tolerance
-from jaxkv.generate import run_cached_keeping, run_forced
 from jaxkv.models import decoder, layers
+from jaxkv.rollout import make_layout, make_rows
 
 FP32_LOGITS = {"rtol": 0, "atol": 5e-5}
 TILE, NEW_TOKENS = 8, 12
@@ -181,8 +181,8 @@ def both_arms(bug, family, precision):
     prompts = [list(item.prompt) for item in ITEMS]
     layout = make_layout(prompts, NEW_TOKENS, 8, clean.config, TILE)
     tokens, rows = make_rows(prompts, [item.problem for item in ITEMS], 0, layout)
-    cached, _ = run_cached_keeping(buggy_arms(bug, family, precision), state, tokens, rows, layout)
-    return cached, run_forced(clean, state, cached, rows, layout)
+    cached, _ = buggy_arms(bug, family, precision).run_cached_keeping(state, tokens, rows, layout)
+    return cached, clean.run_forced(state, cached, rows, layout)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_a_cache_of_another_dtype_is_found(precision, cache, family):
     names = {"fp16": "float16", "bf16": "bfloat16"}
     assert f"whose cache is {names[precision]}" in message
     assert re.search(
-        rf"first in k of layer 0 at position 0 \(max \|diff\| \S+, {names[cache]} beside {names[precision]}", message
+        rf"first in k of layer 0 at position 0 \({names[cache]} beside {names[precision]}, max \|diff\| ", message
     )
 
 
@@ -247,7 +247,7 @@ def test_a_row_that_overflows_in_both_arms_passes_and_in_one_does_not():
     prompts = [list(item.prompt) for item in ITEMS]
     layout = make_layout(prompts, NEW_TOKENS, 8, arms.config, TILE)
     tokens, rows = make_rows(prompts, [4, 5], 0, layout)
-    run, _ = run_cached_keeping(arms, arms.prepare(clean), tokens, rows, layout)
+    run, _ = arms.run_cached_keeping(arms.prepare(clean), tokens, rows, layout)
     bad = next(t for t in taken(run, layout)[0][1:] if t not in STOP_IDS)
     short = [Item(i, tuple(t for t in item.prompt if t != bad)[:9], "") for i, item in enumerate(ITEMS)]
     head = {"head": (bad, slice(None))}
@@ -329,7 +329,7 @@ def test_plain_logits_of_another_row_are_found():
 
 def test_a_cache_that_all_programs_make_in_another_dtype_is_found(monkeypatch):
     other = dataclasses.replace(make_precision("fp16"), cache=jnp.bfloat16)
-    monkeypatch.setattr(generate, "empty_cache", lambda config, _, *sizes: empty_cache(config, other, *sizes))
+    monkeypatch.setattr(decode, "empty_cache", lambda config, _, *sizes: empty_cache(config, other, *sizes))
     arms = new_arms("mistral", "fp16", TILE)
     message = found(lambda: run_gate(arms, arms, state_of("mistral", "fp16"), ITEMS, SPEC, 2))
     assert "from the precision, whose cache is float16 and theirs bfloat16" in message
@@ -345,9 +345,10 @@ def test_the_first_difference_is_that_of_the_lowest_position():
     assert first_cache_difference(a, a, first, filled) is None
     v = a.v[1].at[0, 4, 0, 0].set(0.5).at[1, 5, 0, 0].set(-2.0)
     other = dataclasses.replace(a, v=(a.v[0], v))
-    assert str(first_cache_difference(a, other, first, filled)) == "first in v of layer 1 at position 2 (max |diff| 2)"
+    found = first_cache_difference(a, other, first, filled)
+    assert (found.op, found.layer, found.position, found.max_abs) == ("v", 1, 2, 2)
     zero = dataclasses.replace(a, k=(-a.k[0], a.k[1]))
-    assert first_cache_difference(a, zero, first, filled).tensor == "k"  # -0 is not +0
+    assert first_cache_difference(a, zero, first, filled).op == "k"  # -0 is not +0
     assert first_cache_difference(a, other, first, filled & (np.arange(8) < 4)) is None
     moved = dataclasses.replace(a, positions=a.positions.at[1, 7].set(4))
     assert first_cache_difference(a, moved, first, filled, tolerance=0.5).position == 4

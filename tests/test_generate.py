@@ -26,9 +26,9 @@ from small_models import (
 
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.config import make_precision
-from jaxkv.decode import Arms, make_layout, make_rows
+from jaxkv.decode import Arms
 from jaxkv.drafts import Forced, first_disagreement, free_by_drafts
-from jaxkv.generate import run_cached, run_cached_keeping, run_forced
+from jaxkv.rollout import make_layout, make_rows
 
 small_config, small_state = (  # one layer is quicker to compile; two are gated and attributed
     functools.partial(make, layers=1) for make in (small_models.small_config, small_models.small_state)
@@ -77,9 +77,9 @@ def test_aligned_arms_are_bit_equal(family, precision, sampler):
     state = arms.prepare(small_state(family, precision))
     layout, tokens, rows = set_up(arms, seed=5)
     assert int(rows.first.max()) > 0  # left padding
-    cached = run_cached(arms, state, tokens, rows, layout)
+    cached = arms.run_cached(state, tokens, rows, layout)
     assert_same_run(cached, step_uncached(arms, state, tokens, rows, layout), layout)
-    forced = run_forced(arms, state, cached, rows, layout)
+    forced = arms.run_forced(state, cached, rows, layout)
     assert same_bits(cached.logits, forced.logits)
     free, drafts = free_by_drafts(arms, state, [Forced(forced, rows, layout)])[0]
     assert drafts == 0
@@ -100,13 +100,13 @@ def test_tiles_of_any_size(tile, lengths, new_tokens):
     prompts = make_prompts(lengths, seed=tile)
     layout = make_layout(prompts, new_tokens, 1, arms.config, tile)
     tokens, rows = make_rows(prompts, list(range(len(prompts))), 3, layout)
-    cached = run_cached(arms, state, tokens, rows, layout)
+    cached = arms.run_cached(state, tokens, rows, layout)
     stepped = step_uncached(arms, state, tokens, rows, layout)
     assert same_bits(cached, stepped)
     foreign = dataclasses.replace(rows, seed=jnp.asarray(9, jnp.int32))
-    reference = run_cached(arms, state, tokens, foreign, layout)
-    forced = run_forced(arms, state, reference, rows, layout)
-    assert same_bits(forced, run_forced(arms, state, reference, rows, layout, stepwise=True))
+    reference = arms.run_cached(state, tokens, foreign, layout)
+    forced = arms.run_forced(state, reference, rows, layout)
+    assert same_bits(forced, arms.run_forced(state, reference, rows, layout, stepwise=True))
     free, drafts = free_by_drafts(arms, state, [Forced(forced, rows, layout)])[0]
     assert drafts <= 2  # aligned drafts are right once they begin from settled tokens
     assert_same_run(free, stepped, layout)
@@ -118,7 +118,7 @@ def test_slots_that_are_no_tiles_are_refused():
     layout = make_layout(prompts, 5, 1, arms.config)
     tokens, rows = make_rows(prompts, [0], 0, layout)
     with pytest.raises(ValueError, match="14 slots are not a multiple of the tile of 8 rows"):
-        run_cached_keeping(arms, None, tokens, rows, layout)
+        arms.run_cached_keeping(None, tokens, rows, layout)
 
 
 def test_aligned_fp32_stays_near_the_plain_regime():
@@ -127,7 +127,7 @@ def test_aligned_fp32_stays_near_the_plain_regime():
     for tile in (None, 8):
         arms = make_arms("gemma3", "fp32", "greedy", tile)
         layout, tokens, rows = set_up(arms)
-        logits.append(run_cached(arms, arms.prepare(small_state("gemma3", "fp32")), tokens, rows, layout).logits)
+        logits.append(arms.run_cached(arms.prepare(small_state("gemma3", "fp32")), tokens, rows, layout).logits)
     np.testing.assert_allclose(*logits, rtol=0, atol=5e-5)
     assert np.abs(logits[0]).max() > 1
 
@@ -138,12 +138,12 @@ def test_the_cached_arm_does_not_recompute():
     state = arms.prepare(small_state("llama"))
     layout, tokens, rows = set_up(arms, make_prompts((9,)))
     first = dataclasses.replace(rows, limit=jnp.asarray([layout.prompt + 4], jnp.int32))
-    half, cache = run_cached_keeping(arms, state, tokens, first, layout)
+    half, cache = arms.run_cached_keeping(state, tokens, first, layout)
     changed = np.array(half.tokens)
     changed[0, 1] = (changed[0, 1] + 1) % VOCAB
     going_on = dataclasses.replace(half, tokens=jnp.asarray(changed), ended=jnp.zeros(1, bool))
     run, _ = arms.tile_loop(state, going_on, rows, layout.prompt + 8, cache, False, False, tile=4)
-    whole = run_cached(arms, state, tokens, rows, layout)
+    whole = arms.run_cached(state, tokens, rows, layout)
     assert same_bits(run.logits[:, :8], whole.logits[:, :8])
     other = step_uncached(arms, state, changed, rows, layout)
     assert not same_bits(other.logits[:, :1], whole.logits[:, :1])
@@ -173,9 +173,9 @@ def test_a_check_is_the_stepped_run(precision, sampler, length):
     state = arms.prepare(small_state("mistral", precision))
     layout, tokens, rows = set_up(arms, seed=2)
     foreign = dataclasses.replace(rows, seed=jnp.asarray(9, jnp.int32))
-    reference = run_cached(arms, state, tokens, foreign, layout)
-    check = run_forced(arms, state, reference, rows, layout, length)
-    stepped = run_forced(arms, state, reference, rows, layout, length, stepwise=True)
+    reference = arms.run_cached(state, tokens, foreign, layout)
+    check = arms.run_forced(state, reference, rows, layout, length)
+    stepped = arms.run_forced(state, reference, rows, layout, length, stepwise=True)
     assert same_bits(check, stepped)
     assert int(check.lengths.min()) > 0
 
@@ -188,7 +188,7 @@ def random_reference(arms, state, tokens, rows, layout, rng):
         if length <= layout.new_tokens:
             new[row, length - 1] = STOP_IDS[length % 2]
     given[:, layout.prompt : layout.prompt + layout.new_tokens] = new
-    return run_cached(arms, state, given, dataclasses.replace(rows, forced_until=rows.limit), layout)
+    return arms.run_cached(state, given, dataclasses.replace(rows, forced_until=rows.limit), layout)
 
 
 @pytest.mark.parametrize(
@@ -216,8 +216,8 @@ def test_drafts_give_the_stepped_free_run(precision, sampler):
             reference = random_reference(arms, state, tokens, rows, layout, rng)
         else:
             foreign = dataclasses.replace(rows, seed=jnp.asarray(100 + seed, jnp.int32))
-            reference = run_cached(arms, state, tokens, foreign, layout)
-        forced = run_forced(arms, state, reference, rows, layout)
+            reference = arms.run_cached(state, tokens, foreign, layout)
+        forced = arms.run_forced(state, reference, rows, layout)
         disagreed += int((first_disagreement(forced, layout.prompt) < np.asarray(forced.lengths)).sum())
         free, drafts = free_by_drafts(arms, state, [Forced(forced, rows, layout)])[0]
         assert_same_run(free, step_uncached(arms, state, tokens, rows, layout), layout)
@@ -257,7 +257,7 @@ def test_a_row_that_breaks_in_a_later_check_stays_broken():
         bad = next(t for t in np.random.default_rng(seed).permutation(VOCAB).tolist() if t not in prompted)
         state = changed_state(clean, "embed", (bad, 0), np.inf)
         reference = random_reference(arms, state, tokens, rows, layout, np.random.default_rng(seed))
-        forced = run_forced(arms, state, reference, rows, layout)
+        forced = arms.run_forced(state, reference, rows, layout)
         free, drafts = free_by_drafts(arms, state, [Forced(forced, rows, layout)])[0]
         stepped = step_uncached(arms, state, tokens, rows, layout)
         assert_same_run(free, stepped, layout)
@@ -273,14 +273,14 @@ def test_a_broken_check_is_stepped():
     arms = make_arms("mistral", "fp16")
     clean = arms.prepare(small_state("mistral", "fp16"))
     layout, tokens, rows = set_up(arms, make_prompts((7, 7, 7), seed=1))
-    reference = run_cached(arms, clean, tokens, rows, layout)
+    reference = arms.run_cached(clean, tokens, rows, layout)
     row = taken(reference, layout)[1]
     before = {t for prompt in tokens[:, : layout.prompt].tolist() for t in prompt}
     before |= {t for other in (0, 2) for t in taken(reference, layout)[other]}
     step = next(i for i, t in enumerate(row) if t not in before | set(row[:i]) and i >= 2)
     broken = changed_state(clean, "embed", (row[step], 0), np.inf)
-    forced = run_forced(arms, broken, reference, rows, layout)
-    stepped = run_forced(arms, broken, reference, rows, layout, stepwise=True)
+    forced = arms.run_forced(broken, reference, rows, layout)
+    stepped = arms.run_forced(broken, reference, rows, layout, stepwise=True)
     assert same_bits(forced, stepped)
     assert forced.nonfinite_step.tolist() == [-1, step + 1, -1]
     free, _ = free_by_drafts(arms, broken, [Forced(forced, rows, layout)])[0]
@@ -293,11 +293,11 @@ def test_a_draft_that_breaks_is_stepped():
     state = whole.prepare(near_ties("fp16"))
     for seed in range(3, 20):
         layout, tokens, rows = set_up(whole, make_prompts((7,), seed=seed))
-        reference = run_cached(whole, state, tokens, rows, layout)
+        reference = whole.run_cached(state, tokens, rows, layout)
         changed = np.array(reference.tokens)
         changed[0, layout.prompt + 3] = (changed[0, layout.prompt + 3] + 2) % VOCAB
         draft = dataclasses.replace(reference, tokens=jnp.asarray(changed))
-        forced = run_forced(whole, state, draft, rows, layout)
+        forced = whole.run_forced(state, draft, rows, layout)
         own = int(forced.choices[0, 3])
         if own not in changed[0, : layout.prompt + 3] and first_disagreement(forced, layout.prompt).tolist() == [3]:
             break
@@ -321,7 +321,7 @@ def test_batches_that_draft_together():
         layout = make_layout(prompts, NEW_TOKENS, BUCKET, arms.config)
         tokens, rows = make_rows(prompts, list(range(seed, seed + 3)), 4, layout)
         reference = random_reference(arms, state, tokens, rows, layout, np.random.default_rng(seed))
-        together.append(Forced(run_forced(arms, state, reference, rows, layout), rows, layout))
+        together.append(Forced(arms.run_forced(state, reference, rows, layout), rows, layout))
         stepped.append(step_uncached(arms, state, tokens, rows, layout))
     assert len({one.layout.slots for one in together}) > 1
     drafts = 0
@@ -344,7 +344,7 @@ def test_a_program_that_does_not_repeat_itself_ends():
 
     arms.tile_loop = restless
     layout, tokens, rows = set_up(arms)
-    reference = run_cached(arms, state, tokens, rows, layout)
-    forced = run_forced(arms, state, reference, rows, layout)
+    reference = arms.run_cached(state, tokens, rows, layout)
+    forced = arms.run_forced(state, reference, rows, layout)
     _, drafts = free_by_drafts(arms, state, [Forced(forced, rows, layout)])[0]
     assert drafts <= NEW_TOKENS + 1

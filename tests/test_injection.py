@@ -20,13 +20,12 @@ from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
 from jaxkv.experiments.batches import Item, RunSpec, lay_out, plan_batches
-from jaxkv.experiments.changes import ERROR_SEEDS, SEED_ERRORS, SEED_QUANTS, change_cache, make_changes
+from jaxkv.experiments.changes import ERROR_SEEDS, SEED_ERRORS, SEED_QUANTS, make_changes
 from jaxkv.experiments.driver import run_missing
 from jaxkv.experiments.experiment import EXPERIMENTS
 from jaxkv.experiments.injection.report import SEED_TABLE
 from jaxkv.experiments.injection.run import Injection
 from jaxkv.experiments.record_parts import CLEAN
-from jaxkv.generate import run_cached_keeping
 from jaxkv.models.decoder import Decoder
 from jaxkv.options import CacheOptions, Options
 from jaxkv.records import to_plain, to_record
@@ -203,7 +202,7 @@ def test_saturated_elements_are_counted():
     name = "fp8:e4m3,scale=0.002232142857142857"
     records = by_key(run((), (name,), lengths=(6, 6)))
     layout, tokens, rows = lay_out(plan_batches(make_items((6, 6)), SPEC)[0], SPEC, CONFIG)
-    _, cache = run_cached_keeping(change_cache(make_arms("greedy"), None), make_state(), tokens, rows, layout)
+    _, cache = make_arms("greedy").run_cached_keeping(make_state(), tokens, rows, layout)
     for row, problem in enumerate((10, 11)):
         found = records[problem, name, 0]["saturated"]
         written = np.asarray(cache.positions[row]) >= 0
@@ -258,11 +257,3 @@ def test_the_command_runs_what_is_asked_for_and_the_seed_study_by_default(some_r
     drawn = (len(SEED_ERRORS) - 1) * len(ERROR_SEEDS) + 1  # normal:0.5,0 draws nothing
     assert len(make_runner(condition).variants) == 1 + len(SEED_QUANTS) + drawn
     assert set(SEED_TABLE) <= {change.name for change in make_changes(SEED_ERRORS, SEED_QUANTS)}
-
-
-def test_the_aligned_regime_is_refused():
-    arms = Arms(CONFIG, make_precision("fp16"), tile=8)
-    _, change = make_changes(["normal:0,0.5"], [])
-    with pytest.raises(UserError, match="no aligned regime"):
-        change_cache(arms, change.intervention(0))
-    assert change_cache(arms, None).tile == 8

@@ -417,7 +417,7 @@ def test_the_page_names_how_every_method_reads_rows_being_written():
         r".*: (.*) read them exactly, (.*) those of every later step as well; (.*) read them packed\.", OWN
     ).groups()
     found = [{named[name] for name in re.split(", | and ", part)} for part in (exact, later, packed)]
-    known = {name: method.make.own for name, method in METHODS.items() if name not in ("int4", "int8")}
+    known = {name: method.own for name, method in METHODS.items() if name not in ("int4", "int8")}
     assert found[0] == {name for name, own in known.items() if own != "none"}
     assert found[1] == {name for name, own in known.items() if own == "step"}
     assert found[2] == {name for name, own in known.items() if own == "none"}

@@ -13,7 +13,8 @@ from small_models import PRESETS, SAMPLERS, STOP_IDS, make_prompts, set_up, smal
 from jaxkv.cache import empty_cache
 from jaxkv.compare import _compare
 from jaxkv.config import make_precision
-from jaxkv.decode import COMPILER_OPTIONS, Arms, start_rollout
+from jaxkv.decode import COMPILER_OPTIONS, Arms
+from jaxkv.rollout import start_rollout
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 PROGRAMS = ("prefill", "cached_loop", "tile_loop", "audit_pass")

@@ -30,9 +30,9 @@ from jaxkv.cache import empty_cache
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.checkpoints.hf_config import transformers_config
 from jaxkv.config import ModelConfig, Precision, RopeScaling, make_precision
-from jaxkv.decode import slot_positions
 from jaxkv.models.decoder import abstract_decoder
 from jaxkv.models.layers import product, rope_frequencies, rope_table
+from jaxkv.rollout import slot_positions
 
 # fp32 rounds each sum of a few units to 1e-7 of it, and three layers carry that to the logits; 8e-6 was seen.
 TRANSFORMERS_TOLERANCE = 2e-5

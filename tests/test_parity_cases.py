@@ -28,12 +28,13 @@ from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.checkpoints.tokenizer import ByteTokenizer
 from jaxkv.compare import compare_logits
 from jaxkv.config import make_precision
-from jaxkv.decode import Arms, make_layout, make_rows, slot_positions, start_rollout
+from jaxkv.decode import Arms
 from jaxkv.experiments.batches import Item, RunSpec
 from jaxkv.experiments.divergence.run import Divergence
 from jaxkv.experiments.driver import run_missing
 from jaxkv.models.decoder import abstract_decoder
 from jaxkv.models.layers import rope_table, visible
+from jaxkv.rollout import make_layout, make_rows, slot_positions, start_rollout
 
 FP32 = make_precision("fp32")
 FP32_ROUNDING = 1e-5  # as in test_parity.py, cached against uncached

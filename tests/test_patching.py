@@ -16,7 +16,7 @@ from small_models import changed_state, make_prompts, run_all, same_bits, small_
 
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.config import make_precision
-from jaxkv.decode import Arms, make_layout, make_rows
+from jaxkv.decode import Arms
 from jaxkv.errors import UserError
 from jaxkv.experiments.batches import Item, RunSpec
 from jaxkv.experiments.driver import run_missing
@@ -37,12 +37,11 @@ from jaxkv.experiments.patching.record import (
 )
 from jaxkv.experiments.patching.report import conclude, write_patching
 from jaxkv.experiments.patching.run import Patcher, Patching, select, spread
-from jaxkv.generate import force
 from jaxkv.interventions.patches import make_patch
 from jaxkv.models import decoder, layers
 from jaxkv.models.decoder import abstract_decoder
 from jaxkv.records import to_line, to_record
-from jaxkv.tracing import TracedArms
+from jaxkv.rollout import force, make_layout, make_rows
 
 NEW_TOKENS = 6
 RUN = {"fingerprint": "ab"}
@@ -59,7 +58,7 @@ def fresh_arms(family, precision, num_layers):
     return Arms(dataclasses.replace(small_config(family), num_layers=num_layers), make_precision(precision))
 
 
-small_arms, watch_arms = functools.cache(fresh_arms), functools.cache(TracedArms)
+small_arms = functools.cache(fresh_arms)
 
 
 def first_layers(arms, family, precision):
@@ -76,14 +75,14 @@ class Bench:
         self.state = first_layers(arms, family, precision)
         self.layout = make_layout(PROMPTS, NEW_TOKENS, 8, arms.config)
         tokens, rows = make_rows(PROMPTS, [0, 1], 0, self.layout)
-        self.traced, self.L = watch_arms(arms), num_layers
-        self.patcher = Patcher(self.traced, self.state, self.layout)
+        self.arms, self.L = arms, num_layers
+        self.patcher = Patcher(arms, self.state, self.layout)
         free = self.patcher.run_bare("cached", tokens, rows)
         self.text, self.rows, self.forced = np.asarray(free.run.tokens), rows, force(rows, free.run)
         self.bare = {arm: self.run(arm) for arm in ("cached", "uncached")}
 
     def run(self, arm, values=None, where=None, newest=False, state=None):
-        patcher = self.patcher if state is None else Patcher(self.traced, state, self.layout)
+        patcher = self.patcher if state is None else Patcher(self.arms, state, self.layout)
         if values is None:
             return patcher.run_bare(arm, self.text, self.forced)
         return patcher.run(arm, self.text, self.forced, values, where, newest)
@@ -177,7 +176,7 @@ def test_a_patch_acts_from_its_slot_on_in_its_layer_alone(arm, name):
 
 def test_keys_are_patched_on_kv_heads():
     bench = bench_of_two()
-    config, base = bench.traced.config, bench.bare["cached"]
+    config, base = bench.arms.config, bench.bare["cached"]
     assert config.num_kv_heads < config.num_query_heads
     assert base.values["k.0"].shape[2:] == (config.num_kv_heads, config.head_dim)
     one_head = base.values | {"k.0": base.values["k.0"].at[:, :, 0].add(1)}
@@ -204,7 +203,7 @@ def test_a_patch_of_the_newest_row_is_one_of_that_slot_alone_at_each_step(arm):
 
 def test_a_grid_of_patches_compiles_nothing():
     bench = bench_of_two()
-    programs = (bench.traced.prefill, bench.traced.cached_loop, bench.traced.tile_loop)
+    programs = (bench.arms.prefill, bench.arms.cached_loop, bench.arms.tile_loop)
     values = bench.bare["cached"].values
     for layer in range(bench.L):
         for slot in (2, 9, 15):
@@ -247,7 +246,7 @@ def planted_run(name):
     """In fp16 this model's arms are bit-equal on a CPU, so that every difference is the plant's."""
     arms = fresh_arms("llama", "fp16", 1)  # traced under the plant
     state = first_layers(arms, "llama", "fp16")
-    with plant(name, 3), mock.patch.object(patching, "TracedArms", functools.cache(TracedArms)):
+    with plant(name, 3):
         runner = Patching(arms, state, SPEC, position_bins=2)
         records = run_all(runner, ITEMS)
         skipped = frozenset((r["problem"], r["direction"], r["patch"]) for r in records[:-2])
@@ -316,7 +315,7 @@ def test_a_problem_that_overflows_has_no_figures():
     token = next(t for t in PROMPTS[0] if t not in make_bench("llama", "fp16").text[1])
     broken = changed_state(first_layers(arms, "llama", "fp16"), "embed", (token, 0), np.inf)
     one_patch = mock.patch.object(patching, "PATCHES", {KEYS: PATCHES[KEYS]})
-    with one_patch, mock.patch.object(patching, "TracedArms", watch_arms):
+    with one_patch:
         records = run_all(Patching(arms, broken, SPEC), ITEMS)
         both = [dataclasses.replace(ITEMS[0], problem=problem) for problem in (1, 2)]
         alone = run_all(Patching(arms, broken, SPEC), both)

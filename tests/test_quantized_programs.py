@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import daily
-from quantized_models import set_up, wide_arms, wide_config, wide_state
+from quantized_models import quantized, set_up, wide_arms, wide_config, wide_state
 from small_models import same_bits
 
+from jaxkv.config import make_precision
+from jaxkv.decode import Arms
 from jaxkv.errors import UserError
-from jaxkv.experiments.changes import change_cache
-from jaxkv.generate import run_cached_keeping
 from jaxkv.interventions import quantized_cache
 from jaxkv.interventions.quantized_cache import Quantization, effective_bits
 from jaxkv.interventions.quantized_side import SideStore
@@ -27,22 +27,19 @@ CELLS = (
 )
 
 
-def generate(arms, lengths=(21, 14), new_tokens=6):
+def generate(arms, spec=None, lengths=(21, 14), new_tokens=6):
     """What the cached arm makes of two prompts, and the cache it ends with."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, arms.config.vocab_size, length).tolist() for length in lengths]
     layout, tokens, rows = set_up(prompts, new_tokens)
-    return run_cached_keeping(arms, arms.prepare(wide_state("gemma2")), tokens, rows, layout)
-
-
-def quantized(arms, spec):
-    return change_cache(arms, Quantization(parse_cache_quant(spec)))
+    cache = arms.make_cache(rows, layout, quantized(spec))
+    return arms.run_cached_keeping(arms.prepare(wide_state("gemma2")), tokens, rows, layout, cache)
 
 
 def test_rotation_and_normalisation_share_one_program():
     arms = wide_arms("gemma2")
     before = arms.prefill._cache_size(), arms.cached_loop._cache_size()
-    logits = [np.asarray(generate(quantized(arms, spec))[0].logits) for spec in CELLS]
+    logits = [np.asarray(generate(arms, spec)[0].logits) for spec in CELLS]
     assert (arms.prefill._cache_size() - before[0], arms.cached_loop._cache_size() - before[1]) == (1, 1)
     for first, second in ((0, 1), (0, 2), (1, 3), (2, 3)):  # and yet they do what they say
         assert not np.array_equal(logits[first], logits[second])
@@ -76,7 +73,7 @@ def test_a_head_without_a_rotation_is_left_as_it_is():
     ),
 )
 def test_layers_packed_in_a_loop_have_the_bits_of_layers_packed_one_by_one(spec, monkeypatch):
-    run, cache = generate(quantized(wide_arms("gemma2"), spec))
+    run, cache = generate(wide_arms("gemma2"), spec)
     late = []
 
     def never(plan, rows):
@@ -84,18 +81,10 @@ def test_layers_packed_in_a_loop_have_the_bits_of_layers_packed_one_by_one(spec,
         return False
 
     monkeypatch.setattr(quantized_cache, "_packs_late", never)
-    one_by_one, other = generate(fresh_arms(spec))
+    one_by_one, other = generate(Arms(wide_config("gemma2"), make_precision("fp16")), spec)  # traced anew
     assert any(late)
     assert same_bits(run.logits, one_by_one.logits)
     assert same_bits((cache.k, cache.v), (other.k, other.v))
-
-
-def fresh_arms(spec):
-    """Arms of their own, whose programs are traced anew."""
-    wide_arms.cache_clear()
-    arms = wide_arms("gemma2", spec=spec)
-    wide_arms.cache_clear()
-    return arms
 
 
 @pytest.mark.parametrize("layers", ["global", "windowed"])
@@ -104,7 +93,7 @@ def test_layers_that_are_left_hold_what_the_clean_cache_does(layers):
     assert set(config.windowed_layers) == {True, False}
     arms = wide_arms("gemma2")
     _, clean = generate(arms, new_tokens=1)
-    _, cache = generate(quantized(arms, f"int4,layers={layers}"), new_tokens=1)
+    _, cache = generate(arms, f"int4,layers={layers}", new_tokens=1)
     for layer, windowed in enumerate(config.windowed_layers):
         packed = windowed == (layers == "windowed")
         assert isinstance(cache.k[layer], SideStore) == isinstance(cache.v[layer], SideStore) == packed

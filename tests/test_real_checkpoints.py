@@ -23,10 +23,10 @@ from test_quantizers import SPECS, make, programs
 from jaxkv.checkpoints import load
 from jaxkv.checkpoints.checkpoint import Checkpoint
 from jaxkv.config import make_precision
-from jaxkv.decode import Arms, make_layout, make_rows
-from jaxkv.generate import run_cached
+from jaxkv.decode import Arms
 from jaxkv.interventions.quantizers import nbytes
 from jaxkv.interventions.quantizers.llama_cpp import BITS, LlamaCpp
+from jaxkv.rollout import make_layout, make_rows
 from jaxkv.tasks.gsm8k import PromptSpec, build_prompt, choose_shots, load_problems
 
 VARIABLES = {
@@ -146,7 +146,7 @@ def test_greedy_tokens_are_those_of_transformers(expected):
         zip(expected.prompts, expected.tokens, expected.margins, strict=True)
     ):
         layout = make_layout([prompt], case.new_tokens, 64, checkpoint.config)
-        run = run_cached(arms, state, *make_rows([prompt], [row], 0, layout), layout)
+        run = arms.run_cached(state, *make_rows([prompt], [row], 0, layout), layout)
         ours = np.asarray(run.tokens)[0, layout.prompt : layout.prompt + int(run.lengths[0])].tolist()
         step = first_difference(ours, theirs)
         if step is not None:

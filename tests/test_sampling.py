@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from small_models import SAMPLERS, make_prompts, same_bits, set_up, small_arms, small_state, step_uncached, taken
 
 from jaxkv.errors import UserError
-from jaxkv.generate import run_cached
 from jaxkv.sampling import KINDS, Sampler, _kept, choose, first_argmax, gumbel_noise, make_sampler
 
 V = 37
@@ -213,7 +212,7 @@ def test_both_arms_meet_the_same_noise(kind):
     runs = {}
     for seed in (0, 1):
         layout, tokens, rows = set_up(make_prompts((7, 3, 5)), problems=[4, 9, 2], seed=seed)
-        runs[seed] = taken(run_cached(arms, state, tokens, rows, layout), layout)
+        runs[seed] = taken(arms.run_cached(state, tokens, rows, layout), layout)
         assert taken(step_uncached(arms, state, tokens, rows, layout), layout) == runs[seed]
     assert (runs[0] == runs[1]) == (kind == "greedy")
 

@@ -23,11 +23,11 @@ from transformers import PreTrainedTokenizerFast
 from jaxkv.checkpoints import gguf as reader
 from jaxkv.checkpoints.hf_tokenizer import load_tokenizer, read_tokenizer
 from jaxkv.checkpoints.tokenizer import ByteTokenizer, Tokenizer, bos_template, cut_turn
-from jaxkv.decode import make_layout
 from jaxkv.errors import UserError
 from jaxkv.experiments.batches import Item, make_arm
 from jaxkv.loading import _items
 from jaxkv.models.families import get_preset
+from jaxkv.rollout import make_layout
 from jaxkv.tasks import load_task
 from jaxkv.tasks.task import PromptSpec
 

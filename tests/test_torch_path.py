@@ -37,12 +37,13 @@ from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
 from jaxkv.experiments.batches import Item, plan_batches
-from jaxkv.experiments.divergence.run import run_batch as run_batch_of_ours
+from jaxkv.experiments.divergence.run import Divergence, run_batch
 from jaxkv.experiments.driver import run_missing
+from jaxkv.rollout import GROWING
 from jaxkv.tasks import load_task
 from jaxkv.tasks.gsm8k import PromptSpec
 from jaxkv.torch_model import TorchModel, check_torch, describe_torch, true_fp32
-from jaxkv.torch_path import GROWING, TorchArms, TorchDivergence, find_chooser, find_host, run_batch, segments
+from jaxkv.torch_path import TorchArms, find_chooser, find_host, segments
 
 TESTS = str(pathlib.Path(__file__).parent)
 
@@ -56,7 +57,7 @@ def ours(tiny):
         arms = Arms(checkpoint.config, FP32, SAMPLERS["greedy"], STOP_IDS)
         state, found = arms.prepare(checkpoint.state), []
         for batch in plan_batches(make_items(), OURS):
-            ran = run_batch_of_ours(arms, state, batch, OURS)
+            ran = run_batch(arms, state, batch, OURS)
             found.append((batch, ran.rows, ran.runs))
         return found
 
@@ -79,13 +80,13 @@ def test_fp32_logits_and_tokens_are_ours(tiny, ours, family, attention):
     assert checkpoint.config.window in (None, WINDOW)
     arms, ended = TorchArms(checkpoint, FP32, SAMPLERS["greedy"], attention), set()
     for batch, rows, runs in ours(family):
-        theirs = run_batch(arms, batch, QUICK)
+        theirs = run_batch(arms, None, batch, QUICK)
         assert theirs.rows.first.tolist() == np.asarray(rows.first).tolist()
         assert sum(theirs.rows.first) > 0
         for arm in ("cached", "forced", "free"):
             a, b = getattr(theirs.runs, arm), getattr(runs, arm)
             assert a.lengths.tolist() == np.asarray(b.lengths).tolist()
-            for row, length in enumerate(a.lengths):
+            for row, length in enumerate(a.lengths.tolist()):
                 taken = slice(theirs.layout.prompt, theirs.layout.prompt + length)
                 assert a.tokens[row, taken].tolist() == np.asarray(b.tokens)[row, taken].tolist()
                 difference = np.abs(a.logits[row, :length] - np.asarray(b.logits[row, :length]))
@@ -157,7 +158,8 @@ def test_a_shipped_model_says_the_same_in_both():
     items = [Item(p.index, tuple(checkpoint.tokenizer.encode(task.prompt(p))), p.answer) for p in task.problems[:3]]
     spec = dataclasses.replace(QUICK, new_tokens=24, batch_size=3, bucket=64)
     expected = run_cached_of_ours(checkpoint, "greedy", checkpoint.tokenizer.eos_ids, items, spec)
-    ((records, _),) = run_missing(TorchDivergence(checkpoint, FP32, SAMPLERS["greedy"], spec, task), items)
+    arms = TorchArms(checkpoint, FP32, SAMPLERS["greedy"])
+    ((records, _),) = run_missing(Divergence(arms, None, spec, checkpoint.tokenizer, task), items)
     for arm in ("cached", "uncached"):
         assert arm_tokens(records, arm) == expected
     assert all(record["arms"]["cached"]["text"] for record in records)

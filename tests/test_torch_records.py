@@ -23,8 +23,8 @@ from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.config import make_precision
 from jaxkv.experiments.divergence.record import CONTROLS
 from jaxkv.records import to_record
+from jaxkv.rollout import GROWING
 from jaxkv.torch_model import TorchModel
-from jaxkv.torch_path import GROWING
 
 
 @pytest.fixture(scope="module")

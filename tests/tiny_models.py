@@ -17,11 +17,11 @@ from jaxkv.checkpoints import load
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.checkpoints.hf_config import transformers_config
 from jaxkv.config import make_precision
-from jaxkv.decode import COMPILER_OPTIONS, Arms, Layout, Rows, slot_positions, start_rollout
-from jaxkv.generate import run_cached, run_uncached
+from jaxkv.decode import COMPILER_OPTIONS, Arms
 from jaxkv.models.decoder import abstract_decoder
 from jaxkv.models.families import get_preset
 from jaxkv.models.layers import no_hook
+from jaxkv.rollout import Layout, Rows, slot_positions, start_rollout
 
 torch.set_num_threads(1)  # tiny products: a second thread only waits for the first
 
@@ -128,8 +128,8 @@ def run_arms(arms, state, tokens, first, prompt):
     )
     start = start_rollout(arms, tokens, rows, layout)
     return {
-        "cached": run_cached(arms, state, tokens, rows, layout),
-        "uncached": run_uncached(arms, state, start, rows, layout),
+        "cached": arms.run_cached(state, tokens, rows, layout),
+        "uncached": arms.run_uncached(state, start, rows, layout),
     }
 
 

@@ -10,10 +10,11 @@ from test_divergence import Scoring
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.experiments.batches import Item, RunSpec, lay_out, plan_batches
+from jaxkv.experiments.divergence.run import Divergence
 from jaxkv.experiments.driver import run_missing
-from jaxkv.generate import run_cached
 from jaxkv.records import to_record
-from jaxkv.torch_path import GROWING, TorchDivergence
+from jaxkv.rollout import GROWING
+from jaxkv.torch_path import TorchArms
 
 NEW = 14
 LENGTHS = (9, 12, 12, 7)  # longer than the window, or soon to be
@@ -39,10 +40,12 @@ def with_stops(checkpoint):
     return dataclasses.replace(checkpoint, tokenizer=tokenizer)
 
 
-def run(checkpoint, spec=SPEC, precision=FP32, sampler="greedy", items=None, done=(), **options):
+def run(checkpoint, spec=SPEC, precision=FP32, sampler="greedy", items=None, done=(), attention="eager"):
     """All records of a run, each checked against the schema, and the problems of each batch that was run."""
     records, batched = [], []
-    runner = TorchDivergence(with_stops(checkpoint), precision, SAMPLERS[sampler], spec, Scoring(), **options)
+    checkpoint = with_stops(checkpoint)
+    arms = TorchArms(checkpoint, precision, SAMPLERS[sampler], attention)
+    runner = Divergence(arms, None, spec, checkpoint.tokenizer, Scoring())
     batches = run_missing(runner, items or make_items(), frozenset((problem,) for problem in done))
     for new, timing in batches:
         records += new
@@ -58,7 +61,7 @@ def run_cached_of_ours(checkpoint, sampler, stop_ids=STOP_IDS, items=None, spec=
     arms, tokens = Arms(checkpoint.config, FP32, SAMPLERS[sampler], stop_ids, keep_logits=False), {}
     for batch in plan_batches(items or make_items(), spec):
         layout, buffer, rows = lay_out(batch, spec, checkpoint.config)
-        ran = run_cached(arms, arms.prepare(checkpoint.state), buffer, rows, layout)
+        ran = arms.run_cached(arms.prepare(checkpoint.state), buffer, rows, layout)
         taken = np.asarray(ran.tokens[:, layout.prompt :])
         tokens |= {item.problem: taken[row, : ran.lengths[row]].tolist() for row, item in enumerate(batch.items)}
     return tokens

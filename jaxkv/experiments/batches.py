@@ -11,8 +11,8 @@ import numpy as np
 from jaxkv.audit import Finding
 from jaxkv.checkpoints.tokenizer import AnyTokenizer, cut_turn
 from jaxkv.config import ModelConfig
-from jaxkv.decode import Arms, Layout, Rollout, Rows, make_layout, make_rows
 from jaxkv.provenance import hash_tokens
+from jaxkv.rollout import AnyArms, Layout, Rollout, Rows, make_layout, make_rows
 from jaxkv.tasks.task import Task
 
 R = TypeVar("R")
@@ -103,7 +103,7 @@ def lay_out(
 
 
 def describe_setting(
-    arms: Arms,
+    arms: AnyArms,
     item: Item,
     layout: Layout,
     left_pad: int,

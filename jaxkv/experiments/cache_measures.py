@@ -11,7 +11,6 @@ import numpy as np
 from jaxkv.cache import EMPTY, KVCache
 from jaxkv.config import ModelConfig, Precision
 from jaxkv.interventions.cache_errors import CacheError
-from jaxkv.interventions.perturbed_cache import PerturbedCache
 from jaxkv.interventions.quantized_cache import QuantizedCache, cache_bytes, make_plans
 from jaxkv.interventions.quantizers import CacheQuant, Window
 
@@ -19,10 +18,6 @@ from jaxkv.interventions.quantizers import CacheQuant, Window
 def _map_layers(fn: Callable[[Any], Any], layers: Sequence[Any]) -> Any:
     """fn of each layer, stacked, in a loop: one layer is compiled rather than all."""
     return jax.lax.map(fn, jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers))
-
-
-def _plain(cache: Any) -> Any:
-    return cache.plain if isinstance(cache, PerturbedCache) else cache
 
 
 @jax.jit
@@ -52,7 +47,7 @@ def _find_nonfinite(cache: KVCache | QuantizedCache) -> tuple[jax.Array, jax.Arr
 
 def find_fault(name: str, cache: Any, row: int) -> dict[str, Any] | None:
     """The first layer of a row whose keys or values are not finite, though no logit need show it; None if all are."""
-    first, nan = (np.asarray(found)[row] for found in _find_nonfinite(_plain(cache)))
+    first, nan = (np.asarray(found)[row] for found in _find_nonfinite(cache))
     found = np.argwhere(first < np.iinfo(np.int32).max)
     if not len(found):
         return None
@@ -145,7 +140,7 @@ def measure_cache(
             shares.append(share)
             bits.append(share * body + (1 - share) * exact)
     return {
-        "bytes": cache_bytes(_plain(cache)) // cache.positions.shape[0],
+        "bytes": cache_bytes(cache) // cache.positions.shape[0],
         "written": written,
         "bits": float(np.mean(bits)),
         "exact_bits": exact,

@@ -1,15 +1,11 @@
 """Changes of a cache by name: what the flags `--cache_error` and `--cache_quant` ask for, with their seeds."""
 
-import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
 from jaxkv.cache import Intervention
 from jaxkv.config import ModelConfig, Precision
-from jaxkv.decode import Arms
 from jaxkv.errors import UserError
 from jaxkv.experiments.record_parts import CLEAN
 from jaxkv.interventions.cache_error_spec import parse_cache_error
@@ -31,19 +27,6 @@ ERROR_SEEDS = (0, 1, 2)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Seeded:
-    """An intervention with a seed of its own."""
-
-    made: Any
-    seed: int
-
-    def make_cache(self, config, precision, batch, slots, problems, seed) -> Any:
-        """As in jaxkv.cache.Intervention."""
-        del seed  # the sampler's
-        return self.made.make_cache(config, precision, batch, slots, problems, jnp.asarray(self.seed, jnp.int32))
-
-
-@dataclasses.dataclass(frozen=True)
 class Change:
     """What is done to the cache.
 
@@ -60,10 +43,9 @@ class Change:
 
     def intervention(self, seed: int) -> Intervention | None:
         """Makes its caches, whose noise has this seed whatever the sampler's is."""
-        if self.what is None:
-            return None
-        made = Perturbation(self.what) if isinstance(self.what, CacheError) else Quantization(self.what)
-        return _Seeded(made, seed)
+        if isinstance(self.what, CacheQuant):
+            return Quantization(self.what)
+        return None if self.what is None else Perturbation(self.what, seed)
 
     def seeds(self, seeds: Sequence[int]) -> list[int]:
         """The seeds it is to be run with: 0 alone if it draws nothing."""
@@ -135,16 +117,3 @@ def read_changes(
 def list_runs(changes: Sequence[Change], seeds: Sequence[int]) -> dict[tuple[str | int, ...], tuple[Change, int]]:
     """Each change with each of its seeds, by what keys their records: one record a problem."""
     return {(change.name, seed): (change, seed) for change in changes for seed in change.seeds(seeds)}
-
-
-def change_cache(arms: Arms, intervention: Intervention | None) -> Arms:
-    """The arms with another cache, and the same programs.
-
-    Raises:
-      UserError: the aligned regime, which rewrites rows of a tile.
-    """
-    if arms.tile is not None and intervention is not None:
-        raise UserError("a changed cache has no aligned regime; leave --regime at plain")
-    changed = copy.copy(arms)
-    changed.intervention = intervention
-    return changed

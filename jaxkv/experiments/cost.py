@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxkv.decode import Arms, Layout, Rows, start_rollout
-from jaxkv.generate import make_cache
+from jaxkv.cache import Intervention
+from jaxkv.decode import Arms
+from jaxkv.rollout import Layout, Rows, start_rollout
 
 
 def time_runs(run: Callable[..., Any], repeats: int, prepare: Callable[[], Any] = tuple) -> list[float]:
@@ -43,17 +44,19 @@ def measure_cost(
     layout: Layout,
     repeats: int,
     backend: str | None = None,
+    change: Intervention | None = None,
 ) -> dict[str, Any]:
     """Times the cached arm on a batch, logits not kept and no token ending a row.
 
     Args:
-      arms: the policy, sampler, regime and cache to time; its prefill program is used as it is.
+      arms: the policy, sampler and regime to time; its prefill program is used as it is.
       state: prepared weights.
       tokens: [B, S] token buffer with the prompts.
       rows: of the batch, free-running.
       layout: of the batch.
       repeats: timed runs, after one to warm up.
       backend: as that of `arms`.
+      change: of the cache.
 
     Returns:
       prefill_ms and ms_a_token (a step's time over the batch's rows), lists of `repeats` values; ms_a_token is None
@@ -61,12 +64,12 @@ def measure_cost(
       weights and cache as they are held, weights_as_stored in the policy's param dtype, and the decode program's peak.
     """
     given = (arms.config, arms.precision, arms.sampler, (), False, arms.tile)
-    lean = Arms(*given, backend=backend, intervention=arms.intervention)
+    lean = Arms(*given, backend=backend)
     end = layout.prompt + layout.new_tokens
     prompt, lengths = jnp.asarray(tokens[:, : layout.prefill]), []
 
     def cache():
-        return make_cache(lean, rows, layout)
+        return lean.make_cache(rows, layout, change)
 
     def start():
         return start_rollout(lean, tokens, rows, layout)

@@ -17,6 +17,7 @@ from jaxkv.config import ModelConfig, Precision
 from jaxkv.decode import Arms
 from jaxkv.experiments.batches import Batch, Item, RunSpec, plan_batches
 from jaxkv.experiments.experiment import EXPERIMENTS
+from jaxkv.models.attention import OTHERS
 from jaxkv.options import Options
 from jaxkv.sampling import Sampler
 
@@ -62,8 +63,11 @@ class Condition:
         return self._make_arms(self.tile)
 
     def _make_arms(self, tile: int | None) -> Arms:
-        checkpoint = self.checkpoint
-        return share_arms(checkpoint.config, self.precision, self.sampler, tuple(checkpoint.tokenizer.eos_ids), tile)
+        attention = self.options.run.attention  # or PyTorch's alone
+        return share_arms(
+            self.checkpoint.config, self.precision, self.sampler, tuple(self.checkpoint.tokenizer.eos_ids), tile,
+            attention if attention in OTHERS else "eager",
+        )  # fmt: skip
 
     @property
     def arms(self) -> Arms:
@@ -78,10 +82,15 @@ class Condition:
 
 @functools.lru_cache(maxsize=2)  # the two regimes
 def share_arms(
-    config: ModelConfig, precision: Precision, sampler: Sampler, stop_ids: tuple[int, ...], tile: int | None
+    config: ModelConfig,
+    precision: Precision,
+    sampler: Sampler,
+    stop_ids: tuple[int, ...],
+    tile: int | None,
+    attention: str = "eager",
 ) -> Arms:
     """Arms that conditions of one process share if they would compile the same: a program is compiled once for all."""
-    return Arms(config, precision, sampler, stop_ids, tile=tile)
+    return Arms(config, precision, sampler, stop_ids, tile=tile, attention=attention)
 
 
 @dataclasses.dataclass(frozen=True)

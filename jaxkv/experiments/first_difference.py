@@ -12,14 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from jaxkv.decode import Arms, Layout, Rows
-from jaxkv.experiments.batches import Batch, RunSpec, lay_out
-from jaxkv.experiments.gate import bits
-from jaxkv.generate import force
+from jaxkv.compare import bits
+from jaxkv.decode import Arms
 from jaxkv.models.layers import ATTENTION_SHAPED
-from jaxkv.tracing import Trace, TracedArms, trace_cached, trace_uncached
+from jaxkv.rollout import Layout, Rows
+from jaxkv.tracing import Trace, list_values
 
 ATTENTION_BYTES = 4 << 30  # values [B, S, K, G, S] are not recorded beyond so many bytes an arm
 
@@ -71,7 +69,8 @@ def _measure(a: jax.Array, b: jax.Array, seen: jax.Array | None) -> dict[str, ja
     }
 
 
-def _compare(a: jax.Array, b: jax.Array, seen: jax.Array | None = None) -> Gap:
+def compare_values(a: jax.Array, b: jax.Array, seen: jax.Array | None = None) -> Gap:
+    """Sets values [B, S] or [B, S, ...] side by side; of attention-shaped ones the keys `seen` [B, S, S] count."""
     if a.ndim == 2:
         a, b = a[:, :, None], b[:, :, None]
     with jax.enable_x64(True):
@@ -85,13 +84,13 @@ def compare_traces(a: Trace, b: Trace, rows: Rows, layout: Layout) -> dict[str, 
     and count as equal."""
     slots = np.arange(layout.slots)
     seen = (slots[None, None, :] <= slots[None, :, None]) & (slots >= np.asarray(rows.first)[:, None])[:, None, :]
-    gaps = {"positions": _compare(a.positions, b.positions)}
+    gaps = {"positions": compare_values(a.positions, b.positions)}
     for name, value in a.values.items():
         if name in b.values:
             keys = jnp.asarray(seen) if name.startswith(ATTENTION_SHAPED) else None
-            gaps[name] = _compare(value, b.values[name], keys)
+            gaps[name] = compare_values(value, b.values[name], keys)
     steps = min(a.run.logits.shape[1], b.run.logits.shape[1], layout.slots - layout.prompt + 1)
-    found = _compare(a.run.logits[:, :steps], b.run.logits[:, :steps])
+    found = compare_values(a.run.logits[:, :steps], b.run.logits[:, :steps])
 
     def spread(column: np.ndarray, fill: Any) -> np.ndarray:
         full = np.full((layout.batch, layout.slots), fill, column.dtype)
@@ -144,58 +143,34 @@ def split_name(name: str) -> tuple[str, int | None]:
     return op, int(layer) if layer else None
 
 
-def find_first(gaps: Mapping[str, Gap], row: int, counted: np.ndarray, first: int) -> Difference | None:
+def find_first(
+    gaps: Mapping[str, Gap], counted: np.ndarray, first: int | np.ndarray, row: int | slice = slice(None)
+) -> Difference | None:
     """The first value in order of execution that differs in bits or dtype; None if there is none.
 
     Args:
-      gaps: of `compare_traces`.
-      row: of the batch.
-      counted: [S] the slots that count.
-      first: slot of the row's position 0.
+      gaps: in that order.
+      counted: [S] the slots that count, or [B, S] of all rows.
+      first: slot of the row's position 0, [B, 1] of all.
+      row: of the batch; all rows if it is left out.
     """
     for name, gap in gaps.items():
         differs = counted & (~gap.equal[row] | (gap.dtypes[0] != gap.dtypes[1]))
         if differs.any():
+            places = np.broadcast_to(np.arange(differs.shape[-1]) - first, differs.shape)[differs]
             return Difference(
-                *split_name(name), int(np.argmax(differs)) - first, gap.dtypes, float(gap.max_abs[row][differs].max()),
+                *split_name(name), int(places.min()), gap.dtypes, float(gap.max_abs[row][differs].max()),
                 float(gap.relative[row][differs].max()), int(differs.sum()),
             )  # fmt: skip
     return None
 
 
-def names_that_fit(arms: TracedArms, layout: Layout) -> list[str]:
+def names_that_fit(arms: Arms, layout: Layout) -> list[str]:
     """All values of a decoder in order of execution, without the attention-shaped ones where they are too large."""
-    shapes = arms.list_values(layout.batch, layout.slots)
+    shapes = list_values(arms, layout.batch, layout.slots)
     large = [name for name in shapes if name.startswith(ATTENTION_SHAPED)]
     size = sum(int(np.prod(shapes[name].shape)) * shapes[name].dtype.itemsize for name in large)
     return [name for name in shapes if size <= ATTENTION_BYTES or name not in large]
-
-
-def walk_arms(
-    cached: Arms, uncached: Arms, state: nnx.State, batch: Batch, spec: RunSpec
-) -> dict[int, Difference | None]:
-    """Names the first value in which two arms differ, along the cached arm's tokens.
-
-    Args:
-      cached: programs of the cached arm, traced or to be; aligned, so that rounding makes no difference.
-      uncached: those of the uncached arm, of the same regime.
-      state: prepared weights.
-      batch: problems.
-      spec: how they are run.
-
-    Returns:
-      Problem -> its first difference, None if all is equal.
-    """
-    layout, tokens, rows = lay_out(batch, spec, cached.config, cached.tile)
-    ours, theirs = (arms if isinstance(arms, TracedArms) else TracedArms(arms) for arms in (cached, uncached))
-    names = [name for name in names_that_fit(ours, layout) if name in names_that_fit(theirs, layout)]
-    a = trace_cached(ours, state, tokens, rows, layout, names)
-    b = trace_uncached(theirs, state, np.asarray(a.run.tokens), force(rows, a.run), layout, names)
-    gaps = compare_traces(a, b, rows, layout)
-    return {
-        item.problem: find_first(gaps, row, fed_slots(rows, layout, a.run.lengths, row), int(rows.first[row]))
-        for row, item in enumerate(batch.items)
-    }
 
 
 def fed_slots(rows: Rows, layout: Layout, lengths: jax.Array, row: int) -> np.ndarray:

@@ -25,54 +25,21 @@ from flax import nnx
 
 from jaxkv.cache import EMPTY, KVCache
 from jaxkv.config import DType
-from jaxkv.decode import Arms, Layout, Rollout, Rows, make_layout, make_rows, start_rollout
+from jaxkv.decode import Arms
 from jaxkv.errors import UserError
-from jaxkv.experiments.batches import Batch, Item, RunSpec, plan_batches
+from jaxkv.experiments.batches import Batch, Item, RunSpec, lay_out, plan_batches
+from jaxkv.experiments.first_difference import Difference, Gap, compare_values, find_first
 from jaxkv.experiments.probe import probe_state, probe_tolerance
-from jaxkv.generate import force, run_cached_keeping, run_uncached_keeping
+from jaxkv.rollout import Layout, Rollout, Rows, force, start_rollout
 
 
-def bits(x: jax.Array) -> jax.Array:
-    """The array's bits as unsigned integers: NaN equals itself, and -0 differs from +0."""
-    return x if x.dtype == bool else jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-
-
-@dataclasses.dataclass(frozen=True)
-class Difference:
-    """Where two caches first differ.
-
-    Attributes:
-      tensor: 'positions', 'k' or 'v'.
-      layer: its layer, None for positions.
-      position: first absolute position at which it differs.
-      max_abs: largest difference in that tensor.
-      dtypes: the two dtypes, None if they are equal.
-    """
-
-    tensor: str
-    layer: int | None
-    position: int
-    max_abs: float
-    dtypes: tuple[str, str] | None = None
-
-    def __str__(self) -> str:
-        of = "" if self.layer is None else f" of layer {self.layer}"
-        kinds = "" if self.dtypes is None else f", {self.dtypes[0]} beside {self.dtypes[1]}"
-        return f"first in {self.tensor}{of} at position {self.position} (max |diff| {self.max_abs:.2g}{kinds})"
-
-
-def _differs(x: jax.Array, y: jax.Array, filled: np.ndarray, tolerance: float) -> tuple[np.ndarray, float]:
-    """Which places [B, T] of x and y [B, T, ...] differ where `filled`, and by how much at most."""
-    rest = tuple(range(2, x.ndim))
-    exact = jnp.promote_types(x.dtype, y.dtype)
-    wide = jnp.promote_types(exact, jnp.float32)
-    gap = jnp.abs(x.astype(wide) - y.astype(wide))
-    unequal = bits(x.astype(exact)) != bits(y.astype(exact))
-    if tolerance and jnp.issubdtype(exact, jnp.floating):
-        counted = jnp.where(jnp.expand_dims(filled, rest), jnp.abs(x.astype(wide)), 0)
-        unequal &= ~(gap <= tolerance * jnp.max(counted))  # NaN differs
-    largest = jnp.max(jnp.where(jnp.expand_dims(filled, rest), gap, 0)) if gap.size else 0.0
-    return np.asarray(jnp.any(unequal, axis=rest)) & filled, float(largest)
+def _set_beside(x: jax.Array, y: jax.Array, counted: np.ndarray, tolerance: float) -> Gap:
+    """x and y [B, T, ...] where `counted` [B, T]; a distance within tolerance times the largest there is none."""
+    gap = compare_values(x, y)
+    if not tolerance or not jnp.issubdtype(x.dtype, jnp.floating):
+        return gap
+    largest = np.max(np.abs(np.asarray(x, np.float32))[counted], initial=0)
+    return dataclasses.replace(gap, equal=gap.equal | (gap.max_abs <= tolerance * largest))  # NaN differs
 
 
 def first_cache_difference(
@@ -88,17 +55,17 @@ def first_cache_difference(
       tolerance: keys and values may differ by so much, relative to the largest in the tensor.
     """
     slots = min(a.positions.shape[1], b.positions.shape[1])
-    filled = filled[:, :slots]
-    places = np.arange(slots) - first[:, None]
-    tensors: list[tuple[str, int | None, jax.Array, jax.Array]] = [("positions", None, a.positions, b.positions)]
-    for n in range(len(a.k)):
-        tensors += [("k", n, a.k[n], b.k[n]), ("v", n, a.v[n], b.v[n])]
-    for tensor, layer, x, y in tensors:
-        dtypes = None if x.dtype == y.dtype else (x.dtype.name, y.dtype.name)
-        differs, gap = _differs(x[:, :slots], y[:, :slots], filled, tolerance)
-        if differs.any() or (dtypes and filled.any()):
-            where = differs if differs.any() else filled
-            return Difference(tensor, layer, int(places[where].min()), gap, dtypes)
+    counted = filled[:, :slots]
+
+    def named(cache: KVCache) -> dict[str, jax.Array]:
+        sides = (("k", cache.k), ("v", cache.v))
+        layers = {f"{side}.{n}": held[n] for n in range(len(cache.k)) for side, held in sides}
+        return {name: held[:, :slots] for name, held in ({"positions": cache.positions} | layers).items()}
+
+    for (name, x), y in zip(named(a).items(), named(b).values(), strict=True):
+        found = find_first({name: _set_beside(x, y, counted, tolerance)}, counted, first[:, None])
+        if found is not None:
+            return found
     return None
 
 
@@ -117,12 +84,12 @@ def _compare(
     kept: DType,
     rows: Rows,
     layout: Layout,
-    problems: Sequence[int],
     why: str,
     tolerance: float = 0.0,
 ) -> None:
     """Raises UserError unless an arm and the reference agree along the same tokens, with caches of the dtype `kept`."""
     a, b = arm.run, reference.run
+    problems = np.asarray(rows.problems)
     lengths, broke = np.asarray(a.lengths), np.asarray(a.nonfinite_step)
     first = np.asarray(rows.first)
     where = []
@@ -140,11 +107,12 @@ def _compare(
         where.append(str(found))
     counted = np.arange(layout.new_tokens) < lengths[:, None]
     steps = min(a.choices.shape[1], b.choices.shape[1], layout.new_tokens)
-    differs, _ = _differs(a.logits[:, :steps], b.logits[:, :steps], counted[:, :steps], tolerance)
+    gap = _set_beside(a.logits[:, :steps], b.logits[:, :steps], counted[:, :steps], tolerance)
+    differs = ~gap.equal & counted[:, :steps]
     if differs.any():
         row, step = min(np.argwhere(differs), key=lambda place: place[1])
-        gap = np.max(np.abs(np.asarray(a.logits[row, step], np.float32) - np.asarray(b.logits[row, step], np.float32)))
-        where.append(f"in the logits of problem {problems[row]} from step {step} on (max |diff| {gap:.2g})")
+        size = gap.max_abs[row, step]
+        where.append(f"in the logits of problem {problems[row]} from step {step} on (max |diff| {size:.2g})")
     elif not tolerance:
         chosen = (np.asarray(a.choices)[:, :steps] != np.asarray(b.choices)[:, :steps]) & counted[:, :steps]
         for row, step in np.argwhere(chosen)[:1].tolist():
@@ -159,34 +127,27 @@ def _compare(
         )
 
 
-def _lay_out(batch: Batch, spec: RunSpec, arms: Arms) -> tuple[Layout, np.ndarray, Rows, list[int]]:
-    filled = [*batch.items, *[batch.items[-1]] * (spec.batch_size - len(batch.items))]
-    prompts, problems = [list(item.prompt) for item in filled], [item.problem for item in filled]
-    layout = make_layout(prompts, spec.new_tokens, spec.bucket, arms.config, arms.tile)
-    return layout, *make_rows(prompts, problems, spec.seed, layout), problems
-
-
 def _check_aligned(cached_arms: Arms, uncached_arms: Arms, state: nnx.State, batch: Batch, spec: RunSpec) -> Rollout:
     """Compares both arms of the aligned regime on a batch. Returns the cached rollout."""
-    layout, tokens, rows, problems = _lay_out(batch, spec, cached_arms)
-    run, cache = run_cached_keeping(cached_arms, state, tokens, rows, layout)
+    layout, tokens, rows = lay_out(batch, spec, cached_arms.config, cached_arms.tile)
+    run, cache = cached_arms.run_cached_keeping(state, tokens, rows, layout)
     cached = _Arm("cached", run, cache)
     forced = force(rows, run)
     # A row that broke off is followed into the step at which it did: the other arm must break off there too.
     forced = dataclasses.replace(forced, limit=forced.limit + (run.nonfinite_step >= 0))
     # One pass over the given tokens, since on a long prompt steps would take minutes; but a pass hands the NaN of a
-    # later row to earlier ones (generate.run_forced).
+    # later row to earlier ones (Arms.run_forced).
     check = not np.any(np.asarray(run.nonfinite_step) >= 0)
     start = start_rollout(uncached_arms, np.asarray(run.tokens), forced, layout)
-    uncached = _Arm("uncached", *run_uncached_keeping(uncached_arms, state, start, forced, layout, "padded", check))
+    uncached = _Arm("uncached", *uncached_arms.run_uncached_keeping(state, start, forced, layout, "padded", check))
     why = "in the aligned regime both arms round alike"
-    _compare(cached, uncached, uncached_arms.precision.cache, rows, layout, problems, why)
+    _compare(cached, uncached, uncached_arms.precision.cache, rows, layout, why)
     return run
 
 
 def _check_plain(plain: Arms, aligned: Arms, batch: Batch, spec: RunSpec, new_tokens: int) -> dict[str, Any]:
     """Compares the programs of both regimes under the probe's weights, along random tokens after a batch's prompts."""
-    layout, tokens, rows, problems = _lay_out(batch, spec, plain)
+    layout, tokens, rows = lay_out(batch, spec, plain.config)
     tolerance = probe_tolerance(plain.config, plain.precision, layout.slots)
     if tolerance is None:
         return {"passed": None, "tolerance": None, "steps": 0}
@@ -201,26 +162,26 @@ def _check_plain(plain: Arms, aligned: Arms, batch: Batch, spec: RunSpec, new_to
         return tokens, dataclasses.replace(rows, limit=limit, forced_until=limit)
 
     tokens, rows = forced(tokens, rows)
-    cached = _Arm("cached", *run_cached_keeping(plain, state, tokens, rows, layout))
+    cached = _Arm("cached", *plain.run_cached_keeping(state, tokens, rows, layout))
     start = start_rollout(plain, tokens, rows, layout)
     uncached = _Arm(
-        "uncached", *run_uncached_keeping(plain, state, start, rows, layout, spec.uncached_length, check=True)
+        "uncached", *plain.run_uncached_keeping(state, start, rows, layout, spec.uncached_length, check=True)
     )
     if np.any(np.asarray(uncached.run.nonfinite_step) >= 0):
         return {"passed": None, "tolerance": tolerance, "steps": 0}
     short = dataclasses.replace(spec, new_tokens=steps)
-    near, near_tokens, near_rows, _ = _lay_out(batch, short, aligned)
+    near, near_tokens, near_rows = lay_out(batch, short, aligned.config, aligned.tile)
     near_tokens, near_rows = forced(near_tokens, near_rows)
-    tiled = _Arm("cached (aligned)", *run_cached_keeping(aligned, state, near_tokens, near_rows, near))
+    tiled = _Arm("cached (aligned)", *aligned.run_cached_keeping(state, near_tokens, near_rows, near))
     why = "no sum is rounded with the gate's own weights"
     for arm in (cached, tiled):
-        _compare(arm, uncached, plain.precision.cache, rows, layout, problems, why, tolerance)
+        _compare(arm, uncached, plain.precision.cache, rows, layout, why, tolerance)
     beyond = np.asarray(cached.cache.positions)[:, layout.prompt + steps - 1 :]
     for row, slot in np.argwhere(beyond != EMPTY)[:1]:
         raise UserError(
-            f"the gate failed: cached fills slot {layout.prompt + steps - 1 + slot} of problem {problems[row]}, where "
-            "no token was fed; the cache has a bug and no figure would mean anything: report it, or run anyway with "
-            "--gate=off"
+            f"the gate failed: cached fills slot {layout.prompt + steps - 1 + slot} of problem {rows.problems[row]}, "
+            "where no token was fed; the cache has a bug and no figure would mean anything: report it, or run anyway "
+            "with --gate=off"
         )
     return {"passed": True, "tolerance": tolerance, "steps": steps * len(batch.items)}
 

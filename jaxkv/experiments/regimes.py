@@ -15,7 +15,8 @@ import numpy as np
 from flax import nnx
 
 from jaxkv.cache import EMPTY, Intervention, write_slots
-from jaxkv.decode import COMPILER_OPTIONS, Arms, Layout, Rollout, Rows, slot_positions
+from jaxkv.decode import COMPILER_OPTIONS, Arms
+from jaxkv.rollout import Layout, Rollout, Rows, slot_positions
 from jaxkv.tracing import Trace
 
 WATCHED = ("q", "k", "v", "attn_heads")  # what a clean run is watched for
@@ -116,7 +117,7 @@ class ReplayPrograms:
         Args:
           state: prepared weights.
           reference: the clean run.
-          forced: rows that follow it (generate.force).
+          forced: rows that follow it (rollout.force).
           layout: of the batch.
           clean: values of WATCHED in every layer, of the clean run.
           intervention: makes the cache.
@@ -125,7 +126,7 @@ class ReplayPrograms:
             error feeds back.
         """
         config, precision = self.arms.config, self.arms.precision
-        cache = intervention.make_cache(config, precision, layout.batch, layout.slots, forced.problems, forced.seed)
+        cache = self.arms.make_cache(forced, layout, intervention)
         steps = layout.new_tokens
         replay = Replay(
             cache,

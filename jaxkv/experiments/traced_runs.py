@@ -9,13 +9,13 @@ import numpy as np
 from flax import nnx
 
 from jaxkv.audit import Finding, audit_rows
-from jaxkv.decode import Arms, Layout, Rollout, Rows
+from jaxkv.compare import bits
+from jaxkv.decode import Arms
 from jaxkv.errors import UserError
 from jaxkv.experiments import batches
 from jaxkv.experiments.batches import Batch, Item, RunSpec, describe_setting, lay_out
-from jaxkv.experiments.gate import bits
-from jaxkv.generate import force, run_cached, run_forced
 from jaxkv.provenance import hash_tokens
+from jaxkv.rollout import Layout, Rollout, Rows, force
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +61,8 @@ def require_one_length(arms: Arms, spec: RunSpec, name: str, plain: bool) -> Non
 def run_reference(arms: Arms, state: nnx.State, batch: Batch, spec: RunSpec) -> Reference:
     """Runs and audits a batch."""
     layout, tokens, rows = lay_out(batch, spec, arms.config, arms.tile)
-    cached = run_cached(arms, state, tokens, rows, layout)
-    return make_reference(arms, state, layout, rows, cached, run_forced(arms, state, cached, rows, layout))
+    cached = arms.run_cached(state, tokens, rows, layout)
+    return make_reference(arms, state, layout, rows, cached, arms.run_forced(state, cached, rows, layout))
 
 
 def make_reference(

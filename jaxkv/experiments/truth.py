@@ -14,8 +14,8 @@ import numpy as np
 from flax import nnx
 
 from jaxkv.config import DType, ModelConfig, make_precision
-from jaxkv.decode import Arms, Layout, Rollout, Rows
-from jaxkv.generate import force, run_cached, run_forced
+from jaxkv.decode import Arms
+from jaxkv.rollout import Layout, Rollout, Rows, force
 from jaxkv.sampling import Sampler
 
 
@@ -53,7 +53,7 @@ class Float64Model:
     def _run(self, state: nnx.State, tokens: np.ndarray, rows: Rows, layout: Layout) -> Rollout:
         with jax.enable_x64(True):
             wide = round_weights(state, jnp.float64)
-            return jax.block_until_ready(run_cached(self._arms, wide, tokens, rows, layout))
+            return jax.block_until_ready(self._arms.run_cached(wide, tokens, rows, layout))
 
     def run(self, state: nnx.State, tokens: np.ndarray, rows: Rows, layout: Layout, params: frozenset[str]) -> Truth:
         """Runs the given weights freely, and the rounded ones along the tokens that gives.
@@ -89,7 +89,7 @@ class Float64Model:
         """
         with jax.enable_x64(True):
             wide = round_weights(state, jnp.float64)
-            return jax.block_until_ready(run_forced(self._arms, wide, reference, rows, layout))
+            return jax.block_until_ready(self._arms.run_forced(wide, reference, rows, layout))
 
 
 @functools.lru_cache(maxsize=4)

@@ -27,6 +27,7 @@ dtype. Where e is 0 the row's own bits are kept.
 import dataclasses
 import functools
 import math
+import typing
 from typing import Any, Literal
 
 import jax
@@ -39,14 +40,6 @@ Ranges = tuple[tuple[int, int | None], ...]  # inclusive; None is open
 SIDES = ("k", "v")
 DRAWN = ("uniform", "normal", "points")
 CUT = ("truncate", "round")
-# What a field may be, its default first.
-CHOICES = {
-    "kind": ("mul", "add"),
-    "sign": ("any", "keep"),
-    "correlate": ("none", "token"),
-    "draw": ("write", "read"),
-    "side": ("kv", "k", "v"),
-}
 SCOPES = ("layers", "heads", "positions")
 
 
@@ -195,7 +188,8 @@ class CacheError:
     def check(self, num_layers: int | None = None, num_kv_heads: int | None = None) -> None:
         """Raises UserError if the parts do not go together, or a model has no such layer or head."""
         if not self.random:
-            given = [name for name in ("kind", "sign", "correlate", "draw") if getattr(self, name) != CHOICES[name][0]]
+            drawn = ("kind", "sign", "correlate", "draw")
+            given = [name for name in drawn if getattr(self, name) != getattr(CacheError, name)]
             if given:
                 raise UserError(
                     f"{self.law} draws nothing, so {given[0]}={getattr(self, given[0])} has no effect on it"
@@ -287,3 +281,11 @@ class CacheError:
         if self.law == "points":
             return jnp.where(jax.random.bernoulli(key, 0.5, shape), origin + (a + b), origin + (a - b))
         return (origin + a) + _round_now(b * _draw_normal(key, shape))
+
+
+# What a field of few words may be, its default first.
+CHOICES: dict[str, tuple[str, ...]] = {
+    field.name: typing.get_args(field.type)
+    for field in dataclasses.fields(CacheError)
+    if typing.get_origin(field.type) is Literal
+}

@@ -7,6 +7,7 @@ hundred operations, and a law that every layer drew for itself took three minute
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -40,137 +41,97 @@ def draw_noise(
 
 
 @dataclasses.dataclass(frozen=True)
-class PerturbedLayer:
-    """One layer during a call (jaxkv.cache.LayerCache).
+class PerturbedLayer(Slots):
+    """One layer during a call.
 
     Attributes:
-      slots: what is held.
       index: of the layer.
       error: what is done.
-      positions: [B, T] of the rows that it is done to.
+      changed: [B, T] positions of the rows that it is done to.
       noise: of all layers.
     """
 
-    slots: Slots
     index: int
     error: CacheError
-    positions: jax.Array
+    changed: jax.Array
     noise: Noise
 
-    def write(self, k: jax.Array, v: jax.Array, slot: jax.Array | int) -> "PerturbedLayer":
+    def write(self, k: jax.Array, v: jax.Array, slot: jax.Array | int) -> Self:
         """As in LayerCache."""
-        if not self.error.redrawn:
-            k, v = self._perturb(k, "k"), self._perturb(v, "v")
-        return dataclasses.replace(self, slots=self.slots.write(k, v, slot))
+        return super().write(*((k, v) if self.error.redrawn else self._perturb(k, v)), slot)
 
     def read(self) -> tuple[jax.Array, jax.Array]:
         """As in LayerCache."""
-        k, v = self.slots.read()
-        if not self.error.redrawn:
-            return k, v
-        return self._perturb(k, "k"), self._perturb(v, "v")
+        return self._perturb(self.k, self.v) if self.error.redrawn else (self.k, self.v)
 
-    def rotate_queries(self, q: jax.Array) -> jax.Array:
-        """Leaves them as they are."""
-        return q
+    def _perturb(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return self._perturb_side(k, "k"), self._perturb_side(v, "v")
 
-    def rotate_heads(self, heads: jax.Array) -> jax.Array:
-        """Leaves them as they are."""
-        return heads
-
-    def _perturb(self, x: jax.Array, side: str) -> jax.Array:
+    def _perturb_side(self, x: jax.Array, side: str) -> jax.Array:
         if not self.error.touches(self.index, side):
             return x
         drawn = self.noise.get((self.index, side))
         if drawn is not None and jnp.issubdtype(drawn.dtype, jax.dtypes.prng_key):
             drawn = self.error.sample(drawn, x.shape[2:])
-        return self.error.change(x, self.positions, drawn)
-
-
-@dataclasses.dataclass(frozen=True)
-class PerturbedCall:
-    """A PerturbedCache during a call (jaxkv.cache.CacheCall).
-
-    Attributes:
-      cache: before the call.
-      plain: with the call's positions.
-      changed: [B, T] positions of the rows that the error is put into.
-      noise: of all layers.
-    """
-
-    cache: "PerturbedCache"
-    plain: KVCache
-    changed: jax.Array
-    noise: Noise
-
-    @property
-    def positions(self) -> jax.Array:
-        """As in CacheCall."""
-        return self.plain.positions
-
-    def layer(self, index: int) -> PerturbedLayer:
-        """As in CacheCall."""
-        return PerturbedLayer(self.plain.layer(index), index, self.cache.error, self.changed, self.noise)
-
-    def finish(self, layers: Sequence[PerturbedLayer]) -> "PerturbedCache":
-        """As in CacheCall."""
-        plain = self.plain.finish([layer.slots for layer in layers])
-        return dataclasses.replace(self.cache, plain=plain, calls=self.cache.calls + 1)
+        return self.error.change(x, self.changed, drawn)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PerturbedCache:
-    """A plain cache and the error that is put into it.
+class PerturbedCache(KVCache):
+    """A plain cache, with the error in it if that is frozen, and the error that is put into it.
 
     Attributes:
-      plain: what is held; with the error in it if that is frozen.
       error: what is done.
       problems: [B] int32, keys of the noise.
       seed: int32 scalar.
       calls: int32 scalar, calls so far: the prefill reads at step 0, the first decoded token at step 1. It does not
         depend on prompts, so neither does a row's noise on its neighbours' lengths.
+      changed: during a call, [B, T] positions of the rows that the error is put into.
+      noise: during a call, of all layers.
     """
 
-    plain: KVCache
     error: CacheError
     problems: jax.Array
     seed: jax.Array
     calls: jax.Array
+    changed: Any = None
+    noise: Any = None
 
-    @property
-    def positions(self) -> jax.Array:
+    def begin(self, positions: jax.Array, slot: jax.Array | int) -> Self:
         """As in jaxkv.cache.Cache."""
-        return self.plain.positions
+        begun = super().begin(positions, slot)
+        changed = begun.positions if self.error.redrawn else positions
+        noise = draw_noise(self.error, begun, changed, self.problems, self.seed, self.calls)
+        return dataclasses.replace(begun, changed=changed, noise=noise)
 
-    def begin(self, positions: jax.Array, slot: jax.Array | int) -> PerturbedCall:
+    def layer(self, index: int) -> PerturbedLayer:
         """As in jaxkv.cache.Cache."""
-        plain = self.plain.begin(positions, slot)
-        changed = plain.positions if self.error.redrawn else positions
-        noise = draw_noise(self.error, plain, changed, self.problems, self.seed, self.calls)
-        return PerturbedCall(self, plain, changed, noise)
+        return PerturbedLayer(self.k[index], self.v[index], index, self.error, self.changed, self.noise)
+
+    def finish(self, layers: Sequence[Slots]) -> Self:
+        """As in jaxkv.cache.Cache."""
+        return dataclasses.replace(super().finish(layers), calls=self.calls + 1, changed=None, noise=None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Perturbation:
-    """Puts `error` into the cache (jaxkv.cache.Intervention)."""
+    """Puts `error` into the cache, with noise of a seed (jaxkv.cache.Intervention)."""
 
     error: CacheError
+    seed: int = 0
 
     def make_cache(
-        self,
-        config: ModelConfig,
-        precision: Precision,
-        batch: int,
-        slots: int,
-        problems: jax.Array,
-        seed: jax.Array,
+        self, config: ModelConfig, precision: Precision, batch: int, slots: int, problems: jax.Array
     ) -> PerturbedCache:
         """An empty cache; everything in it is its own, since programs take their cache for good."""
+        plain = empty_cache(config, precision, batch, slots)
         return PerturbedCache(
-            plain=empty_cache(config, precision, batch, slots),
+            plain.k,
+            plain.v,
+            plain.positions,
             error=jax.tree.map(jnp.asarray, self.error),
             problems=jnp.array(problems, jnp.int32),
-            seed=jnp.array(seed, jnp.int32),
+            seed=jnp.array(self.seed, jnp.int32),
             calls=jnp.zeros((), jnp.int32),
         )

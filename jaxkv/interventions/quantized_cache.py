@@ -12,7 +12,7 @@ changes nothing changes no bit of a run.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,7 @@ class QuantizedLayer:
     views: Pair | None = None
     ends: Pair | None = None
 
-    def write(self, k: jax.Array, v: jax.Array, slot: jax.Array | int) -> "QuantizedLayer":
+    def write(self, k: jax.Array, v: jax.Array, slot: jax.Array | int) -> Self:
         """As in LayerCache."""
         rows = self.rotate_rows(k, v)
         sides = zip(self.plans, self.stores, rows, self._pack(rows), strict=True)
@@ -155,32 +155,6 @@ def _rotate(plan: SidePlan | None, x: jax.Array) -> jax.Array:
     return x if plan is None else plan.quantizer.rotate(x)
 
 
-@dataclasses.dataclass(frozen=True)
-class QuantizedCall:
-    """A QuantizedCache during a call (CacheCall)."""
-
-    cache: "QuantizedCache"
-    turn: Turn
-
-    @property
-    def positions(self) -> jax.Array:
-        """As in CacheCall."""
-        return self.turn.keys
-
-    def layer(self, index: int) -> QuantizedLayer:
-        """As in CacheCall."""
-        return QuantizedLayer(self.cache.plans(index), (self.cache.k[index], self.cache.v[index]), self.turn)
-
-    def finish(self, layers: Sequence[QuantizedLayer]) -> "QuantizedCache":
-        """As in CacheCall."""
-        plans, stores, rows = zip(*((layer.plans, layer.stores, layer.rows) for layer in layers), strict=True)
-        k, v = (
-            _pack_late([p[side] for p in plans], [s[side] for s in stores], [r[side] for r in rows], self.turn)
-            for side in (0, 1)
-        )
-        return dataclasses.replace(self.cache, k=k, v=v, positions=self.turn.keys, prompt=self.turn.prompt)
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedCache:
@@ -193,6 +167,7 @@ class QuantizedCache:
       prompt: [B] int32, tokens that a row's first call brought.
       quant: what is done, by methods that know the dtype of what they pack.
       windowed: which layers are (ModelConfig.windowed_layers).
+      turn: the call, during one.
     """
 
     k: tuple[Store, ...]
@@ -201,16 +176,33 @@ class QuantizedCache:
     prompt: jax.Array
     quant: CacheQuant
     windowed: tuple[bool, ...] = dataclasses.field(metadata={"static": True})
+    turn: Any = None
 
     def plans(self, index: int) -> tuple[SidePlan | None, SidePlan | None]:
         """How a layer is stored."""
         return make_plans(self.quant, index, self.windowed, self.positions.shape[1])
 
-    def begin(self, positions: jax.Array, slot: jax.Array | int) -> QuantizedCall:
+    def begin(self, positions: jax.Array, slot: jax.Array | int) -> Self:
         """As in Cache."""
         keys = write_slots(self.positions, positions, slot)
         before, after = _count(self.positions), _count(keys)
-        return QuantizedCall(self, Turn(positions, keys, before, after, jnp.where(before == 0, after, self.prompt)))
+        prompt = jnp.where(before == 0, after, self.prompt)
+        return dataclasses.replace(
+            self, positions=keys, prompt=prompt, turn=Turn(positions, keys, before, after, prompt)
+        )
+
+    def layer(self, index: int) -> QuantizedLayer:
+        """As in Cache."""
+        return QuantizedLayer(self.plans(index), (self.k[index], self.v[index]), self.turn)
+
+    def finish(self, layers: Sequence[Any]) -> Self:
+        """As in Cache."""
+        plans, stores, rows = zip(*((layer.plans, layer.stores, layer.rows) for layer in layers), strict=True)
+        k, v = (
+            _pack_late([p[side] for p in plans], [s[side] for s in stores], [r[side] for r in rows], self.turn)
+            for side in (0, 1)
+        )
+        return dataclasses.replace(self, k=k, v=v, turn=None)
 
     def read(self, index: int) -> tuple[jax.Array, jax.Array]:
         """Keys and values [B, S, K, H] of a layer as a later call would see them, rotated back, in fp32."""
@@ -252,13 +244,7 @@ class Quantization:
     quant: CacheQuant
 
     def make_cache(
-        self,
-        config: ModelConfig,
-        precision: Precision,
-        batch: int,
-        slots: int,
-        problems: jax.Array | None = None,
-        seed: jax.Array | None = None,
+        self, config: ModelConfig, precision: Precision, batch: int, slots: int, problems: jax.Array | None = None
     ) -> QuantizedCache:
         """An empty cache.
 
@@ -266,7 +252,7 @@ class Quantization:
           UserError: the head dim or the cache's dtype does not suit the method, or the context is over before
             anything is packed.
         """
-        del problems, seed
+        del problems
         windowed = config.windowed_layers
         self.quant.check(config.head_dim, config.context_length, windowed)
         quant = jax.tree.map(jnp.asarray, self.quant.stored_as(precision.cache))

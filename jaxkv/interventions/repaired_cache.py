@@ -9,14 +9,14 @@ takes away much of the attention output's error, and repairing all the others ta
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 
 from jaxkv.cache import EMPTY, KVCache, Slots, empty_cache
 from jaxkv.config import ModelConfig, Precision
-from jaxkv.interventions.quantized_cache import Quantization, QuantizedCache, QuantizedCall, QuantizedLayer
-from jaxkv.interventions.quantizers.spec import CacheQuant
+from jaxkv.interventions.quantized_cache import Quantization, QuantizedCache, QuantizedLayer
 
 SHARE = 0.05
 CHOICES = ("nothing", "worst", "others", "everything")
@@ -43,108 +43,70 @@ def repair_tokens(view: jax.Array, exact: jax.Array, packed: jax.Array, choice: 
 
 
 @dataclasses.dataclass(frozen=True)
-class RepairedLayer:
-    """One layer during a call (jaxkv.cache.LayerCache)."""
+class RepairedLayer(QuantizedLayer):
+    """One layer during a call, with the rows as they entered, rotated, and the choice."""
 
-    packed: QuantizedLayer
-    exact: Slots
-    choice: jax.Array
+    exact: Slots | None = None
+    choice: Any = None
 
-    def write(self, k: jax.Array, v: jax.Array, slot: jax.Array | int) -> "RepairedLayer":
+    def write(self, k: jax.Array, v: jax.Array, slot: jax.Array | int) -> Self:
         """As in LayerCache."""
-        exact = self.exact.write(*self.packed.rotate_rows(k, v), slot)
-        return dataclasses.replace(self, packed=self.packed.write(k, v, slot), exact=exact)
+        assert self.exact is not None
+        exact = self.exact.write(*self.rotate_rows(k, v), slot)
+        return dataclasses.replace(super().write(k, v, slot), exact=exact)
 
     def read(self) -> tuple[jax.Array, jax.Array]:
         """As in LayerCache."""
-        k, v = map(self._repair, range(2), self.packed.read(), self.exact.read())
+        assert self.exact is not None
+        k, v = map(self._repair, range(2), super().read(), self.exact.read())
         return k, v
 
-    def rotate_queries(self, q: jax.Array) -> jax.Array:
-        """As in LayerCache."""
-        return self.packed.rotate_queries(q)
-
-    def rotate_heads(self, heads: jax.Array) -> jax.Array:
-        """As in LayerCache."""
-        return self.packed.rotate_heads(heads)
-
     def _repair(self, side: int, view: jax.Array, exact: jax.Array) -> jax.Array:
-        assert self.packed.ends is not None
-        plan, end, keys = self.packed.plans[side], self.packed.ends[side], self.packed.turn.keys
+        assert self.ends is not None
+        plan, end, keys = self.plans[side], self.ends[side], self.turn.keys
         if plan is None:
             return view
         held = (keys >= plan.first) & (keys < end[:, None]) & (keys != EMPTY)
         return repair_tokens(view, exact, held, self.choice)
 
 
-@dataclasses.dataclass(frozen=True)
-class RepairedCall:
-    """A RepairedCache during a call (jaxkv.cache.CacheCall)."""
-
-    cache: "RepairedCache"
-    packed: QuantizedCall
-    exact: KVCache
-
-    @property
-    def positions(self) -> jax.Array:
-        """As in CacheCall."""
-        return self.packed.positions
-
-    def layer(self, index: int) -> RepairedLayer:
-        """As in CacheCall."""
-        return RepairedLayer(self.packed.layer(index), self.exact.layer(index), self.cache.choice)
-
-    def finish(self, layers: Sequence[RepairedLayer]) -> "RepairedCache":
-        """As in CacheCall."""
-        return RepairedCache(
-            self.packed.finish([layer.packed for layer in layers]),
-            self.exact.finish([layer.exact for layer in layers]),
-            self.cache.choice,
-        )
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class RepairedCache:
+class RepairedCache(QuantizedCache):
     """A quantized cache beside the rows that entered it.
 
     Attributes:
-      packed: what is read.
-      exact: what the oracle knows, rotated as in `packed`.
+      exact: what the oracle knows, rotated as what is packed.
       choice: int32 scalar, index of CHOICES.
     """
 
-    packed: QuantizedCache
-    exact: KVCache
-    choice: jax.Array
+    exact: KVCache | None = None
+    choice: Any = None
 
-    @property
-    def positions(self) -> jax.Array:
-        """As in jaxkv.cache.Cache."""
-        return self.packed.positions
+    def layer(self, index: int) -> RepairedLayer:
+        """As in Cache."""
+        assert self.exact is not None
+        layer = super().layer(index)
+        return RepairedLayer(layer.plans, layer.stores, layer.turn, exact=self.exact.layer(index), choice=self.choice)
 
-    def begin(self, positions: jax.Array, slot: jax.Array | int) -> RepairedCall:
-        """As in jaxkv.cache.Cache."""
-        return RepairedCall(self, self.packed.begin(positions, slot), self.exact.begin(positions, slot))
+    def finish(self, layers: Sequence[Any]) -> Self:
+        """As in Cache."""
+        assert self.exact is not None
+        exact = dataclasses.replace(self.exact, positions=self.positions).finish([layer.exact for layer in layers])
+        return dataclasses.replace(super().finish(layers), exact=exact)
 
 
 @dataclasses.dataclass(frozen=True)
-class Repair:
+class Repair(Quantization):
     """Quantizes as `quant` says and repairs the `choice` of tokens (jaxkv.cache.Intervention)."""
 
-    quant: CacheQuant
     choice: str
 
     def make_cache(
-        self,
-        config: ModelConfig,
-        precision: Precision,
-        batch: int,
-        slots: int,
-        problems: jax.Array | None = None,
-        seed: jax.Array | None = None,
+        self, config: ModelConfig, precision: Precision, batch: int, slots: int, problems: jax.Array | None = None
     ) -> RepairedCache:
         """An empty cache. Raises UserError as `Quantization` does."""
-        packed = Quantization(self.quant).make_cache(config, precision, batch, slots, problems, seed)
+        packed = super().make_cache(config, precision, batch, slots, problems)
+        fields = {field.name: getattr(packed, field.name) for field in dataclasses.fields(packed)}
         choice = jnp.asarray(CHOICES.index(self.choice), jnp.int32)
-        return RepairedCache(packed, empty_cache(config, precision, batch, slots), choice)
+        return RepairedCache(**fields, exact=empty_cache(config, precision, batch, slots), choice=choice)

@@ -10,8 +10,8 @@ differ in row counts alone. Which classes are aligned is an argument of the comp
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,11 +44,29 @@ class Alignment:
     on: jax.Array
 
 
+class Alignments(NamedTuple):
+    """What each of the arms' programs aligns; None for nothing."""
+
+    prefill: Alignment | None = None
+    decode: Alignment | None = None
+    recompute: Alignment | None = None
+
+
+PLAIN = Alignments()
+
+
 def make_alignment(tile: int, classes: frozenset[str]) -> Alignment:
     """The alignment of these classes. Raises ValueError on an unknown one."""
     if unknown := classes - set(CLASSES):
         raise ValueError(f"unknown operation classes: {', '.join(sorted(unknown))}")
     return Alignment(tile, jnp.asarray([name in classes for name in CLASSES]))
+
+
+def align(tile: int, classes: Mapping[str, Sequence[str]] | None) -> Alignments:
+    """What programs align: of 'prefill', 'decode' and 'recompute' the classes; None for the plain programs."""
+    if classes is None:
+        return PLAIN
+    return Alignments(**{program: make_alignment(tile, frozenset(names)) for program, names in classes.items()})
 
 
 def make_rowwise(alignment: Alignment | None, slot: jax.Array | int) -> Rowwise:

@@ -6,20 +6,21 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxkv.cache import Cache, LayerCache
+from jaxkv.cache import Cache, Hook, LayerCache, WatchedCache
 from jaxkv.config import ModelConfig, Precision
 from jaxkv.models.alignment import Alignment, Rowwise, direct, make_rowwise
-from jaxkv.models.layers import MLP, Attention, Hook, RMSNorm, init_weight, no_hook, product, rope_table, softcap
+from jaxkv.models.attention import ATTENTIONS
+from jaxkv.models.layers import MLP, Attend, Attention, RMSNorm, init_weight, no_hook, product, rope_table, softcap
 
 
 class DecoderLayer(nnx.Module):
     """Pre-norm attention and MLP on the residual stream, with post norms where the config has them."""
 
-    def __init__(self, config: ModelConfig, precision: Precision, layer: int, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, precision: Precision, layer: int, rngs: nnx.Rngs, attend: Attend):
         self.precision, self.layer = precision, layer
         D = config.model_dim
         self.attn_norm = RMSNorm(D, config, precision)
-        self.attn = Attention(config, precision, layer, rngs)
+        self.attn = Attention(config, precision, layer, rngs, attend)
         self.mlp_norm = RMSNorm(D, config, precision)
         self.mlp = MLP(config, precision, layer, rngs)
         self.attn_post_norm = RMSNorm(D, config, precision) if config.post_norms else None
@@ -58,11 +59,13 @@ class DecoderLayer(nnx.Module):
 class Decoder(nnx.Module):
     """Causal language model: token ids and a cache in, final hidden rows and the new cache out."""
 
-    def __init__(self, config: ModelConfig, precision: Precision, rngs: nnx.Rngs):
-        self.config, self.precision = config, precision
+    def __init__(self, config: ModelConfig, precision: Precision, rngs: nnx.Rngs, attention: str = "eager"):
+        self.config, self.precision, attend = config, precision, ATTENTIONS[attention]
         V, D = config.vocab_size, config.model_dim
         self.embed = init_weight(rngs, (V, D), D, precision)
-        self.layers = nnx.List([DecoderLayer(config, precision, layer, rngs) for layer in range(config.num_layers)])
+        self.layers = nnx.List(
+            [DecoderLayer(config, precision, layer, rngs, attend) for layer in range(config.num_layers)]
+        )
         self.final_norm = RMSNorm(D, config, precision)
         self.head = None if config.tie_embeddings else init_weight(rngs, (V, D), D, precision)
 
@@ -70,7 +73,7 @@ class Decoder(nnx.Module):
         self,
         tokens: jax.Array,
         positions: jax.Array,
-        cache: Cache,
+        cache: Cache | WatchedCache,
         slot: jax.Array | int,
         hook: Hook = no_hook,
         alignment: Alignment | None = None,
@@ -82,12 +85,25 @@ class Decoder(nnx.Module):
           positions: [B, T] int32 absolute positions, -1 for padding rows, which write zeros and are seen by nobody.
           cache: S slots; rows are written at slots [slot, slot + T), which must lie inside.
           slot: int or int32 scalar.
-          hook: sees and may replace each named value (see layers.py).
+          hook: sees and may replace each named value (see layers.py), before the tap of a watched cache does.
           alignment: what is computed in tiles, None for nothing.
 
         Returns:
           Hidden rows [B, T, D] after the final norm, and the new cache, of the kind of the old one.
         """
+        if not isinstance(cache, WatchedCache):
+            return self._forward(tokens, positions, cache, slot, hook, alignment)
+
+        def forward(cache: Cache, watch: Hook) -> tuple[jax.Array, Any]:
+            both = lambda name, value: watch(name, hook(name, value))  # noqa: E731
+            return self._forward(tokens, positions, cache, slot, both, alignment)
+
+        hidden, after, tap = cache.tap.watch(forward, cache.cache, positions, slot)
+        return hidden, WatchedCache(after, tap)
+
+    def _forward(
+        self, tokens, positions, cache: Cache, slot, hook: Hook, alignment: Alignment | None
+    ) -> tuple[jax.Array, Any]:
         config, precision = self.config, self.precision
         rows = make_rowwise(alignment, slot)
         factor = jnp.asarray(config.embed_scale, precision.activation).astype(precision.residual)
@@ -126,7 +142,9 @@ class Decoder(nnx.Module):
         return hook("logits", rows("head", cap, hook("head", rows("head", multiply, hidden))))
 
 
-def abstract_decoder(config: ModelConfig, precision: Precision) -> tuple[nnx.GraphDef, nnx.State]:
+def abstract_decoder(
+    config: ModelConfig, precision: Precision, attention: str = "eager"
+) -> tuple[nnx.GraphDef, nnx.State]:
     """Shapes and dtypes of a decoder without allocating it: graphdef and a State of ShapeDtypeStructs."""
-    model = nnx.eval_shape(lambda: Decoder(config, precision, nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: Decoder(config, precision, nnx.Rngs(0), attention))
     return nnx.split(model)

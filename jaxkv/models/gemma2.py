@@ -110,22 +110,13 @@ def read_sizes(read: Fields, name: str, theta: float, pattern: tuple[bool, ...])
         raise UserError(f"{name}: the config has windowed layers but sliding_window is null; fix the config")
     return gemma2_config(
         name,
-        layers=read.num_hidden_layers,
-        width=read.hidden_size,
-        mlp=read.intermediate_size,
-        heads=read.num_attention_heads,
-        kv_heads=read.num_key_value_heads,
-        head_dim=read.head_dim,
+        **read.sizes(),
         query_scalar=read.query_pre_attn_scalar,
-        vocab=read.vocab_size,
         window=read.sliding_window,
         window_pattern=pattern,
-        context=read.max_position_embeddings,
         theta=theta,
-        eps=read.rms_norm_eps,
         attn_softcap=read.attn_logit_softcapping,
         final_softcap=read.final_logit_softcapping,
-        tied=read.tie_word_embeddings,
     )
 
 

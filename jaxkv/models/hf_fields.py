@@ -79,6 +79,21 @@ class HFConfig(msgspec.Struct, kw_only=True, frozen=True):
         if (self.partial_rotary_factor or 1.0) != 1.0:
             raise refuse(name, "partial_rotary_factor", self.partial_rotary_factor)
 
+    def sizes(self) -> dict[str, Any]:
+        """What every family reads in the same way, as `llama_config` and `gemma2_config` take it."""
+        return {
+            "layers": self.num_hidden_layers,
+            "width": self.hidden_size,
+            "mlp": self.intermediate_size,
+            "heads": self.num_attention_heads,
+            "kv_heads": self.num_key_value_heads or self.num_attention_heads,
+            "head_dim": self.head_dim,
+            "vocab": self.vocab_size,
+            "context": self.max_position_embeddings,
+            "eps": self.rms_norm_eps,
+            "tied": self.tie_word_embeddings,
+        }
+
     def require_unset(self, name: str, *keys: str) -> None:
         """Raises UserError if an option is on that would change the numbers."""
         for key in keys:

@@ -21,11 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxkv.cache import EMPTY, LayerCache
+from jaxkv.cache import EMPTY, Hook, LayerCache
 from jaxkv.config import DType, ModelConfig, Precision, Rope
 from jaxkv.models.alignment import Rowwise, direct
 
-Hook = Callable[[str, jax.Array], jax.Array]
 ATTENTION_SHAPED = ("qk.", "scores.", "attn_weights.")  # names of values [B, K, G, T, S]
 
 
@@ -149,11 +148,44 @@ def init_weight(rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: int, precision: 
     return nnx.Param(value.astype(precision.param))
 
 
+# From queries [B, T, N, H], keys and values [B, S, K, H] in the cache's dtype, and which of them each query sees
+# [B, T, S], to the heads' outputs [B, T, N, H]. Both arms of a run use the same (attention.py has them all).
+Attend = Callable[
+    [jax.Array, jax.Array, jax.Array, jax.Array, ModelConfig, Precision, int, Hook, Rowwise],
+    jax.Array,
+]
+
+
+def eager(q, k, v, seen, config: ModelConfig, precision: Precision, layer: int, hook: Hook, rows: Rowwise) -> jax.Array:
+    """Every score at once, rounded where transformers' eager attention rounds (an Attend)."""
+    B, T, _, H = q.shape
+    wide = precision.softmax
+
+    def score(q):
+        return product("btkgh,bskh->bkgts", q, k.astype(precision.activation), precision, precision.scores)
+
+    def cap(scores):
+        return softcap(scale(scores, config.query_scale, wide), config.attn_softcap, wide)
+
+    def weigh(scores):
+        return jax.nn.softmax(scores.astype(wide), axis=-1).astype(precision.activation)
+
+    def combine(weights):
+        return product("bkgts,bskh->btkgh", weights, v.astype(precision.activation), precision)
+
+    q = q.reshape(B, T, config.num_kv_heads, -1, H)
+    scores = hook(f"qk.{layer}", rows("scores", score, q, rows_out=3))
+    scores = rows("scores", cap, scores, rows_in=3, rows_out=3)
+    scores = hook(f"scores.{layer}", jnp.where(seen[:, None, None], scores, jnp.finfo(scores.dtype).min))
+    weights = hook(f"attn_weights.{layer}", rows("attention", weigh, scores, rows_in=3, rows_out=3))
+    return rows("attention", combine, weights, rows_in=3).reshape(B, T, -1, H)
+
+
 class Attention(nnx.Module):
     """Grouped-query attention over a cache. q [N,H,D], k v [K,H,D], o [D,N,H]; q_bias [N,H], k_bias v_bias [K,H]."""
 
-    def __init__(self, config: ModelConfig, precision: Precision, layer: int, rngs: nnx.Rngs):
-        self.config, self.precision, self.layer = config, precision, layer
+    def __init__(self, config: ModelConfig, precision: Precision, layer: int, rngs: nnx.Rngs, attend: Attend):
+        self.config, self.precision, self.layer, self.attend = config, precision, layer, attend
         D, N, K, H = config.model_dim, config.num_query_heads, config.num_kv_heads, config.head_dim
         self.q = init_weight(rngs, (N, H, D), D, precision)
         self.k = init_weight(rngs, (K, H, D), D, precision)
@@ -194,8 +226,7 @@ class Attention(nnx.Module):
         """
         config, precision, layer = self.config, self.precision, self.layer
         B, T, D = x.shape
-        K, H = config.num_kv_heads, config.head_dim
-        wide = precision.softmax
+        H = config.head_dim
 
         # Heads are split after the product: as plain matrices the weights find faster kernels. A bias joins the sum
         # before its one rounding, as in torch's `addmm`.
@@ -216,30 +247,12 @@ class Attention(nnx.Module):
         cache = cache.write(k, v, slot)
         k_slots, v_slots = cache.read()
 
-        q = cache.rotate_queries(q).reshape(B, T, K, -1, H)
-
-        def score(q):
-            return product("btkgh,bskh->bkgts", q, k_slots.astype(precision.activation), precision, precision.scores)
-
-        def cap(scores):
-            return softcap(scale(scores, config.query_scale, wide), config.attn_softcap, wide)
-
-        scores = hook(f"qk.{layer}", rows("scores", score, q, rows_out=3))
-        scores = rows("scores", cap, scores, rows_in=3, rows_out=3)
-        mask = visible(query_positions, key_positions, config.layer_window(layer))[:, None, None]
-        scores = hook(f"scores.{layer}", jnp.where(mask, scores, jnp.finfo(scores.dtype).min))
-
-        def weigh(scores):
-            return jax.nn.softmax(scores.astype(wide), axis=-1).astype(precision.activation)
-
-        def combine(weights):
-            return product("bkgts,bskh->btkgh", weights, v_slots.astype(precision.activation), precision)
+        seen = visible(query_positions, key_positions, config.layer_window(layer))
+        heads = self.attend(cache.rotate_queries(q), k_slots, v_slots, seen, config, precision, layer, hook, rows)
 
         def project_out(heads):
             return product("btf,df->btd", heads, self.o[...].reshape(D, -1), precision)
 
-        weights = hook(f"attn_weights.{layer}", rows("attention", weigh, scores, rows_in=3, rows_out=3))
-        heads = rows("attention", combine, weights, rows_in=3).reshape(B, T, -1, H)
         heads = hook(f"attn_heads.{layer}", cache.rotate_heads(heads))
         out = hook(f"attn_proj.{layer}", rows("output", project_out, heads.reshape(B, T, -1)))
         return out, cache

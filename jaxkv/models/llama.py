@@ -125,21 +125,7 @@ def read_sizes(read: HFConfig, name: str) -> ModelConfig:
     if read.hidden_act not in ("silu", "swish"):
         raise refuse(name, "hidden_act", read.hidden_act, "is not implemented (known: silu, swish)")
     theta, scaling = read.rope(name)
-    return llama_config(
-        name,
-        layers=read.num_hidden_layers,
-        width=read.hidden_size,
-        mlp=read.intermediate_size,
-        heads=read.num_attention_heads,
-        kv_heads=read.num_key_value_heads or read.num_attention_heads,
-        head_dim=read.head_dim,
-        vocab=read.vocab_size,
-        theta=theta,
-        scaling=scaling,
-        context=read.max_position_embeddings,
-        eps=read.rms_norm_eps,
-        tied=read.tie_word_embeddings,
-    )
+    return llama_config(name, **read.sizes(), theta=theta, scaling=scaling)
 
 
 def read_global(read: HFConfig, name: str) -> ModelConfig:

@@ -20,7 +20,7 @@ from flax import nnx
 
 from jaxkv.cache import KVCache
 from jaxkv.compare import compare_logits
-from jaxkv.decode import Arms, Rollout
+from jaxkv.decode import Arms
 from jaxkv.errors import UserError
 from jaxkv.experiments.accumulation.record import FIGURES
 from jaxkv.experiments.batches import Batch, Item, RunSpec
@@ -37,11 +37,11 @@ from jaxkv.experiments.traced_runs import (
     run_reference,
     shorten,
 )
-from jaxkv.generate import run_cached
 from jaxkv.interventions.quantized_cache import Quantization, cache_bytes, effective_bits
 from jaxkv.interventions.quantizers import CacheQuant, split_error
 from jaxkv.interventions.repaired_cache import CHOICES, Repair
-from jaxkv.tracing import Trace, TracedArms, trace_cached
+from jaxkv.rollout import Rollout
+from jaxkv.tracing import Trace, trace_cached
 
 ACCUMULATED = ("kvarn:k2v2", "kivi:k2v2", "quarot:2")  # the 2-bit methods of the seed study, if none is asked for
 SEGMENT_BINS = 12  # of the prompt, and of what is decoded
@@ -169,16 +169,12 @@ class Accumulation(ArmsRunner[Begun, tuple[CacheQuant, str], Ran]):
         variants: dict[Key, tuple[CacheQuant, str]]
         variants = {(str(quant), regime): (quant, regime) for quant in quants for regime in self.regimes}
         super().__init__(arms, state, spec, variants)
-        self.traced, self.programs = TracedArms(arms), ReplayPrograms(arms)
-        self.changed = {
-            str(quant): Arms(arms.config, arms.precision, arms.sampler, arms.stop_ids, intervention=Quantization(quant))
-            for quant in quants
-        }
+        self.programs = ReplayPrograms(arms)
 
     def begin(self, batch: Batch, missing: Sequence[tuple[CacheQuant, str]] = ()) -> Begun:
         reference = run_reference(self.arms, self.state, batch, self.spec)
         names = [f"{tensor}.{layer}" for layer in range(self.arms.config.num_layers) for tensor in WATCHED]
-        given = (self.traced, self.state, reference.text, reference.forced, reference.layout, names)
+        given = (self.arms, self.state, reference.text, reference.forced, reference.layout, names)
         return Begun(reference, trace_cached(*given))
 
     def run(self, begun: Begun, variant: tuple[CacheQuant, str]) -> Ran:
@@ -188,8 +184,9 @@ class Accumulation(ArmsRunner[Begun, tuple[CacheQuant, str], Ran]):
         replay = self.programs.run(*given, Quantization(quant), block or 1, static=block is None)
         broken, arm, repairs = replay.nonfinite_step(lengths), None, {}
         if regime == "decode":
-            arms = self.changed[str(quant)]
-            arm = run_cached(arms, self.state, reference.text, reference.forced, reference.layout)
+            cache = self.arms.make_cache(reference.forced, reference.layout, Quantization(quant))
+            along = reference.text, reference.forced, reference.layout
+            arm, _ = self.arms.run_cached_keeping(self.state, *along, cache)
             broken = np.where(broken < 0, np.asarray(arm.nonfinite_step), broken)
         if block is None:
             for choice in CHOICES:

@@ -11,35 +11,22 @@ compiled program each for prefill, decoding and recomputation; what is aligned i
 compiles three plain programs, three of these, and the audit, for each distinct pair of prefill rows and slots.
 """
 
-import copy
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxkv.compare import compare_logits
-from jaxkv.decode import Arms, Layout, Rollout, Rows
+from jaxkv.compare import bits, compare_logits
+from jaxkv.decode import Arms
 from jaxkv.experiments.attribution.record import FENCED, VARIANTS
 from jaxkv.experiments.batches import Batch, Item, RunSpec, lay_out, timed
 from jaxkv.experiments.driver import ArmsRunner, Condition, Line, Took
-from jaxkv.experiments.gate import bits
 from jaxkv.experiments.traced_runs import Reference, describe_row, find_fault, make_reference, require_one_length
-from jaxkv.generate import force, run_cached, run_forced
-from jaxkv.models.alignment import make_alignment
-
-
-def align_arms(arms: Arms, tile: int, aligned: Mapping[str, Sequence[str]] | None) -> Arms:
-    """The arms with what their programs align: 'prefill', 'decode', 'recompute' -> classes; None for the plain ones."""
-    if aligned is None:
-        return arms
-    bound = copy.copy(arms)
-    for name, program in (("prefill", "prefill"), ("decode", "cached_loop"), ("recompute", "tile_loop")):
-        alignment = make_alignment(tile, frozenset(aligned[name]))
-        setattr(bound, program, functools.partial(getattr(arms, program), alignment=alignment))
-    return bound
+from jaxkv.models.alignment import PLAIN, Alignments, align
+from jaxkv.rollout import Layout, Rollout, Rows, force
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +38,14 @@ class Pair:
     seconds: dict[str, float]
 
 
-def run_pair(arms: Arms, state: nnx.State, reference: Rollout, rows: Rows, layout: Layout) -> Pair:
+def run_pair(
+    arms: Arms, state: nnx.State, reference: Rollout, rows: Rows, layout: Layout, align: Alignments = PLAIN
+) -> Pair:
     """Both arms along the reference's tokens."""
     forced, tokens = force(rows, reference), np.asarray(reference.tokens)
-    cached, cached_seconds = timed(run_cached, arms, state, tokens, forced, layout)
-    uncached, uncached_seconds = timed(run_forced, arms, state, reference, rows, layout)
+    keeping = functools.partial(arms.run_cached_keeping, align=align)
+    (cached, _), cached_seconds = timed(keeping, state, tokens, forced, layout)
+    uncached, uncached_seconds = timed(functools.partial(arms.run_forced, align=align), state, reference, rows, layout)
     return Pair(cached, uncached, {"cached": cached_seconds, "uncached_forced": uncached_seconds})
 
 
@@ -94,14 +84,14 @@ class Attribution(ArmsRunner[Begun, str, Pair]):
 
     def begin(self, batch: Batch, missing: Sequence[str]) -> Begun:
         layout, tokens, rows = lay_out(batch, self.spec, self.arms.config)
-        cached = run_cached(self.arms, self.state, tokens, rows, layout)
+        cached = self.arms.run_cached(self.state, tokens, rows, layout)
         reference = make_reference(self.arms, self.state, layout, rows, cached)
         broken = all(finding.invalid for finding in reference.findings)
         return Begun(reference, broken, Pair(cached, cached, {}) if broken else self._run(reference, FENCED))
 
     def _run(self, reference: Reference, variant: str) -> Pair:
-        arms = align_arms(self.arms, self.tile, VARIANTS[variant])
-        return run_pair(arms, self.state, reference.cached, reference.rows, reference.layout)
+        given = self.arms, self.state, reference.cached, reference.rows, reference.layout
+        return run_pair(*given, align(self.tile, VARIANTS[variant]))
 
     def run(self, begun: Begun, variant: str) -> Pair:
         return begun.fenced if begun.broken or variant == FENCED else self._run(begun.reference, variant)

@@ -10,6 +10,7 @@ far each arm is from the truth: by rounding both are about equally far, and an a
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from flax import nnx
 from jaxkv.audit import Finding, audit_rows
 from jaxkv.checkpoints.tokenizer import AnyTokenizer
 from jaxkv.compare import compare_logits, measure_distance
-from jaxkv.decode import Arms, Layout, Rollout, Rows, round_up, start_rollout
+from jaxkv.config import ModelConfig
 from jaxkv.drafts import Forced, first_disagreement, free_by_drafts, free_stepwise
 from jaxkv.errors import describe_memory
 from jaxkv.experiments import batches
@@ -31,13 +32,14 @@ from jaxkv.experiments.batches import (
     describe_setting,
     lay_out,
     make_arm,
+    plan_batches,
     taken,
     timed,
 )
-from jaxkv.experiments.driver import ArmsRunner, Condition, Line, Took
+from jaxkv.experiments.driver import Condition, Line, Runner, Took
 from jaxkv.experiments.truth import has_room, share_float64
-from jaxkv.generate import force, run_cached, run_forced, run_uncached, uncached_lengths
 from jaxkv.reporting.metrics import free_running
+from jaxkv.rollout import GROWING, AnyArms, Layout, Rollout, Rows, force, round_up, start_rollout, uncached_lengths
 from jaxkv.tasks.task import Task
 
 
@@ -53,7 +55,7 @@ class Runs:
       cached_again: `cached` again.
       forced_again: `forced` again.
       forced_longer: `forced` at another padded length.
-      stepwise: `free` by brute force.
+      stepwise: `free` in the other form: by brute force, or, where that is the run's own, checked in one pass.
       truth: the uncached float64 model along `cached`'s tokens.
       left_out: whether a float64 run was asked for and does not fit into memory.
       seconds: wall time by name.
@@ -72,9 +74,14 @@ class Runs:
     left_out: bool = False
 
 
+def shared_length(uncached_length: str) -> str:
+    """The length, or where each step has rows of its own, which nothing can share, the padded one."""
+    return "padded" if uncached_length == GROWING else uncached_length
+
+
 def control_length(layout: Layout, spec: RunSpec, tile: int | None = None) -> int:
     """Rows of the uncached arm in `uncached_other_length`: more than it has at any step of the run itself."""
-    longest = max(layout.slots, uncached_lengths(spec.uncached_length, layout)[-1][0])
+    longest = max(layout.slots, uncached_lengths(shared_length(spec.uncached_length), layout)[-1][0])
     return round_up(longest + spec.bucket, tile or 1)
 
 
@@ -84,55 +91,62 @@ class ArmRuns:
     Between them stands the own run, which batches share the drafts of.
     """
 
-    def __init__(self, arms: Arms, state: nnx.State, tokens: np.ndarray, rows: Rows, layout: Layout, spec: RunSpec):
+    def __init__(self, arms: AnyArms, state: Any, tokens: np.ndarray, rows: Rows, layout: Layout, spec: RunSpec):
         self.arms, self.state, self.tokens, self.rows = arms, state, tokens, rows
-        self.layout, self.spec = layout, spec
+        self.layout, self.spec, self.stepwise = layout, spec, spec.uncached == "stepwise"
         self.seconds: dict[str, float] = {}
-        self.cached = self._timed("cached", run_cached, tokens, rows, layout)
+        self.cached = self._timed("cached", arms.run_cached, tokens, rows, layout)
         self.forced = self._forced("uncached_forced")
 
     def _timed(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
-        result, self.seconds[name] = timed(function, self.arms, self.state, *args)
+        result, self.seconds[name] = timed(function, self.state, *args)
         return result
 
     def _forced(self, name: str, length: str | None = None) -> Rollout:
-        length = length or self.spec.uncached_length
-        stepwise = self.spec.uncached == "stepwise"
-        return self._timed(name, run_forced, self.cached, self.rows, self.layout, length, stepwise)
+        given = self.cached, self.rows, self.layout, length or self.spec.uncached_length, self.stepwise
+        return self._timed(name, self.arms.run_forced, *given)
 
     def step_freely(self) -> Rollout:
         """The own run by brute force, from the first disagreement on."""
-        return self._timed(
-            "uncached_free", free_stepwise, self.forced, self.rows, self.layout, self.spec.uncached_length
-        )
+        step = functools.partial(free_stepwise, self.arms)
+        return self._timed("uncached_free", step, self.forced, self.rows, self.layout, self.spec.uncached_length)
+
+    def _other_form(self, free: Rollout) -> Rollout:
+        length = self.spec.uncached_length
+        if self.stepwise:
+            given = free, self.rows, self.layout, shared_length(length)
+            return self._timed("uncached_stepwise", self.arms.run_forced, *given)
+        start = start_rollout(self.arms, self.tokens, self.rows, self.layout)
+        return self._timed("uncached_stepwise", self.arms.run_uncached, start, self.rows, self.layout, length)
 
     def finish(self, batch: Batch, free: Rollout, drafts: int) -> Runs:
         """Runs the controls that the batch asks for."""
         again: dict[str, Rollout | None] = dict.fromkeys(("cached_again", "forced_again", "forced_longer", "stepwise"))
         if batch.controls:
             tokens, forced = np.asarray(self.cached.tokens), force(self.rows, self.cached)
-            again["cached_again"] = self._timed("control_cached", run_cached, tokens, forced, self.layout)
+            again["cached_again"] = self._timed("control_cached", self.arms.run_cached, tokens, forced, self.layout)
             again["forced_again"] = self._forced("control_uncached")
             longer = f"bucket:{control_length(self.layout, self.spec, self.arms.tile)}"
             again["forced_longer"] = self._forced("control_length", longer)
         if batch.stepwise:
-            start = start_rollout(self.arms, self.tokens, self.rows, self.layout)
-            again["stepwise"] = self._timed(
-                "uncached_stepwise", run_uncached, start, self.rows, self.layout, self.spec.uncached_length
-            )
-        truth, wanted = None, batch.truth and "float64" not in self.arms.precision.to_json().values()
+            again["stepwise"] = self._other_form(free)
+        known = self.state is None or "float64" in self.arms.precision.to_json().values()
+        truth, wanted = None, batch.truth and not known
         if wanted and has_room(self.state, self.arms.config, self.layout):
-            truth = self._timed("truth", _follow_in_float64, self.cached, self.rows, self.layout)
+            follow = functools.partial(_follow_in_float64, self.arms.config)
+            truth = self._timed("truth", follow, self.cached, self.rows, self.layout)
         left_out = wanted and truth is None
         return Runs(
             self.cached, self.forced, free, drafts, **again, truth=truth, seconds=self.seconds, left_out=left_out
         )
 
 
-def _follow_in_float64(arms: Arms, state: nnx.State, reference: Rollout, rows: Rows, layout: Layout) -> Rollout | None:
+def _follow_in_float64(
+    config: ModelConfig, state: nnx.State, reference: Rollout, rows: Rows, layout: Layout
+) -> Rollout | None:
     """The float64 run; None where memory ran out all the same: the arms' own run goes on without it."""
     try:
-        return share_float64(arms.config).follow(state, reference, rows, layout)
+        return share_float64(config).follow(state, reference, rows, layout)
     except (MemoryError, RuntimeError) as error:
         if describe_memory(error) is None:
             raise
@@ -158,33 +172,34 @@ class BatchRun:
     free_findings: list[Finding]
 
 
-def run_batches(arms: Arms, state: nnx.State, together: Sequence[Batch], spec: RunSpec) -> list[BatchRun]:
+def run_batches(arms: AnyArms, state: Any, together: Sequence[Batch], spec: RunSpec) -> list[BatchRun]:
     """Runs and audits both arms on batches, whose rows that part are drafted together.
 
     The time of their own uncached runs is shared evenly by the batches.
     """
-    begun = []
-    for batch in together:
-        layout, tokens, rows = lay_out(batch, spec, arms.config, arms.tile)
-        begun.append(ArmRuns(arms, state, tokens, rows, layout, spec))
-    if spec.uncached == "stepwise":
-        free = [(one.step_freely(), 0) for one in begun]
-    else:
-        forced = [Forced(one.forced, one.rows, one.layout) for one in begun]
-        free, seconds = timed(free_by_drafts, arms, state, forced, spec.uncached_length)
-        for one in begun:
-            one.seconds["uncached_free"] = seconds / len(begun)
-    finished = []
-    for batch, one, (own, drafts) in zip(together, begun, free, strict=True):
-        runs = one.finish(batch, own, drafts)
-        findings = free_findings = audit_rows(arms, state, runs.cached, one.rows)
-        if np.any(first_disagreement(runs.forced, one.layout.prompt) < np.asarray(runs.forced.lengths)):
-            free_findings = audit_rows(arms, state, runs.free, one.rows)  # tokens that the other arm never took
-        finished.append(BatchRun(one.layout, one.rows, runs, findings, free_findings))
-    return finished
+    with arms.settings():
+        begun = []
+        for batch in together:
+            layout, tokens, rows = lay_out(batch, spec, arms.config, arms.tile)
+            begun.append(ArmRuns(arms, state, tokens, rows, arms.fit(layout), spec))
+        if spec.uncached == "stepwise":
+            free = [(one.step_freely(), 0) for one in begun]
+        else:
+            forced = [Forced(one.forced, one.rows, one.layout) for one in begun]
+            free, seconds = timed(free_by_drafts, arms, state, forced, spec.uncached_length)
+            for one in begun:
+                one.seconds["uncached_free"] = seconds / len(begun)
+        finished = []
+        for batch, one, (own, drafts) in zip(together, begun, free, strict=True):
+            runs = one.finish(batch, own, drafts)
+            findings = free_findings = audit_rows(arms, state, runs.cached, one.rows)
+            if np.any(first_disagreement(runs.forced, one.layout.prompt) < np.asarray(runs.forced.lengths)):
+                free_findings = audit_rows(arms, state, runs.free, one.rows)  # tokens that the other arm never took
+            finished.append(BatchRun(one.layout, one.rows, runs, findings, free_findings))
+        return finished
 
 
-def run_batch(arms: Arms, state: nnx.State, batch: Batch, spec: RunSpec) -> BatchRun:
+def run_batch(arms: AnyArms, state: Any, batch: Batch, spec: RunSpec) -> BatchRun:
     """Runs and audits both arms on a batch."""
     return run_batches(arms, state, [batch], spec)[0]
 
@@ -210,7 +225,7 @@ def find_fault(ran: BatchRun, row: int) -> dict[str, Any] | None:
     return batches.find_fault(row, newest, steps, [("uncached", finding), ("uncached (free)", free)])
 
 
-def compare_row(arms: Arms, item: Item, row: int, ran: BatchRun, spec: RunSpec) -> dict[str, Any]:
+def compare_row(arms: AnyArms, item: Item, row: int, ran: BatchRun, spec: RunSpec) -> dict[str, Any]:
     """What a row's run says without asking a task: fields of a sample, `arms` being the tokens alone."""
     layout, runs = ran.layout, ran.runs
     fault = find_fault(ran, row)
@@ -247,18 +262,30 @@ def compare_row(arms: Arms, item: Item, row: int, ran: BatchRun, spec: RunSpec) 
     }
 
 
-class Divergence(ArmsRunner[BatchRun, None, BatchRun]):
-    """Both arms of every problem, with their controls; `tokenizer` makes text of tokens, which `scoring` grades."""
+class Divergence(Runner[BatchRun, None, BatchRun]):
+    """Both arms of every problem, with their controls; `tokenizer` makes text of tokens, which `scoring` grades.
+
+    With PyTorch's arms 'stepwise' and 'growing' is what transformers does, and `stepwise_problems` run both forms of
+    the uncached arm whichever is chosen.
+    """
 
     name = "divergence"
 
-    def __init__(self, arms: Arms, state: nnx.State, spec: RunSpec, tokenizer: AnyTokenizer, scoring: Task):
-        super().__init__(arms, state, spec, {(): None})
-        self.tokenizer, self.scoring = tokenizer, scoring
+    def __init__(self, arms: AnyArms, state: Any, spec: RunSpec, tokenizer: AnyTokenizer, scoring: Task):
+        super().__init__(spec, {(): None})
+        self.arms, self.state, self.tokenizer, self.scoring = arms, state, tokenizer, scoring
         if spec.batch_size > 1:  # drafts of a single row are joined by none
             logits = 2 * spec.batch_size * spec.new_tokens * arms.config.vocab_size
             most = LOGITS_BYTES // (logits * np.dtype(arms.precision.logits).itemsize)
             self.together = max(1, min(TOGETHER, most))
+
+    def describe(self) -> dict[str, Any]:
+        return self.arms.describe()
+
+    def plan(self, items: Sequence[Item]) -> list[Batch]:
+        # Steps would be planned beside steps by nobody, but for arms whose checks may differ from them.
+        exact = self.arms.exact_checks
+        return plan_batches(items, self.spec if exact else dataclasses.replace(self.spec, uncached="draft"))
 
     def begin_together(self, todo: Sequence[tuple[Batch, Sequence[None]]]) -> Sequence[BatchRun]:
         return run_batches(self.arms, self.state, [batch for batch, _ in todo], self.spec)
@@ -285,17 +312,16 @@ class Divergence(ArmsRunner[BatchRun, None, BatchRun]):
             **found,
             "arms": scored,
             "label_change": self.scoring.label_change(scored["uncached"]["text"], scored["cached"]["text"], item.gold),
+            **self.arms.origin,
         }
 
 
 def make_runner(condition: Condition) -> Divergence:
     """Runs a condition, in its framework."""
-    if condition.options.run.framework == "torch":
-        from jaxkv.torch_path import TorchDivergence
+    given, run = (condition.spec, condition.checkpoint.tokenizer, condition.task), condition.options.run
+    if run.framework == "torch":
+        from jaxkv.torch_path import TorchArms
 
-        return TorchDivergence(
-            condition.checkpoint, condition.precision, condition.sampler, condition.spec, condition.task,
-            condition.options.run.attention,
-        )  # fmt: skip
-    tokenizer = condition.checkpoint.tokenizer
-    return Divergence(condition.arms, condition.state, condition.spec, tokenizer, condition.task)
+        arms = TorchArms(condition.checkpoint, condition.precision, condition.sampler, run.attention)
+        return Divergence(arms, None, *given)
+    return Divergence(condition.arms, condition.state, *given)

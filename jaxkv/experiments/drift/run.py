@@ -23,7 +23,7 @@ from flax import nnx
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.compare import compare_logits
 from jaxkv.config import ModelConfig
-from jaxkv.decode import Arms, Rollout
+from jaxkv.decode import Arms
 from jaxkv.experiments.batches import Batch, Item, RunSpec
 from jaxkv.experiments.drift.record import FIGURES, SEGMENTS, TENSORS, WATCHED
 from jaxkv.experiments.driver import ArmsRunner, Condition, Line, Took
@@ -38,7 +38,8 @@ from jaxkv.experiments.traced_runs import (
     shorten,
     sum_logits,
 )
-from jaxkv.tracing import Trace, TracedArms, trace_cached, trace_uncached
+from jaxkv.rollout import Rollout
+from jaxkv.tracing import Trace, trace_cached, trace_uncached
 
 GRID_CELLS = 1140  # layers times bins: a record's grid then stays near 120 kB
 
@@ -69,7 +70,7 @@ class Pair:
     seconds: dict[str, float]
 
 
-def trace_pair(arms: TracedArms, state: nnx.State, reference: Reference, names: Sequence[str]) -> Pair:
+def trace_pair(arms: Arms, state: nnx.State, reference: Reference, names: Sequence[str]) -> Pair:
     """Traces both arms along the reference's tokens."""
     given = (arms, state, reference.text, reference.forced, reference.layout, names)
     seconds, traces = {}, {}
@@ -155,15 +156,14 @@ class Drift(ArmsRunner[Reference, None, dict[str, Pair]]):
     def __init__(self, arms: Arms, state: nnx.State, spec: RunSpec):
         require_one_length(arms, spec, self.name, plain=False)
         super().__init__(arms, state, spec, {(): None})
-        self.traced = TracedArms(arms)
 
     @functools.cached_property
-    def _repeated(self) -> tuple[TracedArms, nnx.State] | None:
+    def _repeated(self) -> tuple[Arms, nnx.State] | None:
         arms = self.arms
         if arms.config.num_kv_heads == arms.config.num_query_heads:
             return None
         config, wide = repeat_kv_heads(arms.config, self.state)
-        return TracedArms(Arms(config, arms.precision, arms.sampler, arms.stop_ids, tile=arms.tile)), wide
+        return Arms(config, arms.precision, arms.sampler, arms.stop_ids, tile=arms.tile), wide
 
     def begin(self, batch: Batch, missing: Sequence[None]) -> Reference:
         return run_reference(self.arms, self.state, batch, self.spec)
@@ -171,10 +171,10 @@ class Drift(ArmsRunner[Reference, None, dict[str, Pair]]):
     def run(self, reference: Reference, variant: None) -> dict[str, Pair]:
         if reference.broken:
             return {}
-        every = names_that_fit(self.traced, reference.layout)
+        every = names_that_fit(self.arms, reference.layout)
         few = [name for name in every if split_name(name)[0] in TENSORS]
-        pairs = {"figures": trace_pair(self.traced, self.state, reference, few)}
-        pairs["walk"] = trace_pair(self.traced, self.state, reference, every)
+        pairs = {"figures": trace_pair(self.arms, self.state, reference, few)}
+        pairs["walk"] = trace_pair(self.arms, self.state, reference, every)
         if self._repeated is not None:
             pairs["repeated"] = trace_pair(*self._repeated, reference, few)
         return pairs
@@ -205,7 +205,7 @@ class Drift(ArmsRunner[Reference, None, dict[str, Pair]]):
         of_prompt = np.arange(layout.slots) < layout.prompt
         segments = dict(zip(SEGMENTS, (fed & of_prompt, fed & ~of_prompt), strict=True))
         places = {name: int(counted.sum()) for name, counted in segments.items()}
-        differences = {name: find_first(walk.gaps, row, counted, first) for name, counted in segments.items()}
+        differences = {name: find_first(walk.gaps, counted, first, row) for name, counted in segments.items()}
         begin = differences["decoded"]
         name = None if begin is None else begin.op if begin.layer is None else f"{begin.op}.{begin.layer}"
         record |= {

@@ -17,7 +17,7 @@ from flax import nnx
 
 from jaxkv.checkpoints.tokenizer import AnyTokenizer
 from jaxkv.compare import compare_logits
-from jaxkv.decode import Arms, Layout, Rollout, Rows
+from jaxkv.decode import Arms
 from jaxkv.experiments import cache_measures
 from jaxkv.experiments.batches import (
     Batch,
@@ -31,11 +31,11 @@ from jaxkv.experiments.batches import (
     timed,
 )
 from jaxkv.experiments.cache_measures import count_saturated, describe_saturated, measure_cache
-from jaxkv.experiments.changes import SEED_ERRORS, SEED_QUANTS, Change, change_cache, list_runs, read_changes
+from jaxkv.experiments.changes import SEED_ERRORS, SEED_QUANTS, Change, list_runs, read_changes
 from jaxkv.experiments.driver import ArmsRunner, Condition, Line, Took
 from jaxkv.experiments.traced_runs import Reference, make_reference
-from jaxkv.generate import run_cached_keeping
 from jaxkv.reporting.metrics import free_running
+from jaxkv.rollout import Layout, Rollout, Rows
 from jaxkv.tasks.task import Task
 
 
@@ -96,8 +96,8 @@ class Injection(ArmsRunner[Begun, tuple[Change, int], Changed | None]):
         self.tokenizer, self.scoring = tokenizer, scoring
 
     def _run(self, change: Change, seed: int, tokens: np.ndarray, rows: Rows, layout: Layout) -> Arm:
-        arms = change_cache(self.arms, change.intervention(seed))
-        (run, cache), seconds = timed(run_cached_keeping, arms, self.state, tokens, rows, layout)
+        empty = self.arms.make_cache(rows, layout, change.intervention(seed))
+        (run, cache), seconds = timed(self.arms.run_cached_keeping, self.state, tokens, rows, layout, empty)
         return Arm(run, cache, seconds)
 
     def begin(self, batch: Batch, missing: Sequence[tuple[Change, int]]) -> Begun:

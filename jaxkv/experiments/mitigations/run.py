@@ -37,14 +37,14 @@ from flax import nnx
 
 from jaxkv.compare import measure_distance
 from jaxkv.config import ModelConfig, Precision, make_precision
-from jaxkv.decode import PAD_ID, Arms, Rollout, start_rollout
+from jaxkv.decode import Arms
 from jaxkv.errors import UserError, nearest
 from jaxkv.experiments.batches import Batch, Item, RunSpec, find_fault, lay_out, timed
 from jaxkv.experiments.cost import measure_cost
 from jaxkv.experiments.divergence.run import BatchRun, compare_row, run_batch
 from jaxkv.experiments.driver import Condition, Line, Runner, Took
 from jaxkv.experiments.truth import Float64Model, Truth, round_weights
-from jaxkv.generate import force, run_cached, run_forced
+from jaxkv.rollout import PAD_ID, Rollout, force, start_rollout
 from jaxkv.sampling import Sampler
 
 
@@ -121,8 +121,8 @@ def follow(arms: Arms, state: nnx.State, truth: Truth, batch: Batch, spec: RunSp
         start_rollout(arms, tokens, rows, layout), lengths=jnp.asarray(truth.lengths, jnp.int32)
     )
     stepwise = spec.uncached == "stepwise"
-    cached, first = timed(run_cached, arms, state, tokens, force(rows, reference), layout)
-    uncached, then = timed(run_forced, arms, state, reference, rows, layout, spec.uncached_length, stepwise)
+    cached, first = timed(arms.run_cached, state, tokens, force(rows, reference), layout)
+    uncached, then = timed(arms.run_forced, state, reference, rows, layout, spec.uncached_length, stepwise)
     return Along(cached, uncached, {"along_cached": first, "along_uncached": then})
 
 

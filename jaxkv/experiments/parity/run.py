@@ -20,16 +20,16 @@ import numpy as np
 from flax import nnx
 
 from jaxkv.audit import Finding, audit_rows
-from jaxkv.cache import KVCache, empty_cache
 from jaxkv.checkpoints.checkpoint import Checkpoint
-from jaxkv.compare import compare_logits
-from jaxkv.decode import COMPILER_OPTIONS, Arms, Layout, Rollout, Rows, slot_positions, start_rollout
+from jaxkv.compare import bits, compare_logits
+from jaxkv.decode import Arms
 from jaxkv.experiments.batches import Batch, Item, RunSpec, describe_setting, find_fault, lay_out
 from jaxkv.experiments.driver import ArmsRunner, Condition, Line, Took
 from jaxkv.experiments.parity.record import CELLS, PAIRS
-from jaxkv.generate import force, run_cached, run_forced
-from jaxkv.torch_model import describe_origin, describe_torch, true_fp32
-from jaxkv.torch_path import GROWING, Give, TorchArms
+from jaxkv.rollout import GROWING, Layout, Rollout, Rows, force, start_rollout
+from jaxkv.torch_model import describe_origin
+from jaxkv.torch_path import Give, TorchArms
+from jaxkv.tracing import Trace, trace_cached, trace_uncached
 
 RESID = "resid_pre."
 UNCACHED = ("jax uncached", "torch uncached")
@@ -52,94 +52,27 @@ class Cell:
     broke: np.ndarray
 
 
-def _bits(x: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}")
-
-
-class Watched:
-    """JAX's two arms as programs that give out the residual stream beside the logits."""
-
-    def __init__(self, arms: Arms):
-        if arms.tile is not None:
-            raise ValueError("parity compares the plain regime: PyTorch has no aligned one")
-        self.arms = arms
-        jit = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
-        self.row = jit(self._row, donate_argnames="cache")
-        self.whole = jit(self._whole, static_argnames="steps")
-
-    def _run(self, state: Any, tokens: Any, positions: Any, cache: KVCache, slot: Any) -> Any:
-        """Model, hidden rows, the stream entering each layer [L + 1, B, T, D], and the cache."""
-        seen: dict[str, jax.Array] = {}
-
-        def record(name: str, value: jax.Array) -> jax.Array:
-            if name.startswith(RESID):
-                seen[name] = value
-            return value
-
-        model = nnx.merge(self.arms.graphdef, state)
-        hidden, cache = model(tokens, positions, cache, slot, record)
-        resid = jnp.stack([seen[f"{RESID}{layer}"] for layer in range(self.arms.config.num_layers + 1)])
-        return model, hidden, resid, cache
-
-    def _row(self, state: Any, tokens: Any, positions: Any, cache: KVCache, slot: Any, row: Any) -> Any:
-        """Tokens [B, T] written at `slot`: logits [B, V] and stream [L + 1, B, D] of one row, and the cache."""
-        model, hidden, resid, cache = self._run(state, tokens, positions, cache, slot)
-        newest = jax.lax.dynamic_slice_in_dim(hidden, row, 1, axis=1)
-        return model.logits(newest)[:, 0], jax.lax.dynamic_index_in_dim(resid, row, 2, keepdims=False), cache
-
-    def _whole(self, state: Any, tokens: Any, rows: Rows, end: Any, cache: KVCache, *, steps: int) -> Any:
-        """One forward over tokens [B, S], known up to `end`: logits [B, n, V] and stream [L + 1, B, n, D]."""
-        positions = slot_positions(jnp.arange(tokens.shape[1], dtype=jnp.int32), rows.first, end)
-        model, hidden, resid, _ = self._run(state, tokens, positions, cache, 0)
-        begin = rows.prompt - 1
-
-        def give(index):  # a row at a time, as the arm's own loop does
-            return model.logits(jax.lax.dynamic_slice_in_dim(hidden, begin + index, 1, axis=1))[:, 0]
-
-        logits = jax.lax.map(give, jnp.arange(steps))
-        return jnp.swapaxes(logits, 0, 1), jax.lax.dynamic_slice_in_dim(resid, begin, steps, axis=2)
-
-    def cached(self, state: Any, tokens: np.ndarray, rows: Rows, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
-        """Logits [B, n, V] and stream [L + 1, B, n, D] of a prefill and one row a step, along tokens [B, S]."""
-        cache = empty_cache(self.arms.config, self.arms.precision, layout.batch, layout.slots)
-        given = jnp.asarray(tokens)
-        positions = slot_positions(jnp.arange(layout.prefill, dtype=jnp.int32), rows.first, rows.prompt)
-        logits, resid, cache = self.row(state, given[:, : layout.prefill], positions, cache, 0, layout.prompt - 1)
-        found = [(np.asarray(logits), np.asarray(resid))]
-        for slot in range(layout.prompt, layout.prompt + layout.new_tokens - 1):
-            at = (slot - rows.first)[:, None]
-            logits, resid, cache = self.row(state, given[:, slot : slot + 1], at, cache, slot, 0)
-            found.append((np.asarray(logits), np.asarray(resid)))
-        return np.stack([logits for logits, _ in found], 1), np.stack([resid for _, resid in found], 2)
-
-    def uncached(self, state: Any, tokens: np.ndarray, rows: Rows, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
-        """The same from one padded forward."""
-        cache = empty_cache(self.arms.config, self.arms.precision, layout.batch, layout.slots)
-        end = layout.prompt + layout.new_tokens
-        given = jnp.asarray(tokens[:, : layout.slots])
-        logits, resid = self.whole(state, given, rows, end, cache, steps=layout.new_tokens)
-        return np.asarray(logits), np.asarray(resid)
-
-
-def _make_cell(run: Rollout, logits: np.ndarray, resid: np.ndarray) -> Cell:
-    own = np.asarray(run.logits)
-    equal = np.all(_bits(own) == _bits(logits), axis=-1)
-    return Cell(own, resid.astype(np.float64), equal, np.asarray(run.nonfinite_step))
+def _make_cell(run: Rollout, trace: Trace, layout: Layout) -> Cell:
+    equal = np.asarray(jnp.all(bits(run.logits) == bits(trace.run.logits), axis=-1))
+    given = slice(layout.prompt - 1, layout.prompt - 1 + layout.new_tokens)  # slots of the rows that give the logits
+    resid = np.stack([np.asarray(value[:, given], np.float64) for value in trace.values.values()])
+    return Cell(np.asarray(run.logits), resid, equal, np.asarray(run.nonfinite_step))
 
 
 def run_jax(
-    watched: Watched, state: Any, batch: Batch, spec: RunSpec
+    arms: Arms, state: Any, batch: Batch, spec: RunSpec
 ) -> tuple[dict[str, Cell], Rollout, list[Finding], Layout, Rows]:
     """Both JAX cells of a batch, the cached arm's rollout (as NumPy), its audit, and the batch's layout and rows."""
-    arms = watched.arms
     layout, tokens, rows = lay_out(batch, spec, arms.config)
-    cached = run_cached(arms, state, tokens, rows, layout)
-    forced = run_forced(arms, state, cached, rows, layout)
+    cached = arms.run_cached(state, tokens, rows, layout)
+    uncached = arms.run_forced(state, cached, rows, layout)
     findings = audit_rows(arms, state, cached, rows)
     reference = jax.tree.map(np.asarray, cached)
+    names = [f"resid_pre.{layer}" for layer in range(arms.config.num_layers + 1)]
+    given = arms, state, reference.tokens, force(rows, cached), layout, names
     cells = {
-        "jax cached": _make_cell(reference, *watched.cached(state, reference.tokens, rows, layout)),
-        "jax uncached": _make_cell(forced, *watched.uncached(state, reference.tokens, rows, layout)),
+        "jax cached": _make_cell(reference, trace_cached(*given), layout),
+        "jax uncached": _make_cell(uncached, trace_uncached(*given), layout),
     }
     return cells, reference, findings, layout, jax.tree.map(np.asarray, rows)
 
@@ -180,9 +113,7 @@ def run_torch(
     arms: TorchArms, reference: Rollout, batch: Batch, spec: RunSpec, uncached_length: str
 ) -> tuple[dict[str, Cell], list[Finding]]:
     """Both PyTorch cells of a batch along a rollout's tokens, and their audit."""
-    like: Any = arms
-    no_state: Any = None
-    with jax.default_device(arms.host), true_fp32():
+    with arms.settings():
         layout, _, rows = lay_out(batch, spec, arms.config)
         forced, tokens = force(rows, reference), np.asarray(reference.tokens)[:, : layout.slots]
         cells = {}
@@ -192,11 +123,10 @@ def run_torch(
         ):
             stream = _TorchStream(arms, layout)
             with stream.hooks():
-                start = start_rollout(like, tokens, forced, layout)
-                run = arms.take(start, forced, layout, stream.watch(give))
+                run = arms.take(start_rollout(arms, tokens, forced, layout), forced, layout, stream.watch(give))
             equal = np.ones(run.logits.shape[:2], bool)  # a forward hook of torch changes no kernel
             cells[cell] = Cell(np.asarray(run.logits), stream.resid, equal, np.asarray(run.nonfinite_step))
-        return cells, audit_rows(like, no_state, run, rows)
+        return cells, audit_rows(arms, None, run, rows)
 
 
 def _distance(a: np.ndarray, b: np.ndarray) -> dict[str, list[float]]:
@@ -279,17 +209,14 @@ class Parity(ArmsRunner[Batch, None, Ran]):
         torch_uncached: str = GROWING,
     ):
         super().__init__(arms, state, spec, {(): None})
-        self.watched, self._torch = Watched(arms), (checkpoint, arms.precision, arms.sampler, attention)
+        if arms.tile is not None:
+            raise ValueError("parity compares the plain regime: PyTorch has no aligned one")
+        self.theirs = TorchArms(checkpoint, arms.precision, arms.sampler, attention)
         self.origin = {
             "attention": attention,
-            "versions": describe_torch()["versions"],
+            "versions": self.theirs.origin["versions"],
             "torch_uncached": torch_uncached,
         }
-
-    @functools.cached_property
-    def theirs(self) -> TorchArms:
-        """PyTorch's arms."""
-        return TorchArms(*self._torch)
 
     def describe(self) -> dict[str, Any]:
         return describe_origin(self.origin["attention"])
@@ -299,7 +226,7 @@ class Parity(ArmsRunner[Batch, None, Ran]):
 
     def run(self, batch: Batch, variant: None) -> Ran:
         begin = time.perf_counter()
-        cells, reference, ours, layout, rows = run_jax(self.watched, self.state, batch, self.spec)
+        cells, reference, ours, layout, rows = run_jax(self.arms, self.state, batch, self.spec)
         middle = time.perf_counter()
         more, theirs = run_torch(self.theirs, reference, batch, self.spec, self.origin["torch_uncached"])
         seconds = {"jax": middle - begin, "torch": time.perf_counter() - middle}

@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 
 from jaxkv.compare import compare_logits
-from jaxkv.decode import PAD_ID, Arms, Layout, Rollout, Rows
+from jaxkv.decode import Arms
 from jaxkv.drafts import first_disagreement, free_stepwise
 from jaxkv.experiments.batches import Batch, Item, RunSpec, taken
 from jaxkv.experiments.driver import ArmsRunner, Condition, Line
@@ -42,9 +42,9 @@ from jaxkv.experiments.traced_runs import (
     require_one_length,
     run_reference,
 )
-from jaxkv.generate import force
 from jaxkv.interventions.patches import make_patch
-from jaxkv.tracing import Trace, TracedArms, trace_cached, trace_uncached
+from jaxkv.rollout import PAD_ID, Layout, Rollout, Rows, force
+from jaxkv.tracing import Trace, list_values, trace_cached, trace_uncached
 
 GRID_PATCHES = (RESIDUAL, KEYS_VALUES)
 Values = dict[str, jax.Array]
@@ -74,12 +74,12 @@ def spread(count: int, most: int) -> list[int]:
 class Patcher:
     """Patched runs of both arms of a batch, all through the same three programs."""
 
-    def __init__(self, arms: TracedArms, state: nnx.State, layout: Layout):
+    def __init__(self, arms: Arms, state: nnx.State, layout: Layout):
         self.arms, self.state, self.layout = arms, state, layout
         L = arms.config.num_layers
         self.names = [f"resid_pre.{layer}" for layer in range(L + 1)] + ["final_norm"]
         self.names += [f"{part}.{layer}" for part in "kv" for layer in range(L)]
-        shapes = arms.list_values(layout.batch, layout.slots)
+        shapes = list_values(arms, layout.batch, layout.slots)
         self.nothing = {name: jnp.zeros(shapes[name].shape, shapes[name].dtype) for name in self.names}
 
     def run(
@@ -289,7 +289,6 @@ class Patching(ArmsRunner[Begun, tuple[str, str], Patched | None]):
     def __init__(self, arms: Arms, state: nnx.State, spec: RunSpec, max_layers: int = 16, position_bins: int = 4):
         require_one_length(arms, spec, self.name, plain=True)
         super().__init__(arms, state, spec, {pair: pair for pair in itertools.product(DIRECTIONS, PATCHES)})
-        self.traced = TracedArms(arms)
         self.max_layers, self.position_bins = max_layers, position_bins
 
     def describe(self) -> dict[str, Any]:
@@ -297,7 +296,7 @@ class Patching(ArmsRunner[Begun, tuple[str, str], Patched | None]):
 
     def begin(self, batch: Batch, missing: Sequence[tuple[str, str]]) -> Begun:
         reference = run_reference(self.arms, self.state, batch, self.spec)
-        patcher = Patcher(self.traced, self.state, reference.layout)
+        patcher = Patcher(self.arms, self.state, reference.layout)
         return Begun(reference, patcher, {} if reference.broken else open_sides(patcher, self.arms, reference))
 
     def run(self, begun: Begun, variant: tuple[str, str]) -> Patched | None:

@@ -18,15 +18,15 @@ from flax import nnx
 from jaxkv.checkpoints.tokenizer import AnyTokenizer
 from jaxkv.compare import compare_logits
 from jaxkv.config import ModelConfig
-from jaxkv.decode import Arms, Layout, Rows, make_layout, make_rows
+from jaxkv.decode import Arms
 from jaxkv.errors import UserError
 from jaxkv.experiments import cache_measures
 from jaxkv.experiments.batches import Batch, Item, RunSpec, timed
-from jaxkv.experiments.changes import Change, change_cache, list_runs, read_changes
+from jaxkv.experiments.changes import Change, list_runs, read_changes
 from jaxkv.experiments.driver import ArmsRunner, Condition, Line, Took
 from jaxkv.experiments.perplexity.record import FIGURES
 from jaxkv.experiments.traced_runs import Reference, describe_row, find_fault, make_reference, sum_logits
-from jaxkv.generate import run_cached_keeping, run_forced
+from jaxkv.rollout import Layout, Rows, make_layout, make_rows
 from jaxkv.tasks.perplexity import Window
 
 
@@ -150,9 +150,9 @@ class Perplexity(ArmsRunner[Ran, tuple[Change, int], Ran]):
     def begin(self, batch: Batch, missing: Sequence[tuple[Change, int]] = ()) -> Ran:
         windows, arms, spec = [self.windows[item.problem] for item in batch.items], self.arms, self.spec
         layout, tokens, rows = lay_out_windows(windows, spec, arms.config, arms.tile)
-        (cached, cache), first = timed(run_cached_keeping, arms, self.state, tokens, rows, layout)
+        (cached, cache), first = timed(arms.run_cached_keeping, self.state, tokens, rows, layout)
         how = (spec.uncached_length, spec.uncached == "stepwise")
-        uncached, then = timed(run_forced, arms, self.state, cached, rows, layout, *how)
+        uncached, then = timed(arms.run_forced, self.state, cached, rows, layout, *how)
         both = make_reference(arms, self.state, layout, rows, cached, uncached)
         return Ran(both, cache, {"cached": first, "uncached": then})
 
@@ -161,8 +161,9 @@ class Perplexity(ArmsRunner[Ran, tuple[Change, int], Ran]):
         (change, seed), both = variant, clean.both
         if change.what is None:
             return clean
-        given = (change_cache(self.arms, change.intervention(seed)), self.state, both.text, both.forced, both.layout)
-        (cached, cache), seconds = timed(run_cached_keeping, *given)
+        empty = self.arms.make_cache(both.forced, both.layout, change.intervention(seed))
+        given = (self.state, both.text, both.forced, both.layout, empty)
+        (cached, cache), seconds = timed(self.arms.run_cached_keeping, *given)
         saturated = cache_measures.count_saturated(change.what, clean.cache, cache)
         return Ran(dataclasses.replace(both, cached=cached), cache, {"cached": seconds}, saturated)
 

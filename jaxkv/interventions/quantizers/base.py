@@ -22,6 +22,9 @@ beside it. A cache uses it so:
 
 A quantizer is a pytree. Its `traced` fields are leaves, so that methods that differ in these alone share one compiled
 program; all others are static.
+
+How `--cache_quant` writes it follows from its fields (spec.py); a field's metadata may give it another name there
+(`option`) and a word for None (`none`).
 """
 
 import abc
@@ -38,6 +41,7 @@ from jaxkv.interventions.quantizers import hadamard
 Packed = dict[str, jax.Array]
 Side = Literal["k", "v"]
 Own = Literal["none", "prompt", "step"]
+Words = tuple[tuple[str, Any], ...]  # text and the value that it stands for
 
 
 def register_tree(cls: type, traced: tuple[str, ...]) -> None:
@@ -95,10 +99,20 @@ class Quantizer(abc.ABC):
     own: ClassVar[Own] = "none"
     whole_history: ClassVar[bool] = False
     traced: ClassVar[tuple[str, ...]] = ()
+    names: ClassVar[tuple[str, ...]]  # in a spec
+    variant: ClassVar[str | None] = "bits"  # the field that follows a name's colon; None if nothing does
+    usual: ClassVar[str] = "4"  # what usually follows it; 'k2v2' where the usual form names both sides' bits
+    aliases: ClassVar[tuple[tuple[str, str, Words], ...]] = ()  # another name, its field, and what words stand for
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         register_tree(cls, cls.traced)
+
+    @classmethod
+    def named(cls, name: str) -> dict[str, Any]:
+        """The fields that one of `names` decides."""
+        del name
+        return {}
 
     @property
     def granularity(self) -> int:

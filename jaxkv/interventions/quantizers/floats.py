@@ -29,7 +29,9 @@ class Float8(base.Quantizer):
     """
 
     format: str = "e4m3"
-    scale: float | None = 1.0
+    scale: float | None = dataclasses.field(default=1.0, metadata={"none": "token"})
+
+    names, variant, usual = ("fp8",), "format", "e4m3"
 
     def __post_init__(self):
         if self.format not in FORMATS:

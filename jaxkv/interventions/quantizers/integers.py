@@ -31,6 +31,12 @@ class Integer(base.Quantizer):
     bits: int = 8
     bound: Literal["whole", "half"] = "whole"
 
+    names, variant = ("int8", "int4", "int2"), None
+
+    @classmethod
+    def named(cls, name: str) -> dict[str, int]:
+        return {"bits": int(name.removeprefix("int"))}
+
     def __post_init__(self):
         base.check_bits(self.bits, BITS, "a symmetric integer")
 

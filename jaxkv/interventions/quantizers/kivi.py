@@ -29,10 +29,11 @@ class Kivi(base.Quantizer):
 
     bits: int = 2
     group: int = 32
-    residual: int = 128
-    hadamard: bool = False
+    residual: int = dataclasses.field(default=128, metadata={"option": "window"})
+    hadamard: bool = dataclasses.field(default=False, metadata={"option": "rotate"})
 
     own = "step"
+    names, usual = ("kivi",), "k2v2"
 
     def __post_init__(self):
         base.check_bits(self.bits, BITS, "KIVI")

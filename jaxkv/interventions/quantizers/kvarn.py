@@ -82,15 +82,17 @@ class KVarN(base.Quantizer):
     bits: int = 2
     tile: int = 128
     passes: int = 8
-    floor: float | None = -0.3
+    floor: float | None = dataclasses.field(default=-0.3, metadata={"none": "none"})
     target: Literal["one", "min"] = "one"
     criterion: Literal["std", "variance"] = "std"
     keep: Literal["best", "last"] = "best"
     aux: Literal["e5m3", "e4m3", "fp16"] | None = None
-    hadamard: bool = True
+    hadamard: bool = dataclasses.field(default=True, metadata={"option": "rotate"})
 
     own = "prompt"
     traced = ("passes", "hadamard")
+    names, usual = ("kvarn",), "k2v2"
+    aliases = (("normalize", "passes", (("on", 8), ("off", 0))),)
 
     def __post_init__(self):
         base.check_bits(self.bits, BITS, "KVarN")

@@ -27,6 +27,8 @@ class LlamaCpp(base.Quantizer):
 
     format: str = "q8_0"
 
+    names, variant, usual = ("llama",), "format", "q8_0"
+
     def __post_init__(self):
         if self.format not in BITS:
             raise UserError(

@@ -6,7 +6,7 @@ know its dtype (`stored_as`) before it packs.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,9 @@ class Mask(base.Quantizer):
     """
 
     bits: int = 8
-    of: str | None = None
+    of: Literal["fp16", "bf16", "fp32"] | None = None
+
+    names, usual = ("mask",), "8"
 
     def __post_init__(self):
         if self.of is not None and self.of not in STORED:
@@ -52,7 +54,7 @@ class Mask(base.Quantizer):
                 f"the cache holds {of}, which has {_width(of)} bits, of which {self.bits} cannot be kept; keep 1 to "
                 f"{_width(of)}, or say of=fp32"
             )
-        return dataclasses.replace(self, of=of)
+        return dataclasses.replace(self, of=of)  # type: ignore[arg-type]
 
     @property
     def _stored(self) -> tuple[Any, Any, int]:

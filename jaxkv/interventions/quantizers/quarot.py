@@ -27,9 +27,10 @@ class QuaRot(base.Quantizer):
     """
 
     bits: int = 4
-    hadamard: bool = True
+    hadamard: bool = dataclasses.field(default=True, metadata={"option": "rotate"})
 
     own = "prompt"
+    names = ("quarot",)
 
     def __post_init__(self):
         base.check_bits(self.bits, BITS, "QuaRot")

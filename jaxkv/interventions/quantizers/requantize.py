@@ -44,6 +44,7 @@ class Requantize(base.Quantizer):
 
     own = "step"
     whole_history = True
+    names = ("hf",)
 
     def __post_init__(self):
         base.check_bits(self.bits, BITS, "repeated packing")

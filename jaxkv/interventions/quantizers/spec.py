@@ -3,26 +3,29 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+import typing
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from jaxkv.errors import UserError, nearest
 from jaxkv.interventions.quantizers import floats, integers, kivi, kvarn, llama_cpp, masking, quarot, requantize
 from jaxkv.interventions.quantizers import turboquant as turbo
-from jaxkv.interventions.quantizers.base import Quantizer, Side, Window, register_tree
+from jaxkv.interventions.quantizers.base import Quantizer, Side, Window, Words, register_tree
 
+# A method is a file and a line here.
+QUANTIZERS: tuple[type[Quantizer], ...] = (
+    kvarn.KVarN,
+    kivi.Kivi,
+    quarot.QuaRot,
+    turbo.TurboQuant,
+    requantize.Requantize,
+    llama_cpp.LlamaCpp,
+    floats.Float8,
+    integers.Integer,
+    masking.Mask,
+)
+METHODS: dict[str, type[Quantizer]] = {name: method for method in QUANTIZERS for name in method.names}
 MOST = 2**31 - 1  # of a whole number: positions are 32-bit integers
-
-
-def _read_whole(text: str) -> int:
-    """A whole number from 0 to MOST. Raises ValueError, whose message says so."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = -1
-    if not 0 <= value <= MOST:
-        raise ValueError(f"a whole number from 0 to {MOST}")
-    return value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,34 +33,41 @@ class Option:
     """How a field is written.
 
     Attributes:
-      field: of the quantizer.
-      kind: int, float, or a tuple of (text, value) pairs.
+      field: its name.
+      kind: int, float, or words and what each stands for.
       none: what stands for None, if anything does.
-      written: False for a second way to ask for what another option says.
     """
 
     field: str
-    kind: Any = int
+    kind: type[int] | type[float] | Words
     none: str | None = None
-    written: bool = True
+
+    @property
+    def forms(self) -> str:
+        """What may be written, for people."""
+        words = dict(self.kind) if isinstance(self.kind, tuple) else ["N" if self.kind is int else "NUMBER"]
+        return "|".join([*([self.none] if self.none else []), *words])
 
     def read(self, text: str) -> Any:
         """The value. Raises ValueError, whose message says what would do."""
         if text == self.none:
             return None
-        if self.kind is int:
-            return _read_whole(text)
         if isinstance(self.kind, tuple):
-            values = dict(self.kind)
-            if text not in values:
-                raise ValueError(" or ".join(values))
-            return values[text]
+            words = dict(self.kind)
+            if text not in words:
+                raise ValueError(" or ".join(words))
+            return words[text]
+        wanted = f"a whole number from 0 to {MOST}" if self.kind is int else "a number"
         try:
-            return self.kind(text)
+            value = self.kind(text)
         except ValueError:
-            raise ValueError("a number" if self.none is None else f"a number or {self.none}") from None
+            raise ValueError(wanted if self.none is None else f"{wanted} or {self.none}") from None
+        if self.kind is int and not 0 <= value <= MOST:
+            raise ValueError(wanted)
+        return value
 
     def write(self, value: Any) -> str:
+        """The text that `read` makes the value of."""
         if value is None:
             return str(self.none)
         if isinstance(self.kind, tuple):
@@ -65,91 +75,45 @@ class Option:
         return f"{value:g}" if self.kind is float and float(f"{value:g}") == value else str(value)
 
 
-@dataclasses.dataclass(frozen=True)
-class Method:
-    """How a quantizer is written.
-
-    Attributes:
-      make: the quantizer's class.
-      variant: the field that follows the colon, None if nothing does.
-      options: by name.
-      fixed: fields that the method's name decides.
-      pair: whether the usual form names both sides' bits, k2v2.
-    """
-
-    make: Callable[..., Quantizer]
-    variant: str | None
-    options: dict[str, Option] = dataclasses.field(default_factory=dict)
-    fixed: dict[str, Any] = dataclasses.field(default_factory=dict)
-    pair: bool = False
+def _kind(annotation: Any) -> Any:
+    """How a type is written: bool, int, float or words, or one of these and None."""
+    known = [part for part in typing.get_args(annotation) or (annotation,) if part is not type(None)]
+    if known == [bool]:
+        return ("on", True), ("off", False)
+    if known[0] in (int, float):
+        return known[0]
+    return tuple((word, word) for word in typing.get_args(known[0]) or known)
 
 
-def _words(*words: str) -> tuple[tuple[str, str], ...]:
-    return tuple((word, word) for word in words)
+def list_options(method: type[Quantizer]) -> dict[str, Option]:
+    """How the fields are written that neither name nor variant decides, in their order."""
+    decided = {"side", method.variant, *method.named(method.names[0])}
+    return {
+        field.metadata.get("option", field.name): Option(field.name, _kind(field.type), field.metadata.get("none"))
+        for field in dataclasses.fields(method)
+        if field.name not in decided
+    }
 
 
-SWITCH = (("on", True), ("off", False))
-ROTATE = {"rotate": Option("hadamard", SWITCH)}
-BOUND = {"bound": Option("bound", _words("whole", "half"))}
-METHODS = {
-    "kvarn": Method(
-        kvarn.KVarN,
-        "bits",
-        {
-            "tile": Option("tile"),
-            "passes": Option("passes"),
-            "normalize": Option("passes", (("on", kvarn.KVarN.passes), ("off", 0)), written=False),
-            "floor": Option("floor", float, "none"),
-            "target": Option("target", _words("one", "min")),
-            "criterion": Option("criterion", _words("std", "variance")),
-            "keep": Option("keep", _words("best", "last")),
-            "aux": Option("aux", _words("e5m3", "e4m3", "fp16")),
-            **ROTATE,
-        },
-        pair=True,
-    ),
-    "kivi": Method(kivi.Kivi, "bits", {"group": Option("group"), "window": Option("residual"), **ROTATE}, pair=True),
-    "quarot": Method(quarot.QuaRot, "bits", ROTATE),
-    "turboquant": Method(
-        turbo.TurboQuant,
-        "bits",
-        {
-            "unit": Option("unit", SWITCH),
-            "edges": Option("edges"),
-            "values": Option("values", _words("uniform", "codebook")),
-            **ROTATE,
-        },
-    ),
-    "llama": Method(llama_cpp.LlamaCpp, "format"),
-    "fp8": Method(floats.Float8, "format", {"scale": Option("scale", float, "token")}),
-    "int8": Method(integers.Integer, None, BOUND, {"bits": 8}),
-    "int4": Method(integers.Integer, None, BOUND, {"bits": 4}),
-    "int2": Method(integers.Integer, None, BOUND, {"bits": 2}),
-    "mask": Method(masking.Mask, "bits", {"of": Option("of", _words(*masking.STORED))}),
-    "hf": Method(
-        requantize.Requantize,
-        "bits",
-        {
-            "group": Option("group"),
-            "every": Option("every"),
-            "axis": Option("axis", _words("token", "channel")),
-            "anchor": Option("anchor", _words("start", "end")),
-        },
-    ),
-}
 WINDOWS = {
-    "first": Option("first"),
-    "recent": Option("recent"),
-    "layers": Option("layers", _words("global", "windowed"), "all"),
+    "first": Option("first", int),
+    "recent": Option("recent", int),
+    "layers": Option("layers", (("global", "global"), ("windowed", "windowed")), "all"),
 }
+
+
+def _describe(method: type[Quantizer]) -> str:
+    """Name and options, for people."""
+    words = [f"{name}={option.forms}" for name, option in list_options(method).items()]
+    words += [f"{name}={Option(field, kind).forms}" for name, field, kind in method.aliases]
+    return f", of {method.names[0]}: {' '.join(words)}" if words else ""
+
+
 GRAMMAR = (
-    "write METHOD[,option=value]... for keys and values alike, or k=METHOD...;v=METHOD...; methods: kvarn:k2v2 "
-    "kivi:k2v2 quarot:4 turboquant:4 hf:4 (bits for both, or k4v2) llama:q8_0 fp8:e4m3 int8 int4 int2 mask:8 none; "
-    "options of all: first=N recent=N (recent not of hf) layers=all|global|windowed (which are packed), of kvarn: "
-    + " ".join(METHODS["kvarn"].options)
-    + " (aux=fp16 unless said from 8 bits on, e5m3 below; normalize=off is passes=0), of kivi: group window, of "
-    "turboquant: unit edges values=uniform|codebook, of these and quarot: rotate=on|off, of hf: group every axis "
-    "anchor, of fp8: scale=token|NUMBER, of int8: bound=whole|half, of mask: of"
+    "write METHOD[,option=value]... for keys and values alike, or k=METHOD...;v=METHOD...; methods: "
+    + " ".join(name if m.variant is None else f"{name}:{m.usual}" for name, m in METHODS.items())
+    + " none (bits are those of both, or k4v2); options of all: first=N recent=N (recent not of hf) "
+    "layers=all|global|windowed (which are packed)" + "".join(map(_describe, QUANTIZERS))
 )
 
 
@@ -226,7 +190,7 @@ class CacheQuant:
         if k[0] != v[0] or k[2] != v[2]:
             return f"k={_join(*k)};v={_join(*v)}"
         name, options = k[0], k[2]
-        if k[1] == v[1] and not (name in METHODS and METHODS[name].pair):
+        if k[1] == v[1] and not (name in METHODS and METHODS[name].usual.startswith("k")):
             return _join(*k)
         if METHODS[name].variant != "bits":
             return f"k={_join(*k)};v={_join(*v)}"
@@ -288,7 +252,7 @@ def _read(text: str, side: Side, both: bool = False) -> SideQuant:
     if name not in METHODS:
         raise UserError(f"unknown method '{name}'{nearest(name, [*METHODS, 'none'])}")
     method = METHODS[name]
-    fields = dict(method.fixed)
+    fields = method.named(name)
     if method.variant is None:
         if colon:
             raise UserError(f"nothing follows {name}, and here '{variant}' does")
@@ -299,22 +263,22 @@ def _read(text: str, side: Side, both: bool = False) -> SideQuant:
     else:
         fields[method.variant] = variant
     windows: dict[str, Any] = {}
-    seen = set()
+    aliases = {alias: Option(field, kind) for alias, field, kind in method.aliases}
+    known, seen = list_options(method) | aliases | WINDOWS, set()
     for word in rest:
         key, equals, value = (part.strip() for part in word.partition("="))
-        known = method.options | WINDOWS
         if key not in known or not equals:
             raise UserError(f"{name} has no option '{word}'{nearest(key, list(known))}; it has {', '.join(known)}")
-        if known[key].field in seen:
-            again = " or ".join(other for other, option in known.items() if option.field == known[key].field)
+        field = known[key].field
+        if field in seen:
+            again = " or ".join(other for other, option in known.items() if option.field == field)
             raise UserError(f"{name} is given {again} twice")
-        seen.add(known[key].field)
+        seen.add(field)
         try:
-            read = known[key].read(value)
+            (windows if key in WINDOWS else fields)[field] = known[key].read(value)
         except ValueError as wanted:
             raise UserError(f"{key}={value} should be {wanted}") from None
-        (windows if key in WINDOWS else fields)[known[key].field] = read
-    return SideQuant(method.make(side=side, **fields), **windows)
+    return SideQuant(method(side=side, **fields), **windows)
 
 
 def _read_bits(text: str, name: str, side: Side, both: bool) -> int:
@@ -331,21 +295,18 @@ def _write(side: SideQuant) -> tuple[str, str, tuple[str, ...]]:
     quantizer = side.quantizer
     if quantizer is None:
         return "none", "", ()
-    name, method = next(
-        (name, method)
-        for name, method in METHODS.items()
-        if type(quantizer) is method.make and all(getattr(quantizer, f) == v for f, v in method.fixed.items())
-    )
-    variant = "" if method.variant is None else str(getattr(quantizer, method.variant))
+    method = type(quantizer)
+    decides = lambda name: all(getattr(quantizer, field) == value for field, value in method.named(name).items())  # noqa: E731
+    name = next(filter(decides, method.names))
     chosen = {} if method.variant is None else {method.variant: getattr(quantizer, method.variant)}
-    plain = method.make(side=quantizer.side, **method.fixed, **chosen)
+    plain = method(side=quantizer.side, **method.named(name), **chosen)
     options = [
         f"{key}={option.write(getattr(quantizer, option.field))}"
-        for key, option in method.options.items()
-        if option.written and getattr(quantizer, option.field) != getattr(plain, option.field)
+        for key, option in list_options(method).items()
+        if getattr(quantizer, option.field) != getattr(plain, option.field)
     ]
     options += [f"{key}={getattr(side, key)}" for key in WINDOWS if getattr(side, key) is not None]
-    return name, variant, tuple(options)
+    return name, "".join(map(str, chosen.values())), tuple(options)
 
 
 def _join(name: str, variant: str, options: tuple[str, ...]) -> str:

@@ -67,9 +67,10 @@ class TurboQuant(base.Quantizer):
     unit: bool = True
     edges: int = 2
     values: Literal["uniform", "codebook"] = "uniform"
-    hadamard: bool = True
+    hadamard: bool = dataclasses.field(default=True, metadata={"option": "rotate"})
 
     own = "prompt"
+    names = ("turboquant",)
 
     def __post_init__(self):
         base.check_bits(self.bits, BITS, "TurboQuant")

@@ -55,7 +55,8 @@ def draw(chart: Chart) -> ET.Element:
             titleFontWeight="normal", titlePadding=7,
         )
         .configure_legend(
-            orient="bottom", columns=2, labelColor=SOFT, titleColor=SOFT, title=None, labelLimit=150, symbolOpacity=1, gradientStrokeColor=LINE,
+            orient="bottom", columns=2, labelColor=SOFT, titleColor=SOFT, title=None, labelLimit=150, symbolOpacity=1,
+            gradientStrokeColor=LINE,
         )
     )  # fmt: skip
     values = whole.to_dict(validate=False)

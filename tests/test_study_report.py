@@ -99,33 +99,38 @@ def test_the_same_records_give_the_same_bytes(rendered):
 
 def test_markdown_and_page_say_the_same(rendered):
     _, page, text = rendered
-    shown = " ".join(html.unescape(re.sub("<[^>]*>", " ", page)).split())
+    shown = "".join(html.unescape(re.sub("<[^>]*>", "", page)).split())
     for line in text.splitlines():
         if line.startswith("- "):
-            assert " ".join(line[2:].replace("`", " ").split()) in shown.replace(" ,", ","), line
+            said = re.sub("[`⟦⟧]", "", line.partition(": ``")[2] or line[2:])  # an example's side has a heading
+            assert "".join(said.split()) in shown, line
 
 
 def test_parts_are_there_in_order(rendered):
     headings = re.findall(r"^## (.*)", rendered[2], re.M)
     assert headings == [
-        "Where the arms part", "Divergence", "Controls", "FP32 against 16 bits", "Accuracy over conditions",
-        "JAX beside PyTorch", "Method", "Provenance and commands",
+        "Where texts part", "All runs at a glance", "How far the arms are apart", "Controls", "Divergence",
+        "FP32 against 16 bits", "Accuracy", "JAX beside PyTorch", "Claims of papers", "Method",
+        "Provenance and commands",
     ]  # fmt: skip
-    assert rendered[2].index("| claim | verdict | figure | control |") < rendered[2].index("## ")
+    assert rendered[2].index("**What this means.**") < rendered[2].index("## ")
 
 
 def test_case_9_exact_ties_are_listed(rendered):
     """vllm-project/vllm 5543: margin 0 is a tie, and the rule is the lowest id."""
     text = rendered[2]
     assert "the lowest token id wins in both arms" in text
-    assert "| fp16 | 1 of 240 | " in text
-    assert "| fp16 | 1 | 2 | no flip |" in text
+    assert "| tiny fp16 greedy | 1 of 240 | " in text
+    assert "| tiny fp16 greedy | 1 | 2 | no flip |" in text
 
 
 def test_invalid_samples_are_named_and_counted_nowhere():
     runs = make_study(lambda samples: samples.append(make_invalid(20)))
     text = render(runs)[2]
-    assert "fp16: 1 samples invalid at resid_pre, layer 8 (cached, inf, from position 5); counted nowhere." in text
+    assert (
+        "tiny fp16 greedy: 1 samples invalid at resid_pre, layer 8 (cached, inf, from position 5); counted nowhere."
+        in text
+    )
     assert "12 of 13" in text
     assert summarize_study(runs)["flips"]["fp16"]["flips"]["total"] == 240
     alone = make_run([make_invalid(i) for i in range(3)], name="gemma")
@@ -168,7 +173,7 @@ def test_the_page_is_one_file_that_fetches_nothing(rendered):
     assert "url(" not in rendered[1].replace("url(#", "")
     assert scan.tags.count("script") == 1
     assert "@import" not in rendered[1]
-    anchors = {value for _, name, value in scan.attributes if name == "id"}
+    anchors = {value for tag, name, value in scan.attributes if name == "id" and tag == "h2"}
     assert {value[1:] for _, name, value in scan.attributes if name == "href"} == anchors
     assert ("meta", "content", "width=device-width, initial-scale=1") in scan.attributes
     assert "prefers-color-scheme: dark" in rendered[1]
@@ -282,7 +287,7 @@ def test_one_run_gets_a_report_with_a_section_for_each_experiment(tmp_path, caps
     write(tmp_path / "all", make_run([*make_samples(count=2), *make_parity(count=2), *layers]))
     assert main([str(tmp_path / "all")]) == 0
     page = (tmp_path / "all" / "report.md").read_text()
-    for title in ("Cached against uncached decoding", "Drift by layer", "Activation patching", "JAX beside PyTorch"):
+    for title in ("The run in full", "Drift by layer", "Activation patching", "JAX beside PyTorch"):
         assert page.count(f"\n## {title}\n") == 1
     assert "The framework gap is 100 times the cache gap" in page
     assert set(json.loads((tmp_path / "all" / "summary.json").read_text())) > {

@@ -7,7 +7,7 @@ cannot tell is called open.
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxkv.experiments.divergence import cause
@@ -148,13 +148,14 @@ def describe_conditions(conditions: Sequence[Condition], causes: Sequence[Cause]
 def _say_what_ran(found: Sequence[_Compared]) -> str:
     if not found:
         return "No run with samples of cached beside uncached decoding."
-    samples = sum(one.found["problems"]["total"] for one in found)
-    devices = " and ".join(dict.fromkeys(str(one.condition["device"]) for one in found if one.condition["device"]))
-    tasks = f" on {devices}" if devices else ""
-    if len(found) == 1:
-        return f"{found[0].name}: {_count(samples, 'text')}, decoded with the cache and without it{tasks}."
-    models = ", ".join(dict.fromkeys(str(one.condition["model"]) for one in found))
-    return f"{len(found)} runs of {models}: {_count(samples, 'text')}, decoded with the cache and without it{tasks}."
+    texts = _count(sum(one.found["problems"]["total"] for one in found), "text")
+    models, devices = (
+        list(dict.fromkeys(str(one.condition[key]) for one in found if one.condition[key]))
+        for key in ("model", "device")
+    )
+    what = found[0].name if len(found) == 1 else f"{len(found)} runs of {', '.join(models)}"
+    where = f" on {' and '.join(devices)}" if devices else ""
+    return f"{what}: {texts}, decoded with the cache and without it{where}."
 
 
 def _count(number: int, what: str) -> str:
@@ -166,42 +167,39 @@ def _is_equal(one: _Compared) -> bool:
 
 
 def _find_status(valid: Sequence[_Compared], causes: Sequence[Cause]) -> tuple[Status, str]:
-    """The worst of what is known of each model and precision; runs of which no cause is known are open or equal."""
+    """The worst of what is known of each model and precision, and how much of it that is.
+
+    Runs of PyTorch or of one program alone have no cause told; of the latter any difference is a fault.
+    """
     found = [VERDICTS[entry["verdict"]] for entry in causes]
-    judged = [one for one in valid if (one.condition["framework"], one.condition["regime"]) == ("jax", "plain")]
-    found += [Status.EQUAL if _is_equal(one) else Status.OPEN for one in valid if one not in judged and not causes]
+    if not found:
+        odd = [Status.FAULT if one.condition["regime"] != "plain" else Status.OPEN for one in valid]
+        found = [Status.EQUAL if _is_equal(one) else status for one, status in zip(valid, odd, strict=True)]
     worst = next(s for s in (Status.FAULT, Status.OPEN, Status.ROUNDING, Status.EQUAL) if s in found)
-    if len(set(found)) == 1:
-        return worst, ""
     counts = [f"{found.count(s)} {s.value}" for s in Status if s in found and s is not worst]
-    return worst, f"{found.count(worst)} of {len(found)} models and precisions; {', '.join(counts)}"
+    total = f"{found.count(worst)} of {len(found)} models and precisions; {', '.join(counts)}"
+    return worst, total if counts else ""
 
 
 def _make_tiles(valid: Sequence[_Compared]) -> tuple[Tile, ...]:
-    parted = [(one, one.found["free_running"]["diverged"]) for one in valid if one.found["free_running"]]
-    flips = [(one, one.forced["flips"]) for one in valid if one.forced]
-    kl = [(one, one.forced["kl"], one.forced) for one in valid if one.forced]
+    """The largest value with its interval, and the smallest where there are several."""
+    parted = [(one.name, one.found["free_running"]["diverged"]) for one in valid if one.found["free_running"]]
+    flips = [(one.name, one.forced["flips"]) for one in valid if one.forced]
+    kl = [(one.name, one.forced["kl"] | {"tokens": one.forced["tokens"]}) for one in valid if one.forced]
+    percent = lambda entry: format_percent(entry["rate"])  # noqa: E731
+    figures: list[tuple[str, list[tuple[str, Any]], str, Callable[[Any], str], str, Callable[[Any], str]]] = [
+        ("sequences that part", parted, "rate", percent, " %", lambda entry: _detail(entry, "texts")),
+        ("flips per token", flips, "rate", percent, " %", lambda entry: _detail(entry, "tokens")),
+        ("mean KL, nats", kl, "mean", lambda entry: format_number(entry["mean"]), "", _detail_mean),
+    ]
     tiles = []
-    for name, entries, unit in (("sequences that part", parted, "texts"), ("flips per token", flips, "tokens")):
+    for name, entries, key, show, unit, detail in figures:
         if entries:
-            most = max(entries, key=lambda pair: pair[1]["rate"])
-            least = min(entry["rate"] for _, entry in entries)
-            value = f"{format_percent(most[1]['rate'])} %"
-            value = value if least == most[1]["rate"] else f"{format_percent(least)} – {value}"
-            tiles.append(Tile(name, value, _say_most(entries, most[0].name) + _detail(most[1], unit)))
-    one, entry, forced = max(kl, key=lambda triple: triple[1]["mean"])
-    least = min(other["mean"] for _, other, _ in kl)
-    value = format_number(entry["mean"])
-    value = value if least == entry["mean"] else f"{format_number(least)} – {value}"
-    counts = f"{_count(forced['tokens'], 'token')} of {_count(forced['sequences'], 'text')}"
-    low, high = map(format_number, entry["interval"] or (0, 0))
-    spread = f", 95 % [{low}, {high}]" if entry["interval"] and entry["max"] else ""
-    tiles.append(Tile("mean KL, nats", value, f"{_say_most(kl, one.name)}{counts}{spread}"))
+            (most, largest), (_, least) = (f(entries, key=lambda pair: pair[1][key]) for f in (max, min))
+            value = show(largest) if largest[key] == least[key] else f"{show(least)} – {show(largest)}"
+            where = f"most in {most}: " if len(entries) > 1 else ""
+            tiles.append(Tile(name, value + unit, where + detail(largest)))
     return tuple(tiles)
-
-
-def _say_most(entries: Sequence[Any], name: str) -> str:
-    return f"most in {name}: " if len(entries) > 1 else ""
 
 
 def _detail(entry: Mapping[str, Any], unit: str) -> str:
@@ -213,22 +211,18 @@ def _detail(entry: Mapping[str, Any], unit: str) -> str:
     return f"{counts}, 95 % [{low}, {high}] %"
 
 
-@dataclasses.dataclass(frozen=True)
-class _Room:
-    """At how many steps a flip was possible: the margin is at most twice the largest difference of a logit."""
+def _detail_mean(entry: Mapping[str, Any]) -> str:
+    counts = _count(entry["tokens"], "token")
+    if entry["interval"] is None or not entry["max"]:
+        return counts
+    return f"{counts}, 95 % [{', '.join(map(format_number, entry['interval']))}]"
 
-    near: int
-    steps: int
 
-
-def _measure_room(samples: Iterable[DivergenceRecord]) -> _Room:
-    pairs = [
-        (margin, moved)
-        for sample in samples
-        if (compared := sample.teacher_forced)
-        for margin, moved in zip(compared.margin, compared.max_abs, strict=True)
-    ]
-    return _Room(sum(moved > 0 and margin <= 2 * moved for margin, moved in pairs), len(pairs))
+def _count_near(samples: Iterable[DivergenceRecord]) -> int:
+    """Steps at which a flip was possible: the margin is at most twice the largest difference of a logit."""
+    compared = [sample.teacher_forced for sample in samples if sample.teacher_forced]
+    pairs = (pair for found in compared for pair in zip(found.margin, found.max_abs, strict=True))
+    return sum(moved > 0 and margin <= 2 * moved for margin, moved in pairs)
 
 
 def _say_answers(samples: Sequence[DivergenceRecord]) -> str:
@@ -248,57 +242,48 @@ def _say_answers(samples: Sequence[DivergenceRecord]) -> str:
 
 
 def _say_meaning(valid: Sequence[_Compared], status: Status) -> str:
-    if len(valid) > 1:
-        return _say_meaning_of_several(valid, status)
-    (one,) = valid
+    said = _say_meaning_of_several(valid) if len(valid) > 1 else _say_meaning_of_one(valid[0])
+    if status is Status.FAULT:
+        said += " More than rounding is at work: these figures are not of the cache alone."
+    return said
+
+
+def _say_meaning_of_one(one: _Compared) -> str:
     forced, free = one.forced or {}, one.found["free_running"]
+    steps = _count(forced["tokens"], "step")
     if _is_equal(one):
         return (
-            f"In {one.name} the cache changes nothing that was seen: at all {_count(forced['tokens'], 'step')} of "
+            f"In {one.name} the cache changes nothing that was seen: at all {steps} of "
             f"{_count(forced['sequences'], 'text')} both arms have the same logits, bit for bit."
         )
-    flips, parted = forced["flips"], free["diverged"] if free else None
-    differing = forced["tokens"] - forced["bit_equal"]["count"]
-    begin = f"In {one.name} the arms' logits differ at {differing} of {_count(forced['tokens'], 'step')}"
-    end = " More than rounding is at work: these figures are not of the cache alone." if status is Status.FAULT else ""
-    if parted and parted["count"]:
-        said = f"{begin}, and {parted['count']} of {parted['total']} texts go on in other words."
-        return " ".join(filter(None, (said, _say_answers(one.valid)))) + end
-    room = _measure_room(one.valid)
-    if flips["count"]:
-        return f"{begin}, and another token is the best at {flips['count']} of them, though no free text parts.{end}"
-    if room.near == 0:
-        return (
-            f"{begin}, but no token changes, and none could: at every step the margin between the two best tokens is "
-            f"over twice the largest difference of a logit.{end}"
-        )
+    begin = f"In {one.name} the arms' logits differ at {forced['tokens'] - forced['bit_equal']['count']} of {steps}"
+    if free and free["diverged"]["count"]:
+        parted = f"{free['diverged']['count']} of {free['diverged']['total']}"
+        return f"{begin}, and {parted} texts go on in other words. {_say_answers(one.valid)}".rstrip()
+    if forced["flips"]["count"]:
+        return f"{begin}, and another token is the best at {forced['flips']['count']} of them; no free text parts."
+    near = _count_near(one.valid)
+    if near:
+        return f"{begin}, but no best token changes. At {_count(near, 'step')} two are so near that it could have."
     return (
-        f"{begin}, but no token changes. At {_count(room.near, 'step')} the two best tokens are so near that it could "
-        f"have.{end}"
+        f"{begin}, but no best token changes, and none could: at every step the margin between the two best is over "
+        "twice the largest difference of a logit."
     )
 
 
-def _say_meaning_of_several(valid: Sequence[_Compared], status: Status) -> str:
+def _say_meaning_of_several(valid: Sequence[_Compared]) -> str:
     equal = [one for one in valid if _is_equal(one)]
-    parted = [
-        (one.found["free_running"]["diverged"]["rate"], one)
-        for one in valid
-        if one.found["free_running"] and one.found["free_running"]["diverged"]["count"]
-    ]
     if len(equal) == len(valid):
         return f"In all {len(valid)} runs both arms have the same logits at every step, bit for bit."
-    said = [f"In {len(parted)} of {len(valid)} runs the cache makes some texts go on in other words"]
+    free = [(one.found["free_running"]["diverged"], one.name) for one in valid if one.found["free_running"]]
+    parted = [(share["rate"], name) for share, name in free if share["count"]]
+    said = f"In {len(parted)} of {len(valid)} runs the cache makes some texts go on in other words"
     if parted:
-        rate, most = max(parted, key=lambda pair: pair[0])
-        said[0] += f", most in {most.name} ({format_percent(rate)} % of its texts)"
-    said[0] += "."
-    if equal:
-        said.append(f"{len(equal)} are equal bit for bit.")
-    if answers := _say_answers([sample for one in valid for sample in one.valid]):
-        said.append(answers.replace("of them", "of the texts that part"))
-    if status is Status.FAULT:
-        said.append("In some, more than rounding is at work.")
-    return " ".join(said)
+        rate, most = max(parted)
+        said += f", most in {most} ({format_percent(rate)} % of its texts)"
+    lines = [f"{said}.", f"{len(equal)} are equal bit for bit." if equal else ""]
+    answers = _say_answers([sample for one in valid for sample in one.valid])
+    return " ".join(filter(None, [*lines, answers.replace("of them", "of the texts that part")]))
 
 
 def _say_left_out(found: Sequence[_Compared]) -> str:

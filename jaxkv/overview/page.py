@@ -4,14 +4,14 @@ import itertools
 import json
 import os
 import pathlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group
 
 from jaxkv import records
 from jaxkv.experiments.divergence.cause import FACTOR, HUGE, STRAY
-from jaxkv.experiments.divergence.report import show_value
+from jaxkv.experiments.divergence.report import TOO_FEW, is_above_floor, show_value
 from jaxkv.experiments.divergence.wording import LABELS, describe_gate
 from jaxkv.experiments.figures import draw_divergence
 from jaxkv.experiments.record_parts import find_headline
@@ -37,6 +37,7 @@ from jaxkv.reporting.document import (
     Only,
     Paragraph,
     Table,
+    make_table,
     to_markdown,
     to_terminal,
 )
@@ -45,17 +46,17 @@ from jaxkv.reporting.format import (
     format_counted_share,
     format_mean,
     format_number,
-    format_percent,
     format_points,
     format_share,
 )
 from jaxkv.reporting.html import to_html
 
 Study = Mapping[str, Any]
+Condition = Mapping[str, Any]
+Names = Mapping[str, str]  # what each run is called, by its directory
 TITLE = "Cached against uncached decoding"
 CHANGES_TITLE = "Changed caches"
 FILES = ("report.html", "report.md", "summary.json")
-ACCURACY_FLOOR = 0.05  # a model right less often answers by chance, and says nothing about its arms
 TIES_SHOWN = 20
 COMMANDS_SHOWN = 60
 METHOD = (
@@ -81,61 +82,65 @@ def _valid(study: Study) -> list[Mapping[str, Any]]:
     return [c for c in study["conditions"] if c.get("divergence") and c["divergence"]["status"] == "ok"]
 
 
-def name_all(study: Study) -> dict[str, str]:
+def name_all(study: Study) -> Names:
     """What each run is called, by its directory."""
     sides = [[c for c in study["conditions"] if bool(c.get("divergence")) == compared] for compared in (True, False)]
     return {c["name"]: name for side in sides for c, name in zip(side, name_conditions(side), strict=True)}
 
 
-def write_conditions(study: Study, names: Mapping[str, str]) -> list[Block]:
+def write_conditions(study: Study, names: Names) -> list[Block]:
     """One row a run with divergence records, and why runs are invalid."""
-    head = ["run", "valid", "argmax flips per token", "sequences that diverge", "mean KL, nats", "bit-equal steps"]
-    rows, notes = [], []
-    for condition in study["conditions"]:
-        found = condition.get("divergence")
-        if not found:
-            continue
-        name, problems = names[condition["name"]], found["problems"]
-        valid = f"{problems['ok']} of {problems['total']}"
-        if problems["total"] < problems["asked"]:
-            valid += f" (UNFINISHED, {problems['asked']} asked)"
-        for group in found["invalid"]:
-            notes.append(
-                f"{name}: {group['samples']} samples invalid at {group['reason']} ({group['arm']}, "
-                f"{group['value']}, from position {group['first_position']}); counted nowhere."
-            )
-        if found["status"] != "ok":
-            rows.append([name, valid, *["none counted"] * 4, condition["name"]])
-            continue
-        forced, free = found["teacher_forced"], found["free_running"]
-        cells = [
-            format_counted_share(forced and forced["flips"]),
-            format_counted_share(free and free["diverged"]),
-            format_mean(forced["kl"]) if forced else "-",
-            format_share(forced and forced["bit_equal"]),
-        ]
-        rows.append([name, valid, *cells, condition["name"]])
-    blocks: list[Block] = [Heading("Divergence", name="divergence")] if rows else []
-    if rows:
-        blocks.append(Table([*head, "directory"], rows, "Every run"))
-    if notes:
-        blocks.append(Bullets(notes))
-    return blocks + _write_causes(study)
+    kept = [c for c in study["conditions"] if c.get("divergence")]
+    if not kept:
+        return []
+
+    def shown(take: Callable[[Mapping[str, Any]], str]) -> Callable[[Condition], str]:
+        return lambda c: take(c["divergence"]) if c["divergence"]["status"] == "ok" else "none counted"
+
+    columns: dict[str, Callable[[Condition], str]] = {
+        "run": lambda c: names[c["name"]],
+        "valid": lambda c: _say_valid(c["divergence"]["problems"]),
+        "argmax flips per token": shown(
+            lambda d: format_counted_share(d["teacher_forced"] and d["teacher_forced"]["flips"])
+        ),
+        "sequences that diverge": shown(
+            lambda d: format_counted_share(d["free_running"] and d["free_running"]["diverged"])
+        ),
+        "mean KL, nats": shown(lambda d: format_mean(d["teacher_forced"]["kl"]) if d["teacher_forced"] else "-"),
+        "bit-equal steps": shown(lambda d: format_share(d["teacher_forced"] and d["teacher_forced"]["bit_equal"])),
+        "directory": lambda c: c["name"],
+    }
+    notes = [
+        f"{names[c['name']]}: {group['samples']} samples invalid at {group['reason']} ({group['arm']}, "
+        f"{group['value']}, from position {group['first_position']}); counted nowhere."
+        for c in kept
+        for group in c["divergence"]["invalid"]
+    ]
+    table = make_table(columns, kept, "Every run")
+    return [
+        Heading("Divergence", name="divergence"),
+        table,
+        *([Bullets(notes)] if notes else []),
+        *_write_causes(study),
+    ]
+
+
+def _say_valid(problems: Mapping[str, int]) -> str:
+    unfinished = f" (UNFINISHED, {problems['asked']} asked)" if problems["total"] < problems["asked"] else ""
+    return f"{problems['ok']} of {problems['total']}{unfinished}"
 
 
 def _write_causes(study: Study) -> list[Block]:
     """Rounding or a fault, for each model and precision."""
-    rows = [
-        [
-            cause["name"],
-            *(format_counted_share(cause[regime]) for regime in ("plain", "aligned")),
-            "not run" if cause["distance"] is None else format_number(cause["distance"], 3),
-            cause["verdict"],
-        ]
-        for cause in study["causes"]
-    ]
-    if not rows:
+    if not study["causes"]:
         return []
+    columns: dict[str, Callable[[Condition], str]] = {
+        "model and precision": lambda c: c["name"],
+        "plain": lambda c: format_counted_share(c["plain"]),
+        "aligned": lambda c: format_counted_share(c["aligned"]),
+        "farther arm": lambda c: "not run" if c["distance"] is None else format_number(c["distance"], 3),
+        "verdict": lambda c: c["verdict"],
+    }
     text = (
         "Of the problems run here and of no others: a verdict does not cover a window or a position that they do not "
         "reach, nor what both arms and float64 get wrong alike. Problems with other bits at some step, in the plain "
@@ -149,33 +154,35 @@ def _write_causes(study: Study) -> list[Block]:
         "does not say. cannot tell: one of these was not run, or a step is not as rounding has it, such as one at "
         f"which the arms are over {STRAY:g} times as far apart as both are from float64 at the usual step."
     )
-    head = ["model and precision", "plain", "aligned", "farther arm", "verdict"]
-    return [Heading("Rounding or a fault", 3), Paragraph(text), Table(head, rows)]
+    table = make_table(columns, study["causes"])
+    return [Heading("Rounding or a fault", 3), table, Fold("How it is judged", [Paragraph(text)])]
 
 
-def write_controls(study: Study, names: Mapping[str, str]) -> list[Block]:
-    """Each arm against itself and the gate, as a matrix of bit-equal or not, and their figures behind a line."""
-    rows, figures = [], []
-    for condition in _valid(study):
-        name, found = names[condition["name"]], condition["divergence"]
-        controls = [found["controls"][control] for control in LABELS]
-        rows.append([name, _say_gate(found["gate"]), *map(_say_bits, controls)])
-        cells = [
-            f"{format_counted_share(c['flips'])} flips; KL {format_number(c['kl']['mean'])}" if c else "not run"
-            for c in controls
-        ]
-        figures.append([name, *cells, describe_gate(found["gate"])])
-    if not rows:
+def write_controls(study: Study, names: Names) -> list[Block]:
+    """Each arm against itself and the gate, as a matrix of bit-equal or not, and their flips behind a line."""
+    if not (kept := _valid(study)):
         return []
-    head = ["run", *LABELS.values()]
+
+    def cells(show: Callable[[Mapping[str, Any] | None], str]) -> dict[str, Callable[[Condition], str]]:
+        return {
+            label: lambda c, control=control: show(c["divergence"]["controls"][control])  # type: ignore[misc]
+            for control, label in LABELS.items()
+        }
+
+    run: dict[str, Callable[[Condition], str]] = {"run": lambda c: names[c["name"]]}
+    bits = run | {"both arms, one program": lambda c: _say_gate(c["divergence"]["gate"])} | cells(_say_bits)
+    flips = run | cells(
+        lambda c: f"{format_counted_share(c['flips'])} flips; KL {format_number(c['kl']['mean'])}" if c else "-"
+    )
+    flips |= {"gate": lambda c: describe_gate(c["divergence"]["gate"])}
     return [
         Heading("Controls", name="controls"),
         Paragraph(
             "Both arms through one program with the cache on: the gate. The others are an arm against itself; where "
             "another padded length differs too, a shape alone suffices."
         ),
-        Table(["run", "both arms, one program", *LABELS.values()], rows, "Controls, bit by bit", kind="matrix"),
-        Fold("Flips and KL of each control, and what the gate found", [Table([*head, "gate"], figures, kind="wrap")]),
+        make_table(bits, kept, "Controls, bit by bit", kind="matrix"),
+        Fold("Flips and KL of each control, and what the gate found", [make_table(flips, kept, kind="wrap")]),
     ]
 
 
@@ -192,71 +199,60 @@ def _say_gate(gate: Mapping[str, Any] | None) -> str:
     return f"bit-equal, {gate['steps']} steps" if gate.get("passed") else "other bits"
 
 
-def write_ties(study: Study, names: Mapping[str, str]) -> list[Block]:
+def write_ties(study: Study, names: Names) -> list[Block]:
     """Exact ties, where the lowest id wins."""
-    rows, listed, without = [], [], []
-    for condition in _valid(study):
-        found = condition["divergence"]["teacher_forced"]
-        if not found:
-            continue
-        ties = found["ties"]
-        if not ties["count"]:
-            without.append(found["tokens"])
-            continue
-        steps = f"{ties['count']} of {found['tokens']}"
-        name = names[condition["name"]]
-        rows.append([name, steps, f"{ties['flips']} of {found['flips']['count']}"])
-        listed += [
-            [name, str(tie["problem"]), str(tie["step"]), "flip" if tie["flip"] else "no flip"]
-            for tie in ties["listed"]
-        ]
-    if not rows and not without:
+    kept = [(names[c["name"]], found) for c in _valid(study) if (found := c["divergence"]["teacher_forced"])]
+    tied = [(name, found) for name, found in kept if found["ties"]["count"]]
+    if not kept:
         return []
     text = "Two best logits that are equal have margin 0; the lowest token id wins in both arms."
-    if without:
-        text += f" In {len(without)} of {len(without) + len(rows)} runs none of {sum(without)} steps is a tie."
+    if without := [found["tokens"] for _, found in kept if not found["ties"]["count"]]:
+        text += f" In {len(without)} of {len(kept)} runs none of {sum(without)} steps is a tie."
     blocks: list[Block] = [Heading("Exact ties", 3), Paragraph(text)]
-    if listed:
-        shown = Table(["run", "problem", "step", "outcome"], listed[:TIES_SHOWN])
+    if tied:
+        listed = [
+            [name, str(tie["problem"]), str(tie["step"]), "flip" if tie["flip"] else "no flip"]
+            for name, found in tied
+            for tie in found["ties"]["listed"]
+        ]
+        rows = [
+            [name, f"{f['ties']['count']} of {f['tokens']}", f"{f['ties']['flips']} of {f['flips']['count']}"]
+            for name, f in tied
+        ]
         count = f"the first {TIES_SHOWN} of {len(listed)}" if len(listed) > TIES_SHOWN else f"all {len(listed)}"
+        shown = Table(["run", "problem", "step", "outcome"], listed[:TIES_SHOWN])
         blocks.append(Table(["run", "steps at an exact tie", "of the flips, at one"], rows))
         blocks.append(Fold(f"Ties listed ({count})", [shown]))
     return blocks
 
 
-def write_accuracy(study: Study, names: Mapping[str, str]) -> list[Block]:
+def write_accuracy(study: Study, names: Names) -> list[Block]:
     """Accuracy of both arms where there are answers and the model is above the floor; and over conditions."""
-    rows, below = [], []
-    for condition in _valid(study):
-        accuracy = condition["divergence"]["accuracy"]
-        right = accuracy[find_headline(accuracy)]
-        name = names[condition["name"]]
-        if max(right[arm]["interval"][0] for arm in ("cached", "uncached")) <= ACCURACY_FLOOR:
-            below.append(f"{name} ({right['cached']['count']} of {right['cached']['total']})")
-            continue
-        counts = [format_count(right[arm]) for arm in ("cached", "uncached")]
-        changed = str(right["label_changes"]["answer_changed"])
-        rows.append([name, *counts, format_points(right["difference"]), format_number(right["mcnemar_p"]), changed])
-    head = ["run", "right: cached", "uncached", "difference, points", "McNemar p", "labels that change"]
-    blocks: list[Block] = [Table(head, rows, "Right answers, both arms on the same problems")] if rows else []
-    if rows and (pooled := _list_pooled(study)):
-        columns = [
-            "precision",
-            "scorer",
-            "problems",
-            "cached - uncached, points",
-            "conditions: cached ahead, behind, equal",
-        ]
-        blocks.append(Table([*columns, "p, exact sign-flip test over problems"], pooled, "Over conditions"))
+    found = [
+        (names[c["name"]], accuracy[find_headline(accuracy)])
+        for c in _valid(study)
+        if (accuracy := c["divergence"]["accuracy"])
+    ]
+    above = [(name, right) for name, right in found if is_above_floor(right)]
+    below = [f"{name} ({format_count(right['cached'])})" for name, right in found if not is_above_floor(right)]
+    columns: dict[str, Callable[[tuple[str, Any]], str]] = {
+        "run": lambda one: one[0],
+        "right: cached": lambda one: format_count(one[1]["cached"]),
+        "uncached": lambda one: format_count(one[1]["uncached"]),
+        "difference, points": lambda one: format_points(one[1]["difference"]),
+        "McNemar p": lambda one: format_number(one[1]["mcnemar_p"]),
+        "labels that change": lambda one: str(one[1]["label_changes"]["answer_changed"]),
+    }
+    blocks: list[Block] = []
+    if above:
+        blocks = [make_table(columns, above, "Right answers, both arms on the same problems"), *_write_pooled(study)]
     if below:
-        floor = f"{format_percent(ACCURACY_FLOOR)} %"
-        shown = below if len(below) <= 4 else [*below[:4], f"{len(below) - 4} more"]
-        text = f"Not judged, since so few answers are right that {floor} is not surpassed for sure: {'; '.join(shown)}."
-        blocks.append(Paragraph(text, "note"))
+        more = f" and {len(below) - 4} more" if len(below) > 4 else ""
+        blocks.append(Paragraph(f"{TOO_FEW}: {'; '.join(below[:4])}{more}.", "note"))
     return [Heading("Accuracy", name="accuracy"), *blocks] if blocks else []
 
 
-def _list_pooled(study: Study) -> list[list[str]]:
+def _write_pooled(study: Study) -> list[Block]:
     rows = []
     for precision, scorers in study["accuracy"].items():
         for scorer, pooled in scorers.items():
@@ -266,32 +262,29 @@ def _list_pooled(study: Study) -> list[list[str]]:
             shown = format_points(points) if points["interval"] else f"{100 * points['mean']:+.1f}"
             ahead = f"{found['cached_ahead']}, {found['uncached_ahead']}, {found['equal']}"
             rows.append([precision, scorer, str(pooled["problems"]), shown, ahead, format_number(pooled["p"])])
-    return rows
+    head = ["precision", "scorer", "problems", "cached - uncached, points", "conditions: cached ahead, behind, equal"]
+    return [Table([*head, "p, exact sign-flip test over problems"], rows, "Over conditions")] if rows else []
 
 
-def write_precisions(study: Study, names: Mapping[str, str]) -> list[Block]:
+def write_precisions(study: Study, names: Names) -> list[Block]:
     """FP32 against 16 bits."""
-    head = [
-        "16-bit run",
-        "fp32 run",
-        "problems",
-        *(f"orders of {n}" for n in ("KL", "JS", "max |diff|", "mean |diff|")),
-    ]
-    rows = []
-    for pair in study["precisions"]:
-        cells = []
-        for entry in pair["metrics"].values():
-            text = "-" if entry["orders"] is None else f"{entry['orders']:.2f}"
-            low, high = entry["interval"] or (None, None)
-            cells.append(text if low is None else f"{text} [{low:.2f}, {high:.2f}]")
-        rows.append([names[pair["narrow"]], names[pair["wide"]], str(pair["problems"]), *cells])
-    if not rows:
+    if not study["precisions"]:
         return []
+
+    def show(entry: Mapping[str, Any]) -> str:
+        text = "-" if entry["orders"] is None else f"{entry['orders']:.2f}"
+        return text if entry["interval"] is None else f"{text} [{entry['interval'][0]:.2f}, {entry['interval'][1]:.2f}]"
+
+    orders = [f"orders of {name}" for name in ("KL", "JS", "max |diff|", "mean |diff|")]
+    rows = [
+        [names[pair["narrow"]], names[pair["wide"]], str(pair["problems"]), *map(show, pair["metrics"].values())]
+        for pair in study["precisions"]
+    ]
     text = (
         "log10 of the ratio of means, with intervals over problems. KL and JS are quadratic in the error of the "
         "logits, the differences linear. A dash: the arms do not differ at all in one of the two."
     )
-    table = Table(head, rows, "Orders of ten between fp32 and 16 bits")
+    table = Table(["16-bit run", "fp32 run", "problems", *orders], rows, "Orders of ten between fp32 and 16 bits")
     return [Heading("FP32 against 16 bits", name="fp32"), Paragraph(text), table]
 
 
@@ -351,7 +344,7 @@ def _write_missing(study: Study) -> list[Block]:
     return [Paragraph(line, "note") for line in lines]
 
 
-def write_examples(runs: Sequence[Run], names: Mapping[str, str]) -> list[Block]:
+def write_examples(runs: Sequence[Run], names: Names) -> list[Block]:
     """Texts that part, side by side."""
     if (examples := show_examples(runs, names)) is None:
         return []

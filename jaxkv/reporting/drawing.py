@@ -56,6 +56,7 @@ def draw(chart: Chart) -> ET.Element:
         )
         .configure_legend(
             orient="bottom", columns=2, labelColor=SOFT, titleColor=SOFT, title=None, labelLimit=150, symbolOpacity=1,
+            gradientStrokeColor=LINE,
         )
     )  # fmt: skip
     values = whole.to_dict(validate=False)

@@ -36,6 +36,11 @@ from jaxkv.reporting.format import (
     format_share,
 )
 
+ACCURACY_FLOOR = 0.05
+TOO_FEW = (
+    f"Not judged, since so few answers are right that {format_percent(ACCURACY_FLOOR)} % is not surpassed for sure"
+)
+
 
 def describe_setting(run: Mapping[str, Any]) -> dict[str, Any]:
     """What run.json says of a run, as a report shows it.
@@ -72,48 +77,6 @@ def show_value(value: Any) -> str:
 
 def _range(pair: Sequence[int] | None) -> str:
     return "none" if pair is None else str(pair[0]) if pair[0] == pair[1] else f"{pair[0]} to {pair[1]}"
-
-
-def _headline(summary: Summary) -> str:
-    """The answer in two sentences."""
-    problems = summary["problems"]
-    if summary["status"] == "empty":
-        return "There is no sample yet. Run the command below to go on."
-    if summary["status"] == "invalid":
-        return (
-            f"The run is invalid: a non-finite number arose in each of its {problems['total']} samples"
-            f" ({describe_invalid(summary)}). It says nothing about agreement between cached and uncached decoding."
-        )
-    forced, free, controls = summary["teacher_forced"], summary["free_running"], summary["controls"]
-    name = summary["setting"]["precision"]
-    first = f"In {name}, " if name else ""
-    if forced:
-        first += (
-            "the cached arm picks another top token than the uncached one at"
-            f" {format_counted_share(forced['flips'], 'teacher-forced steps')}, and at least once in"
-            f" {format_counted_share(forced['sequences_with_flip'], 'sequences')}"
-        )
-    else:
-        first += "there are no teacher-forced steps to compare"
-    if free:
-        first += f"; running free, {format_counted_share(free['diverged'], 'sequences')} diverge"
-    beside = [
-        f"{format_counted_share(control['flips'], 'steps')} ({LABELS[name]})"
-        for name, control in reversed(controls.items())
-        if control is not None
-    ]
-    scorer = find_headline(summary["accuracy"])
-    right, how = summary["accuracy"][scorer], "numeric value" if scorer == "numeric" else f"the {scorer} scorer"
-    second = (
-        f"{right['cached']['count']} (cached) and {right['uncached']['count']} (uncached) of {problems['ok']}"
-        f" answers are right by {how} (difference {format_points(right['difference'])} points, McNemar"
-        f" p = {format_number(right['mcnemar_p'])})"
-    )
-    if beside:
-        second = f"An arm against itself flips at {', at '.join(beside)}, and {second}"
-    if problems["invalid"]:
-        second += f", with {problems['invalid']} of {problems['total']} samples invalid and left out"
-    return f"{first}. {second}."
 
 
 def _what_was_run(summary: Summary) -> list[Block]:
@@ -187,15 +150,6 @@ def _agreement(summary: Summary) -> list[Block]:
         Paragraph("What each control rules out:"),
         Bullets([f"{LABELS[n]}: {why}.{left[bool(summary['controls'].get(n))]}" for n, why in RULES_OUT.items()]),
     ]
-    flipped = {True: "flip", False: "no flip"}
-    ties = [
-        [label, str(tie["problem"]), str(tie["step"]), flipped[tie["flip"]]]
-        for label, comparison in comparisons
-        for tie in comparison["ties"]["listed"]
-    ]
-    if ties:
-        head = ["comparison", "problem", "step", "outcome"]
-        blocks += [Paragraph("Exact ties, where the lowest token id wins:"), Table(head, ties)]
     return blocks
 
 
@@ -235,7 +189,14 @@ def _free(free: Mapping[str, Any] | None) -> list[Block]:
     return [Heading("Running free", 3), Table(["", MAIN], rows)]
 
 
+def is_above_floor(right: Mapping[str, Any]) -> bool:
+    """Whether an arm is surely right more often than ACCURACY_FLOOR; else its answers say nothing about the arms."""
+    return max(right[arm]["interval"][0] for arm in ("cached", "uncached")) > ACCURACY_FLOOR
+
+
 def _accuracy(summary: Summary) -> list[Block]:
+    if not is_above_floor(summary["accuracy"][find_headline(summary["accuracy"])]):
+        return []  # the page says so
     head = ["scorer", "cached", "uncached", "difference, points", "only cached right", "only uncached right"]
     head += ["McNemar p", "answer changed", "extraction only"]
     rows = []
@@ -276,11 +237,6 @@ def _invalid(summary: Summary) -> list[Block]:
 
 def _caveats(summary: Summary) -> list[Block]:
     notes = [
-        "Intervals are 95 %. Those of per-token figures have the sequence as their unit, since its tokens are not"
-        " independent; the bound of a zero is of the share of sequences.",
-        "Flips per token, sequences with a flip and sequences that diverge are three rates: a sequence of n tokens"
-        " diverges with probability 1 - (1 - p)^n.",
-        "The uncached arm is defined by its shape; figures hold for the shapes, device and versions named here.",
         "Flips are predicted from the margins of the two best tokens and the shift of their gap"
         " (jaxkv/experiments/law.py).",
     ]
@@ -296,10 +252,7 @@ def _caveats(summary: Summary) -> list[Block]:
 
 
 def _write_page(summary: Summary) -> list[Block]:
-    blocks: list[Block] = [Paragraph(_headline(summary))]
-    if missing := describe_missing(summary):
-        blocks.append(Paragraph(f"{missing}."))
-    blocks += _what_was_run(summary)
+    blocks = _what_was_run(summary)
     if summary["status"] == "ok":
         blocks += [*_agreement(summary), *_truth(summary), *_free(summary["free_running"]), *_accuracy(summary)]
     return [*blocks, *_invalid(summary), *_caveats(summary)]

@@ -132,12 +132,8 @@ def test_softcap_comes_before_the_mask(tiny):
         assert 45 < np.abs(on[..., mask]).max() <= 50
         assert (on[..., ~mask] == np.finfo(np.float32).min).all()
         assert (np.asarray(runs[50.0][2][f"attn_weights.{layer}"])[..., ~mask] == 0).all()
-    before = np.asarray(runs[50.0][2]["scores.0"])[..., np.tri(TEXT, dtype=bool) & mask]
-    np.testing.assert_allclose(
-        before,
-        50 * np.tanh(np.asarray(runs[None][2]["scores.0"])[..., np.tri(TEXT, dtype=bool) & mask] / 50),
-        atol=1e-4,
-    )
+        if layer == 0:  # later layers have other inputs with a cap before them
+            np.testing.assert_allclose(on[..., mask], 50 * np.tanh(off[..., mask] / 50), atol=1e-4)
     assert np.abs(np.asarray(runs[50.0][0] - runs[None][0])).max() > 0.1
 
 

@@ -20,7 +20,6 @@ from jaxkv.experiments.batches import Item, RunSpec
 from jaxkv.experiments.divergence.run import Divergence
 from jaxkv.experiments.driver import run_missing
 from jaxkv.experiments.report_parts import Run
-from jaxkv.models.families import get_preset
 from jaxkv.records import to_plain
 from jaxkv.rollout import make_layout, make_rows, start_rollout
 
@@ -28,15 +27,14 @@ TILE = 8
 DTYPES = ("fp16", "bf16", "fp32")
 
 
-CONFIG = dataclasses.replace(get_preset("test-llama2"), num_layers=2)
-PROMPT = tuple(np.random.default_rng(0).integers(12, 250, 23).tolist())
+PROMPT = tuple(np.random.default_rng(0).integers(12, 800, 23).tolist())
 SPEC = RunSpec(16, bucket=8, control_problems=0, stepwise_problems=0, truth_problems=1)
 
 
 @functools.cache
 def make_arms(precision, tile=None):
-    """Programs, prepared weights and tokenizer of a small model."""
-    checkpoint = load("random:0", precision=make_precision(precision), config=CONFIG)
+    """Programs, prepared weights and tokenizer of a shipped model: of less width, arms in fp16 round alike."""
+    checkpoint = load("tiny-llama2", precision=make_precision(precision))
     arms = Arms(checkpoint.config, make_precision(precision), tile=tile)
     return arms, arms.prepare(checkpoint.state), checkpoint.tokenizer
 

@@ -39,7 +39,7 @@ _CAPS = {"attn_softcap": 3.0, "final_softcap": 1.5}  # they bite the scores and 
 def tiny_config(family, heads="gqa"):
     """Config of a tiny model; 'mha' has as many kv heads as query heads, and a LLaMA of that kind an untied head."""
     config = get_preset(_PRESETS[family])
-    changes = {"num_layers": 2 if family.startswith("gemma") else 1}
+    changes = {"num_layers": 2 if family == "llama" or family.startswith("gemma") else 1}
     if config.window is not None:
         changes["window"] = WINDOW
     if family == "gemma2":

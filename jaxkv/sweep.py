@@ -2,7 +2,7 @@
 
 A condition that fails does not stop the others; it is named at the end. The same command goes on where a sweep stopped:
 what is recorded is not run again, and what failed is tried again. The sweep's directory holds `overview.json` and
-`overview.md`, replaced in one step whenever a condition begins or ends.
+`overview.md`, replaced in one step whenever a condition begins or ends, and at the end a report of all conditions.
 """
 
 import contextlib
@@ -24,6 +24,7 @@ from jaxkv.errors import UserError, describe_memory
 from jaxkv.files import read_json
 from jaxkv.locks import Busy, is_locked, take_lock
 from jaxkv.options import Options
+from jaxkv.overview.page import write_study
 from jaxkv.records import find_foreign, fingerprint, write_atomically
 from jaxkv.reporting.document import Paragraph, Table, to_markdown, to_terminal
 from jaxkv.study import run_study
@@ -139,6 +140,9 @@ def _run_all(conditions: Sequence[Options], directory: pathlib.Path) -> int:
     shown = Console(file=sys.stdout)
     shown.print(render_overview([*entries, *others]))
     shown.print(f"overview: {directory / 'overview.md'}", highlight=False, soft_wrap=True)
+    if runs := [path for entry, _, path in work if entry.records and (path / "run.json").exists()]:
+        write_study(runs, directory)
+        shown.print(f"report: {directory / 'report.html'}", highlight=False, soft_wrap=True)
     return _tell_faults(entries)
 
 

@@ -62,7 +62,7 @@ def test_equal():
     assert found.status is Status.EQUAL
     assert "the cache changes nothing that was seen: at all 240 steps of 12 texts" in found.means
     assert "Up to 22 % of such texts may still differ" in found.how  # 1 - 0.05 ** (1 / 12)
-    assert "same bits in all 2 controls" in found.how
+    assert "same bits in both controls" in found.how
     assert [tile.value for tile in found.tiles] == ["0 %", "0 %", "0"]
     assert "0 of 12 texts; 95 % upper bound 22 % of texts" in found.tiles[0].detail
 

@@ -45,6 +45,8 @@ def test_a_condition_that_fails_stops_no_other(tmp_path, cache, capsys):
     (line,) = [line for line in shown.err.splitlines() if line.startswith("error: ")]
     assert line.startswith(f"error: {broken}: {tmp_path / broken} is a file, not a directory")
     assert f"overview: {tmp_path / 'overview.md'}" in shown.out
+    assert shown.out.splitlines()[-1] == f"report: {tmp_path / 'report.html'}"
+    assert "Claims of papers" not in (tmp_path / "report.md").read_text()
     entries, counts = overview(tmp_path)
     assert list(entries) == [broken, *sound]
     assert counts == {"waiting": 0, "running": 0, "running elsewhere": 0, "done": 2, "failed": 1}

@@ -1,6 +1,6 @@
 """Figures of drift and patching, as charts on shared axes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxkv.experiments.drift.record import TENSORS
@@ -63,7 +63,29 @@ def draw_drift(study: Study) -> list[Block]:
             ],
             "The same by layer and position in the text, all on one logarithmic scale.",
         ),
+        *_draw_tokens(study),
     ]  # fmt: skip
+
+
+def _draw_tokens(study: Study) -> list[Block]:
+    """Drift of the residual stream in one text of each run, by layer and token."""
+    found = [(_title(c), c["drift_tokens"]) for c in _find(study, "drift") if c.get("drift_tokens")]
+    values = [v for _, grid in found for row in grid["rows"] for v in row if v > 0]
+    charts = [
+        Cells(
+            f"{title}: problem {grid['problem']}", _name_layers(grid["rows"]),
+            [" ".join(text.split())[:10] or "↵" for text in grid["texts"]], grid["rows"], log=True,
+            ends=(min(values), max(values)), x_label="token", y_label="layer", measure="relative L2",
+            said=lambda row, column, v: f"layer {row}, at ‘{column}’: {format_number(v, 3)}",
+        )
+        for title, grid in found
+    ]  # fmt: skip
+    return show_panels(charts, "The residual stream's drift in one text, by layer and decoded token.")
+
+
+def _name_layers(rows: Sequence[Any]) -> list[str]:
+    """The residual stream has a row more than there are layers: what leaves the last."""
+    return [*map(str, range(len(rows) - 1)), "out"]
 
 
 def _column(layers: Mapping[str, Any], tensor: str) -> list[float]:

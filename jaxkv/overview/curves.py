@@ -9,6 +9,7 @@ import numpy as np
 from jaxkv.experiments.divergence.record import DivergenceRecord
 from jaxkv.experiments.drift.record import TENSORS, DriftRecord
 from jaxkv.experiments.record_parts import known
+from jaxkv.experiments.report_parts import Run
 from jaxkv.reporting import statistics
 
 BINS = 16
@@ -114,3 +115,26 @@ def average_grids(samples: Sequence[DriftRecord], bins: int = 24) -> dict[str, A
                 reached[begin:end] += 1
         found[tensor] = [[_round(row[a:b].sum() / reached[a:b].sum()) for a, b in edges] for row in total]
     return found
+
+
+def find_token_grid(run: Run) -> dict[str, Any] | None:
+    """The residual stream's relative drift of the first problem whose tokens are known, by layer and decoded token.
+
+    Returns:
+      `problem`, `texts`, one a column of as many tokens as the record's bins have, and `rows`, one a layer; None where
+      no problem has both records, or no text of its tokens is kept.
+    """
+    tokens = {s.problem: s.arms.cached.tokens for s in run.of(DivergenceRecord) if s.status == "ok"}
+    for sample in run.of(DriftRecord) if run.pieces else ():
+        if sample.status != "ok" or sample.problem not in tokens:
+            continue
+        grid, own, first = known(sample.grid), tokens[sample.problem], sample.prompt_tokens
+        kept = [n for n, (begin, end) in enumerate(grid.bins) if first <= begin and end - first <= len(own)]
+        texts = [
+            "".join(run.pieces.get(token) or f"⟨{token}⟩" for token in own[begin - first : end - first])
+            for begin, end in (grid.bins[n] for n in kept)
+        ]
+        rows = [[_round(row[n]) for n in kept] for row in grid.resid_pre.relative]
+        if kept and any(map(any, rows)):
+            return {"problem": sample.problem, "texts": texts, "rows": rows}
+    return None

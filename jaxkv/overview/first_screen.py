@@ -369,7 +369,8 @@ def _say_controls(valid: Sequence[_Compared]) -> list[str]:
         return ["No arm was run against itself."]
     if odd := sum(c["bit_equal"]["count"] < c["tokens"] for c in again):
         return [f"An arm run again has other bits in {odd} of {len(again)} controls: its program is not deterministic."]
-    return [f"An arm run again has the same bits in {'all ' if len(again) > 1 else ''}{_count(len(again), 'control')}."]
+    every = {1: "the one control", 2: "both controls"}.get(len(again), f"all {len(again)} controls")
+    return [f"An arm run again has the same bits in {every}."]
 
 
 def _say_cause(entry: Cause, valid: Sequence[_Compared]) -> list[str]:

@@ -103,6 +103,7 @@ def summarize_run(run: Run, experiments: Collection[str]) -> Summary:
         condition["curves"] = curves.draw_condition(list(contrasts.find_valid(run).values()))
     if drift := run.of(DriftRecord):
         condition["drift_grid"] = curves.average_grids([r for r in drift if r.status == "ok"])
+        condition["drift_tokens"] = curves.find_token_grid(run)
     if foreign := run.of(ForeignRecord):
         condition["foreign"] = {"problems": len(foreign)}
     return condition

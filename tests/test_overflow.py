@@ -14,7 +14,7 @@ from jaxkv.experiments.batches import Item, RunSpec
 from jaxkv.experiments.divergence.wording import describe_invalid
 from jaxkv.experiments.overflow import describe_remedy, find_remedy
 
-CONFIG, STATE = small_config("llama", layers=1), small_state("llama", layers=1)
+CONFIG, STATE = small_config("llama"), small_state("llama")
 ITEM = Item(3, tuple(np.random.default_rng(0).integers(12, VOCAB, 9).tolist()), "a")
 SPEC = RunSpec(new_tokens=4, bucket=8)
 

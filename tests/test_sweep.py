@@ -11,9 +11,10 @@ from absl import flags
 from commands import SMALL, parse, run_in_process
 from plain_records import read_run
 
-from jaxkv import launch, loading, sweep
+from jaxkv import launch, sweep
 from jaxkv.checks import check_condition
 from jaxkv.errors import UserError
+from jaxkv.experiments.driver import share_arms
 
 LAUNCH = pathlib.Path(__file__).parents[1] / "launch"
 pytestmark = pytest.mark.usefixtures("one_layer")
@@ -181,7 +182,7 @@ def test_flagfiles_are_conditions_that_share_programs(flagfiles, tmp_path, cache
     out = tmp_path / "out"
     command = [*small, cache, *(flag for flag in FEW if "num_problems" not in flag), flagfiles, f"--out={out}"]
     run_in_process(*command)
-    made = loading._share_arms.cache_info()
+    made = share_arms.cache_info()
     assert (made.misses, made.hits) == (1, 1)
     entries, counts = overview(out)
     assert (list(entries), counts["done"]) == (["greedy", "other"], 2)
@@ -190,7 +191,7 @@ def test_flagfiles_are_conditions_that_share_programs(flagfiles, tmp_path, cache
         assert (sample["problem"], run["config"]["decoding"]["seed"]) == (problem, int(name == "other"))
         assert "--conditions" not in (out / name / "run.flags").read_text()
     alone = tmp_path / "alone"
-    loading._share_arms.cache_clear()
+    share_arms.cache_clear()
     run_in_process(*command[:-2], f"--flagfile={tmp_path / 'other.flags'}", f"--out={alone}")
     assert (alone / "samples.jsonl").read_bytes() == (out / "other" / "samples.jsonl").read_bytes()
     capsys.readouterr()

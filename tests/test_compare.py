@@ -20,8 +20,8 @@ from small_models import NEW_TOKENS, changed_state, make_prompts, set_up, small_
 from jaxkv import decode
 from jaxkv.audit import audit_rows
 from jaxkv.cache import empty_cache
-from jaxkv.compare import FIELDS, compare_logits
 from jaxkv.decode import Arms
+from jaxkv.logits import FIELDS, compare_logits
 from jaxkv.models.layers import ATTENTION_SHAPED, visible
 from jaxkv.reporting import metrics
 from jaxkv.rollout import slot_positions

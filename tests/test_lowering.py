@@ -11,9 +11,9 @@ from jax import export
 from small_models import PRESETS, SAMPLERS, STOP_IDS, make_prompts, set_up, small_arms, small_config, small_state
 
 from jaxkv.cache import empty_cache
-from jaxkv.compare import _compare
 from jaxkv.config import make_precision
 from jaxkv.decode import COMPILER_OPTIONS, Arms
+from jaxkv.logits import _compare
 from jaxkv.rollout import start_rollout
 
 PLATFORMS = ("cpu", "cuda", "tpu")

@@ -11,7 +11,6 @@ from flax import nnx
 from plain_records import summarize_mitigations
 from small_models import make_prompts, small_config
 
-from jaxkv.compare import DISTANCE_FIELDS, measure_distance
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
@@ -21,6 +20,7 @@ from jaxkv.experiments.divergence.run import compare_row, run_batch
 from jaxkv.experiments.driver import run_missing
 from jaxkv.experiments.mitigations import run as mitigations
 from jaxkv.experiments.mitigations.run import Mitigations, hold, make_variants
+from jaxkv.logits import DISTANCE_FIELDS, measure_distance
 from jaxkv.models.decoder import Decoder
 from jaxkv.records import RunDirectory, read_lines, to_line, to_plain, to_record
 

@@ -26,12 +26,12 @@ from jaxkv.audit import audit_rows
 from jaxkv.cache import EMPTY, empty_cache
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.checkpoints.tokenizer import ByteTokenizer
-from jaxkv.compare import compare_logits
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.experiments.batches import Item, RunSpec
 from jaxkv.experiments.divergence.run import Divergence
 from jaxkv.experiments.driver import run_missing
+from jaxkv.logits import compare_logits
 from jaxkv.models.decoder import abstract_decoder
 from jaxkv.models.layers import rope_table, visible
 from jaxkv.rollout import make_layout, make_rows, slot_positions, start_rollout

@@ -13,13 +13,13 @@ from test_divergence import Scoring
 
 from jaxkv.cache import EMPTY, empty_cache
 from jaxkv.checkpoints import load
-from jaxkv.compare import compare_logits
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.experiments.batches import Item, RunSpec
 from jaxkv.experiments.divergence.run import Divergence
 from jaxkv.experiments.driver import run_missing
 from jaxkv.experiments.report_parts import Run
+from jaxkv.logits import compare_logits
 from jaxkv.records import to_plain
 from jaxkv.rollout import make_layout, make_rows, start_rollout
 

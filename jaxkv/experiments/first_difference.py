@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.compare import bits
 from jaxkv.decode import Arms
+from jaxkv.logits import bits
 from jaxkv.models.layers import ATTENTION_SHAPED
 from jaxkv.rollout import Layout, Rows
 from jaxkv.tracing import Trace, list_values

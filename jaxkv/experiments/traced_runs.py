@@ -9,11 +9,11 @@ import numpy as np
 from flax import nnx
 
 from jaxkv.audit import Finding, audit_rows
-from jaxkv.compare import bits
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
 from jaxkv.experiments import batches
 from jaxkv.experiments.batches import Batch, Item, RunSpec, describe_setting, lay_out
+from jaxkv.logits import bits
 from jaxkv.provenance import hash_tokens
 from jaxkv.rollout import Layout, Rollout, Rows, force
 

@@ -19,7 +19,6 @@ import numpy as np
 from flax import nnx
 
 from jaxkv.cache import KVCache
-from jaxkv.compare import compare_logits
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
 from jaxkv.experiments.accumulation.record import FIGURES
@@ -40,6 +39,7 @@ from jaxkv.experiments.traced_runs import (
 from jaxkv.interventions.quantized_cache import Quantization, cache_bytes, effective_bits
 from jaxkv.interventions.quantizers import CacheQuant, split_error
 from jaxkv.interventions.repaired_cache import CHOICES, Repair
+from jaxkv.logits import compare_logits
 from jaxkv.rollout import Rollout
 from jaxkv.tracing import Trace, trace_cached
 

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxkv.compare import bits, compare_logits
 from jaxkv.decode import Arms
 from jaxkv.experiments.attribution.record import FENCED, VARIANTS
 from jaxkv.experiments.batches import Batch, Item, RunSpec, lay_out, timed
 from jaxkv.experiments.driver import ArmsRunner, Condition, Line, Took
 from jaxkv.experiments.traced_runs import Reference, describe_row, find_fault, make_reference, require_one_length
+from jaxkv.logits import bits, compare_logits
 from jaxkv.models.alignment import PLAIN, Alignments, align
 from jaxkv.rollout import Layout, Rollout, Rows, force
 

@@ -20,7 +20,6 @@ from flax import nnx
 
 from jaxkv.audit import Finding, audit_rows
 from jaxkv.checkpoints.tokenizer import AnyTokenizer
-from jaxkv.compare import compare_logits, measure_distance
 from jaxkv.config import ModelConfig
 from jaxkv.drafts import Forced, first_disagreement, free_by_drafts, free_stepwise
 from jaxkv.errors import describe_memory
@@ -38,6 +37,7 @@ from jaxkv.experiments.batches import (
 )
 from jaxkv.experiments.driver import Condition, Line, Runner, Took
 from jaxkv.experiments.truth import has_room, share_float64
+from jaxkv.logits import compare_logits, measure_distance
 from jaxkv.reporting.metrics import free_running
 from jaxkv.rollout import GROWING, AnyArms, Layout, Rollout, Rows, force, round_up, start_rollout, uncached_lengths
 from jaxkv.tasks.task import Task

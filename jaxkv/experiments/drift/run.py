@@ -21,7 +21,6 @@ import numpy as np
 from flax import nnx
 
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
-from jaxkv.compare import compare_logits
 from jaxkv.config import ModelConfig
 from jaxkv.decode import Arms
 from jaxkv.experiments.batches import Batch, Item, RunSpec
@@ -38,6 +37,7 @@ from jaxkv.experiments.traced_runs import (
     shorten,
     sum_logits,
 )
+from jaxkv.logits import compare_logits
 from jaxkv.rollout import Rollout
 from jaxkv.tracing import Trace, trace_cached, trace_uncached
 

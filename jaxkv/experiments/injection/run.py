@@ -16,7 +16,6 @@ import numpy as np
 from flax import nnx
 
 from jaxkv.checkpoints.tokenizer import AnyTokenizer
-from jaxkv.compare import compare_logits
 from jaxkv.decode import Arms
 from jaxkv.experiments import cache_measures
 from jaxkv.experiments.batches import (
@@ -34,6 +33,7 @@ from jaxkv.experiments.cache_measures import count_saturated, describe_saturated
 from jaxkv.experiments.changes import SEED_ERRORS, SEED_QUANTS, Change, list_runs, read_changes
 from jaxkv.experiments.driver import ArmsRunner, Condition, Line, Took
 from jaxkv.experiments.traced_runs import Reference, make_reference
+from jaxkv.logits import compare_logits
 from jaxkv.reporting.metrics import free_running
 from jaxkv.rollout import Layout, Rollout, Rows
 from jaxkv.tasks.task import Task

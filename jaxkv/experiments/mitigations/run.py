@@ -35,7 +35,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxkv.compare import measure_distance
 from jaxkv.config import ModelConfig, Precision, make_precision
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError, nearest
@@ -44,6 +43,7 @@ from jaxkv.experiments.cost import measure_cost
 from jaxkv.experiments.divergence.run import BatchRun, compare_row, run_batch
 from jaxkv.experiments.driver import Condition, Line, Runner, Took
 from jaxkv.experiments.truth import Float64Model, Truth, round_weights
+from jaxkv.logits import measure_distance
 from jaxkv.rollout import PAD_ID, Rollout, force, start_rollout
 from jaxkv.sampling import Sampler
 

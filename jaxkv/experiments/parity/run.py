@@ -21,11 +21,11 @@ from flax import nnx
 
 from jaxkv.audit import Finding, audit_rows
 from jaxkv.checkpoints.checkpoint import Checkpoint
-from jaxkv.compare import bits, compare_logits
 from jaxkv.decode import Arms
 from jaxkv.experiments.batches import Batch, Item, RunSpec, describe_setting, find_fault, lay_out
 from jaxkv.experiments.driver import ArmsRunner, Condition, Line, Took
 from jaxkv.experiments.parity.record import CELLS, PAIRS
+from jaxkv.logits import bits, compare_logits
 from jaxkv.rollout import GROWING, Layout, Rollout, Rows, force, start_rollout
 from jaxkv.torch_model import describe_origin
 from jaxkv.torch_path import Give, TorchArms

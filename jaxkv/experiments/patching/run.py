@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxkv.compare import compare_logits
 from jaxkv.decode import Arms
 from jaxkv.drafts import first_disagreement, free_stepwise
 from jaxkv.experiments.batches import Batch, Item, RunSpec, taken
@@ -43,6 +42,7 @@ from jaxkv.experiments.traced_runs import (
     run_reference,
 )
 from jaxkv.interventions.patches import make_patch
+from jaxkv.logits import compare_logits
 from jaxkv.rollout import PAD_ID, Layout, Rollout, Rows, force
 from jaxkv.tracing import Trace, list_values, trace_cached, trace_uncached
 

@@ -16,7 +16,6 @@ import numpy as np
 from flax import nnx
 
 from jaxkv.checkpoints.tokenizer import AnyTokenizer
-from jaxkv.compare import compare_logits
 from jaxkv.config import ModelConfig
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
@@ -26,6 +25,7 @@ from jaxkv.experiments.changes import Change, list_runs, read_changes
 from jaxkv.experiments.driver import ArmsRunner, Condition, Line, Took
 from jaxkv.experiments.perplexity.record import FIGURES
 from jaxkv.experiments.traced_runs import Reference, describe_row, find_fault, make_reference, sum_logits
+from jaxkv.logits import compare_logits
 from jaxkv.rollout import Layout, Rows, make_layout, make_rows
 from jaxkv.tasks.perplexity import Window
 

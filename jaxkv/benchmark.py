@@ -439,7 +439,13 @@ def main(name: str, argv: list[str]) -> None:
         write_figures(FLAGS.out, results[0] if joined and len(results) == 1 else results)
 
 
-if __name__ == "__main__":
-    named = sys.argv[1] if sys.argv[1:] and sys.argv[1] in BENCHMARKS else "decode"
+def start(arguments: list[str]) -> None:
+    """The verb `bench`."""
+    sys.argv = ["jaxkv bench", *arguments]  # workers are given them too
+    named = arguments[0] if arguments and arguments[0] in BENCHMARKS else "decode"
     define_flags(BENCHMARKS[named])
     run_command(functools.partial(main, named))
+
+
+if __name__ == "__main__":
+    start(sys.argv[1:])

@@ -11,12 +11,15 @@ run.
 from jaxkv import stopping
 
 if __name__ == "__main__":
+    from jaxkv.usage import help_and_exit
+
     stopping.watch()  # before the imports below, which take seconds
+    help_and_exit("run")
 
 import copy
 import itertools
-import math
 import pathlib
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,12 +28,12 @@ from absl import flags
 
 from jaxkv.checkpoints.shipped import SHIPPED
 from jaxkv.checks import check_condition, check_data, check_options
-from jaxkv.cli import parse_flags, read_flagfile, run_command
+from jaxkv.cli import define, parse_flags, read_flagfile, run_command
 from jaxkv.condition import is_of, name_condition, needs_torch
 from jaxkv.errors import UserError
 from jaxkv.experiments.experiment import EXPERIMENTS
 from jaxkv.models.attention import OTHERS
-from jaxkv.options import OPTIONS, Option, Options, make_options
+from jaxkv.options import OPTIONS, Options, make_options
 from jaxkv.study import run_study
 from jaxkv.sweep import run_sweep
 
@@ -41,58 +44,8 @@ NEW_TOKENS_OF = {
 FLAGS = flags.FLAGS
 
 
-class _Parser(flags.ArgumentParser):
-    """Reads what an option is given: numbers in bounds, and lists without empty items and without one twice."""
-
-    def __init__(self, option: Option):
-        self.option, self.listed = option, option.several or option.axis is not None
-        whole = "whole " if option.kind is int else ""
-        self._wanted = f"{whole}number in the range [{option.low}, {option.high}]"
-        self.syntactic_help = "a comma separated list" if self.listed else f"a {self._wanted}"
-
-    def parse(self, argument: Any) -> Any:
-        if not isinstance(argument, str):
-            return argument  # a default
-        if not self.listed:
-            return self._read(argument)
-        items = flags.ListParser().parse(argument)
-        if "" in (items or [""]):
-            raise ValueError("an item is empty; drop the comma too many, or leave the flag out")
-        values = [self._read(item) for item in items]
-        if len(set(values)) != len(values):
-            raise ValueError("names a value twice; drop one")
-        return values
-
-    def _read(self, text: str) -> str | int | float:
-        option = self.option
-        if option.kind is str:
-            return text
-        try:
-            value = option.kind(text)
-        except ValueError:
-            value = math.nan
-        if not option.low <= value <= option.high:
-            raise ValueError(f"'{text:.30}' is no {self._wanted}")
-        return value
-
-
-def _define(option: Option) -> None:
-    """Defines the flag of an option."""
-    name, default, text = option.flag, option.default, option.explain()
-    if option.repeated:
-        flags.DEFINE_multi_string(name, list(default), text)
-    elif option.kind is bool:
-        flags.DEFINE_bool(name, default, text)
-    else:
-        parser = _Parser(option)
-        if parser.listed:
-            default = list(default if option.axis is None else option.axis)
-        serializer = flags.CsvListSerializer(",") if parser.listed else flags.ArgumentSerializer()
-        flags.DEFINE(parser, name, default, text, serializer=serializer)
-
-
 for _option in OPTIONS:
-    _define(_option)
+    define(_option)
 
 
 def read_options(found: flags.FlagValues = FLAGS) -> list[Options]:
@@ -226,5 +179,10 @@ def launch(argv: list[str]) -> None:
         raise SystemExit(code)
 
 
+def start(arguments: list[str]) -> None:
+    """The verb `run`."""
+    run_command(launch, ["jaxkv run", *arguments])
+
+
 if __name__ == "__main__":
-    run_command(launch)
+    start(sys.argv[1:])

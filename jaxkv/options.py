@@ -15,6 +15,7 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
+SAMPLERS = ("greedy", "temperature", "top_k", "top_p")
 # Bounds of numbers: what lies beyond is a slip of the keyboard, and would fill memory before anything else refused it.
 MOST_TOKENS = 131072  # the longest context of a model that we have
 MOST_PROBLEMS = 10**6
@@ -31,7 +32,7 @@ class Option:
 
     Attributes:
       default: where no flag is given.
-      help: for people, or what gives it; {choices} stands for those.
+      help: for people; {choices} stands for those.
       low: least value of a number, or of each of several.
       high: greatest one.
       choices: the values that a text may have, or as "module:name" where they stand; none if any will do.
@@ -49,7 +50,7 @@ class Option:
     """
 
     default: Any
-    help: str | Callable[[], str]
+    help: str
     low: float = -math.inf
     high: float = math.inf
     choices: tuple[str, ...] | str = ()
@@ -71,8 +72,7 @@ class Option:
 
     def explain(self) -> str:
         """The help."""
-        text = self.help if isinstance(self.help, str) else self.help()
-        return text.replace("{choices}", ", ".join(self.known()))
+        return self.help.replace("{choices}", ", ".join(self.known())) if "{choices}" in self.help else self.help
 
     def get(self, options: "Options") -> Any:
         """Its value."""
@@ -89,21 +89,14 @@ def option(default: Any, *how: Any, **more: Any) -> Any:
     return dataclasses.field(default=default, metadata={"option": Option(default, *how, **more)})
 
 
-def _help_model() -> str:
-    from jaxkv.models.families import public_presets
-
-    return (
-        "Presets, e.g. gemma2-2b; weights from the hub unless --checkpoint is set. tiny-gemma2, which ships with the "
-        f"package, if neither is set. {public_presets()}."
-    )
-
-
 # fmt: off
 @dataclasses.dataclass(frozen=True)
 class ModelOptions:
     """Which model."""
 
-    name: str | None = option(None, _help_model, flag="model", axis=())
+    name: str | None = option(
+        None, "Presets, e.g. gemma2-2b or smollm2-135m; --model=? lists all. Weights from the hub unless --checkpoint "
+        "is set; a model that ships with the package if neither is.", flag="model", axis=())
     checkpoint: str | None = option(None, "Directory, .gguf file, Orbax checkpoint, hub id, or random:SEED.", path=True)
     revision: str | None = option(None, "Branch, tag or commit of a hub id; the commit is recorded.")
 
@@ -184,7 +177,7 @@ class DecodingOptions:
     max_new_tokens: int = option(
         None, "Most new tokens for a problem, and tokens scored in a window of perplexity: 256 if not set, or what "
         "suits the task.", 1, MOST_TOKENS)
-    sampler: str = option("greedy", "{choices}.", choices="jaxkv.sampling:KINDS", axis=("greedy",))
+    sampler: str = option("greedy", "{choices}.", choices=SAMPLERS, axis=("greedy",))
     temperature: float | None = option(None, "0.7 if not set, 1.0 with top_p.", *TEMPERATURES)
     top_k: int | None = option(None, "50 if not set.", 1, MOST_PROBLEMS)
     top_p: float | None = option(None, "0.9 if not set.", 1e-06, 1.0)

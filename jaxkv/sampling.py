@@ -12,9 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.errors import UserError, nearest
-from jaxkv.options import TEMPERATURES
-
-KINDS = ("greedy", "temperature", "top_k", "top_p")
+from jaxkv.options import SAMPLERS, TEMPERATURES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +44,8 @@ def make_sampler(
     Raises:
       UserError: unknown kind, a value out of range, or a value that the kind does not use.
     """
-    if kind not in KINDS:
-        raise UserError(f"unknown sampler '{kind}'{nearest(kind, list(KINDS))}; known: {', '.join(KINDS)}")
+    if kind not in SAMPLERS:
+        raise UserError(f"unknown sampler '{kind}'{nearest(kind, list(SAMPLERS))}; known: {', '.join(SAMPLERS)}")
     uses = {
         "greedy": (),
         "temperature": ("temperature",),

@@ -1,8 +1,17 @@
-"""Writes a checkpoint as transformers does (`save_pretrained`): python -m jaxkv.checkpoints.export SOURCE DEST."""
+"""Writes a checkpoint as transformers does (`save_pretrained`).
+
+    python -m jaxkv.checkpoints.export SOURCE DEST --dtype=bf16
+
+SOURCE is a directory, a .gguf file, a hub id (--revision=COMMIT) or random:SEED (--model=PRESET); --dtype is of the
+written weights: fp16 (if not set), bf16, fp32 or fp64.
+"""
 
 from jaxkv import stopping
 
 if __name__ == "__main__":
+    from jaxkv.usage import help_and_exit
+
+    help_and_exit("export")
     stopping.watch("nothing is written; run it again")  # before the imports below, which take seconds
 
 
@@ -10,6 +19,7 @@ import json
 import math
 import pathlib
 import struct
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -173,6 +183,11 @@ def main(argv: list[str]) -> None:
     rewrite(argv, "export", lambda checkpoint, destination, dtype: export(checkpoint, destination, dtype=dtype))
 
 
-if __name__ == "__main__":
+def start(arguments: list[str]) -> None:
+    """The verb `export`."""
     define_flags()
-    run_command(main)
+    run_command(main, ["jaxkv export", *arguments])
+
+
+if __name__ == "__main__":
+    start(sys.argv[1:])

@@ -1,0 +1,306 @@
+"""What came of one prompt run in two ways: the sentence, the place where the texts part, and how to show it.
+
+Imports neither jax nor flax: records of `jaxkv compare --json` are read back by `msgspec.convert(line, Comparison)`.
+"""
+
+import html
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from jaxkv.errors import UserError, nearest
+from jaxkv.experiments.divergence.cause import CANNOT_TELL, EQUAL, FAULT, ROUNDING
+from jaxkv.experiments.record_parts import Comparison as StepColumns
+
+if TYPE_CHECKING:
+    import pandas
+
+WIDTH, BEFORE = 80, 28  # columns of a terminal, and those for what the texts share before they part
+
+Status = Literal["equal", "rounding", "fault", "cannot tell", "changed", "invalid"]
+
+
+class Side(msgspec.Struct, frozen=True):
+    """One way of running the prompt: what it is called, the ids that it chose, and their text."""
+
+    name: str
+    tokens: list[int]
+    text: str
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """One of the two tokens that are chosen; its logit and probability (at temperature 1) on each side."""
+
+    token: int
+    text: str
+    logits: tuple[float, float]
+    probabilities: tuple[float, float]
+
+
+class Parting(msgspec.Struct, frozen=True):
+    """The first step at which the two sides choose another token, after the same tokens.
+
+    Attributes:
+      step: from 0, of the new tokens.
+      candidates: what the first side chose, and what the second.
+      margin: by how much the first side prefers its choice to the other's, in logits.
+      perturbation: by how much this gap is another on the second side.
+      unit: spacing of the dtype's numbers at the top logit; None where the sides have other dtypes.
+      tie: whether the two logits are exactly equal on a side: then the lowest id wins.
+      begin: characters of both texts before it.
+    """
+
+    step: int
+    candidates: tuple[Candidate, Candidate]
+    margin: float
+    perturbation: float
+    unit: float | None
+    tie: bool
+    begin: int
+
+
+class Wider(msgspec.Struct, frozen=True):
+    """Both arms in fp32 with the same weights along the same tokens, at the step asked about."""
+
+    choices: tuple[str, str]
+    margin: float
+    perturbation: float
+
+
+class Checks(msgspec.Struct, frozen=True):
+    """What rules out other explanations of a difference between the arms.
+
+    Attributes:
+      aligned: steps of which every bit is the same in the aligned arms; None if they differ or were not run.
+      aligned_fault: where they differ.
+      wider: what fp32 says; None in fp32 itself.
+      falls: whether the difference falls from 16 bits to fp32 as the dtypes' units do.
+      distance: of both arms to a float64 run, in words; None where it does not fit into memory.
+    """
+
+    aligned: int | None
+    aligned_fault: str | None
+    wider: Wider | None
+    falls: bool | None
+    distance: str | None
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt run in two ways.
+
+    Attributes:
+      model: name of the model.
+      setting: precision and sampler in words.
+      prompt: as it was given.
+      sides: the way asked for, and what it is compared with.
+      status: 'equal' bit for bit, 'rounding', 'fault' or 'cannot tell' between cache and no cache; 'changed' where the
+        sides are not meant to be equal; 'invalid' where a number was not finite.
+      invalid: where.
+      columns: per step along the first side's tokens; None if invalid.
+      first_divergence: where the texts part; None if they do not.
+      checks: None where the sides are not meant to be equal.
+      seconds: wall time by phase.
+    """
+
+    model: str
+    setting: str
+    prompt: str
+    sides: tuple[Side, Side]
+    status: Status
+    invalid: str | None = None
+    columns: StepColumns | None = None
+    first_divergence: Parting | None = None
+    checks: Checks | None = None
+    seconds: dict[str, float] = {}
+
+    @property
+    def text(self) -> str:
+        """The first side's text."""
+        return self.sides[0].text
+
+    @property
+    def steps(self) -> "pandas.DataFrame":
+        """A row for each step along the first side's tokens: token id, and the columns of a record's comparison."""
+        import pandas
+
+        if self.columns is None:
+            raise UserError(f"{self.invalid}: an invalid sample has no steps to compare; use a wider precision")
+        columns = {name: value for name, value in msgspec.to_builtins(self.columns).items() if value}
+        return pandas.DataFrame({"token": self.sides[0].tokens, **columns}).rename_axis("step")
+
+    @property
+    def sentence(self) -> str:
+        """What a person can repeat."""
+        first, second = (side.name for side in self.sides)
+        what = self.model if first == f"in {self.setting}" else f"{self.model} in {self.setting}"
+        count = len(self.sides[0].tokens)
+        if self.status == "invalid":
+            return f"INVALID: {what} meets a number that is not finite ({self.invalid}); the texts say nothing."
+        if (parting := self.first_divergence) is not None:
+            a, b = (show(one.text) for one in parting.candidates)
+            said = f"{what} writes {a} {first} and {b} {second} at token {parting.step + 1} of {count}"
+        elif self.status == EQUAL:
+            return f"{what} writes the same {count} tokens {first} and {second}, and every logit has the same bits."
+        else:
+            said = f"{what} writes the same {count} tokens {first} and {second}, though not the same logits"
+        return f"{said}: {self._explain()}."
+
+    def _explain(self) -> str:
+        parting = self.first_divergence
+        if self.status == FAULT:
+            return "this is a FAULT, no rounding"
+        if parting is None:
+            left = "" if self.status != ROUNDING else ", which is rounding"
+            return f"no difference is large enough to change a token{left}"
+        sizes = (
+            f"a difference of {_size(parting.perturbation)} decides between two tokens {_size(parting.margin)} apart"
+        )
+        if parting.tie:
+            sizes = "the two tokens are exactly tied on one side"
+        endings = {ROUNDING: ", and it is rounding", CANNOT_TELL: "; whether it is rounding cannot be told"}
+        return sizes + endings.get(self.status, "")
+
+    def lines(self, verbose: bool = False) -> Iterator[str]:
+        """The comparison in lines of at most 80 columns after the sentence; with `verbose` whole texts and more."""
+        yield from (self.sentence, "")
+        names = [side.name for side in self.sides]
+        wide = max(map(len, names))
+        begin = 0 if self.first_divergence is None else self.first_divergence.begin
+        for side in self.sides if begin or self.first_divergence else self.sides[:1]:
+            before, after = _flat(side.text[:begin])[-BEFORE:], _flat(side.text[begin:])
+            line = f"{side.name:{wide}}  {'...' if len(before) == BEFORE else ''}{before}{'|' * bool(before)}{after}"
+            yield line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..."
+        if self.first_divergence is not None:
+            yield ""
+            yield from _describe_parting(self.first_divergence, names)
+        if self.checks is not None:
+            yield from _describe_checks(self.checks, self.first_divergence)
+        if verbose:
+            yield from self._more()
+
+    def _more(self) -> Iterator[str]:
+        for side in self.sides:
+            yield from ("", f"{side.name}:", side.text)
+        yield ""
+        if (columns := self.columns) is not None:
+            count = len(columns.flip)
+            yield (
+                f"along the first text: {sum(columns.flip)} of {count} top tokens differ, {sum(columns.bit_equal)} "
+                f"steps are equal in every bit, mean KL {sum(columns.kl) / max(count, 1):.2g} nats"
+            )
+            step = min(range(count), key=columns.margin.__getitem__, default=0)
+            yield f"the smallest margin is {columns.margin[step]:.3g}, at token {step + 1}"
+        yield "; ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
+
+    def _repr_html_(self) -> str:
+        """For a notebook: the sentence, and both texts with what differs marked."""
+        rows = []
+        for side in self.sides:
+            begin = len(side.text) if self.first_divergence is None else self.first_divergence.begin
+            same, other = html.escape(side.text[:begin]), html.escape(side.text[begin:])
+            text = f"{same}<mark>{other}</mark>" if other else same
+            left = "text-align:left;vertical-align:top"
+            rows.append(
+                f'<tr><th style="{left}">{html.escape(side.name)}</th>'
+                f'<td style="{left};white-space:pre-wrap">{text}</td></tr>'
+            )
+        return f"<p><b>{html.escape(self.sentence)}</b></p><table>{''.join(rows)}</table>"
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def to_json(self) -> str:
+        """One line of strict JSON, with the sentence."""
+        return msgspec.json.encode(msgspec.to_builtins(self) | {"sentence": self.sentence}).decode()
+
+
+def show(text: str) -> str:
+    """A token's text in quotes, control characters escaped."""
+    return f"'{_flat(text)}'"
+
+
+def _flat(text: str) -> str:
+    """On one line: line breaks and what a terminal would act on, escaped."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
+def _size(value: float) -> str:
+    return f"{abs(value):.2g}"
+
+
+def _describe_parting(parting: Parting, names: list[str]) -> Iterator[str]:
+    tokens = [show(one.text) for one in parting.candidates]
+    wide, cell = max(map(len, names)), max(20, *map(len, tokens))
+    yield f"{'logit (probability)':{max(wide, 19)}}  " + "  ".join(f"{token:>{cell}}" for token in tokens)
+    for side, name in enumerate(names):
+        cells = [f"{one.logits[side]:.5g} ({one.probabilities[side]:.3g})" for one in parting.candidates]
+        yield f"{name:{max(wide, 19)}}  " + "  ".join(f"{text:>{cell}}" for text in cells)
+    a, b = parting.margin, -(parting.margin + parting.perturbation)
+    unit = "" if parting.unit is None else f"; a unit of the dtype is {_size(parting.unit)}"
+    tie = "; an exact tie, in which the lower id wins" if parting.tie else ""
+    yield f"margins {a:.3g} and {b:.3g}, perturbation {_size(parting.perturbation)}{unit}{tie}"
+
+
+def _describe_checks(checks: Checks, parting: Parting | None) -> Iterator[str]:
+    if checks.aligned_fault is not None:
+        yield f"aligned arms: {checks.aligned_fault}"
+    elif checks.aligned is not None:
+        yield f"aligned arms: every bit equal at {checks.aligned} of {checks.aligned} steps, the cache on"
+    if (wider := checks.wider) is not None:
+        same = (
+            f"both arms choose {show(wider.choices[0])}"
+            if len(set(wider.choices)) == 1
+            else (f"the arms choose {show(wider.choices[0])} and {show(wider.choices[1])}")
+        )
+        where = "there" if parting is not None else "at the narrowest margin"
+        falls = {True: "", False: " (does NOT fall as rounding does)", None: ""}[checks.falls]
+        yield f"fp32 {where}: {same}, margin {_size(wider.margin)}, perturbation {_size(wider.perturbation)}{falls}"
+    if checks.distance is not None:
+        yield f"distance to float64: {checks.distance}"
+
+
+MEASURES = ("flips", "kl", "diverged", "bits")
+
+
+class Condition(msgspec.Struct, frozen=True):
+    """What --fail-if asks: a measure over all prompts, and the bound that it must not pass.
+
+    `flips` and `bits` are shares of steps (other top token; any other bit), `diverged` of texts, `kl` the mean in nats.
+    """
+
+    measure: str
+    least: bool  # >= instead of >
+    bound: float
+    text: str
+
+    def failed(self, found: list[Comparison]) -> float | None:
+        """The measure where it passes the bound, else None."""
+        columns = [one.columns for one in found if one.columns is not None]
+        flips, kl, equal = ([x for one in columns for x in getattr(one, n)] for n in ("flip", "kl", "bit_equal"))
+        values: dict[str, list[float]] = {
+            "flips": flips, "kl": kl, "bits": [not one for one in equal],
+            "diverged": [one.first_divergence is not None for one in found if one.columns is not None],
+        }  # fmt: skip
+        counted = values[self.measure]
+        value = sum(counted) / max(len(counted), 1)
+        return value if value > self.bound or (self.least and value == self.bound) else None
+
+
+def read_condition(text: str) -> Condition:
+    """Reads --fail-if. Raises UserError on what is not understood."""
+    match = re.fullmatch(r"\s*([a-z_]+)\s*(>=?)\s*([0-9.]+(?:e-?[0-9]+)?)\s*(%?)\s*", text)
+    try:
+        bound = float(match[3]) if match else None
+    except ValueError:
+        bound = None
+    if match is None or bound is None:
+        raise UserError(f"--fail-if={text} is not understood; write MEASURE>BOUND, e.g. 'flips>0.1%' or 'kl>1e-3'")
+    if match[1] not in MEASURES:
+        raise UserError(
+            f"--fail-if={text}: unknown measure{nearest(match[1], list(MEASURES))}; known: {', '.join(MEASURES)}"
+        )
+    if match[4] and match[1] == "kl":
+        raise UserError(f"--fail-if={text}: KL is in nats and has no %; drop it")
+    return Condition(match[1], match[2] == ">=", bound / 100 if match[4] else bound, text.strip())

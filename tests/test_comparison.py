@@ -1,0 +1,210 @@
+"""`jaxkv compare` and the Python API: what one prompt says of the cache, and that a fault is called one."""
+
+import dataclasses
+import io
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+import pytest
+
+from jaxkv import api, prompt_model
+from jaxkv.compare_prompts import compare_command, read_prompts
+from jaxkv.comparison import Comparison, Side, read_condition
+from jaxkv.decode import Arms
+from jaxkv.errors import UserError
+from jaxkv.experiments.record_parts import Comparison as StepColumns
+
+MODEL = [
+    "--model=test-llama2",
+    "--checkpoint=random:0",
+    "--compilation-cache=none",
+    "--max-new-tokens=8",
+    "--bucket=16",
+]
+SHAPES = {"max_new_tokens": 8, "bucket": 16}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return api.load("test-llama2", "random:0", precision="bf16", compilation_cache=None)
+
+
+@pytest.fixture(scope="module")
+def spoilt(model):
+    """Three prompts with a cache that is far from clean."""
+    return api.compare(model, [f"{n} birds" for n in range(3)], "cache_error:normal:0,1", **SHAPES)
+
+
+def test_rounding_is_told_from_a_fault_on_a_trained_model():
+    model = api.load("tiny-llama2", precision="bf16", compilation_cache=None)
+    prompt = "Question: Ann has 3 apples and buys 4 more. How many apples does she have?\nAnswer:"
+    one = api.compare(model, prompt, max_new_tokens=16, bucket=16)
+    assert one.status == "rounding"
+    assert one.checks.aligned >= 16
+    assert one.checks.falls
+    assert not all(one.columns.bit_equal)
+    cached, uncached = (side.text for side in one.sides)
+    assert api.generate(model, prompt, max_new_tokens=16, bucket=16) == cached == one.text
+    assert api.generate(model, prompt, cache=False, max_new_tokens=16, bucket=16) == uncached
+
+
+def test_steps_are_a_frame_along_the_first_text(spoilt):
+    frame = spoilt[0].steps
+    assert frame["token"].tolist() == spoilt[0].sides[0].tokens
+    assert {"flip", "kl", "margin", "shift", "unit", "bit_equal"} <= set(frame)
+    assert len(frame) == 8
+    assert "<mark>" in spoilt[0]._repr_html_()
+
+
+def test_the_parting_is_where_the_tokens_first_differ(spoilt):
+    assert all(one.first_divergence is not None for one in spoilt)
+    for one in spoilt:
+        parting, (first, second) = one.first_divergence, (side.tokens for side in one.sides)
+        assert first[: parting.step] == second[: parting.step]
+        ours, theirs = parting.candidates
+        assert (ours.token, theirs.token) == (first[parting.step], second[parting.step])
+        assert parting.margin == ours.logits[0] - theirs.logits[0] >= 0
+        assert parting.margin + parting.perturbation == ours.logits[1] - theirs.logits[1] <= 0
+        assert ours.probabilities[0] == pytest.approx(theirs.probabilities[0] * np.exp(parting.margin))
+        assert one.sides[0].text[: parting.begin] == one.sides[1].text[: parting.begin]
+        assert max(map(len, list(one.lines())[1:])) <= 80
+
+
+def test_other_ways_of_running_a_prompt(model):
+    same = api.compare(model, "7 birds", "precision:bf16", **SHAPES)
+    assert same.status == "equal"
+    assert "every logit has the same bits" in same.sentence
+    wide = api.compare(model, "7 birds", "precision:fp32", **SHAPES)
+    assert (wide.status, wide.checks) == ("changed", None)
+    assert [side.name for side in wide.sides] == ["in bf16", "in fp32"]
+    assert not any(wide.columns.bit_equal)
+    torch = api.compare(model, "7 birds", "framework:torch", **SHAPES)
+    assert [side.name for side in torch.sides] == ["in JAX", "in PyTorch"]
+    assert max(torch.columns.kl) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("beside", "told"),
+    [
+        ("precison:fp32", "did you mean 'precision'"), ("precision:fp23", "did you mean 'fp32'"),
+        ("precision", "write one of"), ("framework:tf", "known: torch"), ("cache_quant:kvran:k2v2", "kvarn"),
+    ],
+)  # fmt: skip
+def test_what_is_not_understood_is_told_in_a_line(model, beside, told):
+    with pytest.raises(UserError, match=r"--(with|cache_quant)=") as caught:
+        api.compare(model, "7 birds", beside, **SHAPES)
+    assert told in str(caught.value)
+
+
+def test_a_planted_bug_of_the_cache_is_a_fault(monkeypatch, where):
+    """A cache whose values are off by a hundredth: in the plain step alone, or where the aligned arms see it too."""
+
+    def spoil(cache):
+        return jax.tree.map(lambda x: (x * 1.01).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, cache)
+
+    class Faulty(Arms):
+        def _cached_loop(self, state, logits, run, rows, end, cache, alignment=None):
+            return super()._cached_loop(state, logits, run, rows, end, spoil(cache), alignment)
+
+        def _tile_loop(self, state, run, rows, end, cache, recompute, whole, *, tile, alignment=None):
+            if where == "every program":
+                wrong = spoil(cache)
+                pick = jnp.asarray(recompute) | jnp.asarray(whole)
+                cache = jax.tree.map(lambda a, b: jnp.where(pick, a, b), cache, wrong)
+            run, cache = super()._tile_loop(
+                state, run, rows, end, cache, recompute, whole, tile=tile, alignment=alignment
+            )
+            if where == "every program":
+                pick = jnp.asarray(recompute) | jnp.asarray(whole)
+                cache = jax.tree.map(lambda a, b: jnp.where(pick, a, b), cache, spoil(cache))
+            return run, cache
+
+    monkeypatch.setattr(prompt_model, "Arms", Faulty)
+    prompt_model._share_arms.cache_clear()
+    try:
+        model = api.load("test-llama2", "random:0", precision="bf16", compilation_cache=None)
+        one = api.compare(model, "7 birds", max_new_tokens=16, bucket=16)
+    finally:
+        prompt_model._share_arms.cache_clear()
+    assert one.status == "fault"
+    assert "FAULT" in one.sentence
+    assert (one.checks.aligned_fault is not None) == (where == "every program")
+
+
+def test_numbers_that_are_not_finite_are_invalid():
+    """Weights so large that fp16 overflows."""
+    big = api.load("test-llama2", "random:0", precision="fp16", compilation_cache=None)
+    state = jax.tree.map(lambda x: x * 3000, big.checkpoint.state)
+    big = dataclasses.replace(big, checkpoint=dataclasses.replace(big.checkpoint, state=state))
+    one = api.compare(big, "Seven birds", max_new_tokens=4, bucket=16)
+    assert one.status == "invalid"
+    assert one.sentence.startswith("INVALID")
+    assert one.columns is None
+    with pytest.raises(UserError, match="invalid"):
+        _ = one.steps
+
+
+def run(capsys, *arguments):
+    code = compare_command([*MODEL, *arguments])
+    return code, capsys.readouterr().out
+
+
+def test_json_is_the_record_and_can_be_read_back(capsys, model, monkeypatch):
+    """Of stdin too, whose prompt is the same as one that is given."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("0 birds\n"))
+    code, out = run(capsys, "--with=cache_error:normal:0,1", "--json", "-")
+    found = json.loads(out)
+    assert code == 0
+    (one,) = api.compare(model, ["0 birds"], "cache_error:normal:0,1", **SHAPES)
+    assert found.pop("sentence") == one.sentence
+    assert msgspec.structs.replace(msgspec.convert(found, Comparison), seconds={}) == msgspec.structs.replace(
+        one, seconds={}
+    )
+
+
+def test_the_exit_code_says_whether_the_condition_holds(capsys, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "0 birds"}\n{"prompt": "1 birds"}\n')
+    spoilt = ("--with=cache_error:normal:0,1", f"--file={prompts}")
+    assert run(capsys, *spoilt, "--fail-if=diverged>50%")[0] == 1
+    code, out = run(capsys, "--with=precision:bf16", "--fail_if=bits>0", "0 birds")
+    assert code == 0
+    assert out.startswith("test-llama2 writes the same 8 tokens in bf16 and in bf16, and every logit")
+
+
+def test_conditions():
+    columns = {name: [0.0] * 4 for name in ("kl_reverse", "js", "max_abs", "mean_abs", "margin")}
+    columns |= {"flip": [False] * 3 + [True], "kl": [0.0, 0.1, 0.1, 0.2], "bit_equal": [True, True, False, False]}
+    columns["max_abs"] = [0.0, 0.0, 1.0, 1.0]
+    one = Comparison(
+        model="m", setting="bf16", prompt="p", status="rounding",
+        sides=(Side("a", [1] * 4, ""), Side("b", [1] * 4, "")),
+        columns=msgspec.convert(columns, StepColumns),
+    )  # fmt: skip
+    for text, failed in (
+        ("flips>0.25", None), ("flips>=25%", 0.25), ("flips > 24 %", 0.25), ("kl>1e-1", None), ("kl>=0.1", 0.1),
+        ("bits>49%", 0.5), ("diverged>0", None), ("diverged>=0", 0.0),
+    ):  # fmt: skip
+        value = read_condition(text).failed([one])
+        assert value == (failed if failed is None else pytest.approx(failed)), text
+    for text, told in (("flip>0", "did you mean 'flips'"), ("flips<1", "not understood"), ("kl>1%", "nats")):
+        with pytest.raises(UserError, match=r"--fail-if=") as caught:
+            read_condition(text)
+        assert told in str(caught.value)
+
+
+def test_prompts_come_from_files_and_an_empty_one_is_refused(tmp_path):
+    whole = tmp_path / "prompt.txt"
+    whole.write_text("two\nlines\n")
+    assert read_prompts(["one"], str(whole)) == ["one", "two\nlines"]
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"question": "b"}\n')
+    for given, file, told in (
+        ([], None, "missing or empty"), (["  "], None, "missing or empty"),
+        ([], str(tmp_path / "p.jsonl"), "line 2"), ([], str(tmp_path / "none.txt"), "none.txt"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=told):
+            read_prompts(given, file)

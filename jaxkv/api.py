@@ -38,8 +38,8 @@ def load(
     """Reads a model.
 
     Args:
-      model: name of a preset, e.g. 'smollm2-135m'; found out from the checkpoint if not given. 'tiny-gemma2', which
-        ships with jaxkv, if neither is.
+      model: name of a preset, e.g. 'smollm2-135m'; found out from the checkpoint if not given. A small one
+        that ships with jaxkv if neither is.
       checkpoint: directory, .gguf file, Orbax checkpoint, hub id or 'random:SEED'; the preset's own if not given.
       precision: 'fp16', 'bf16' or 'fp32' (true fp32).
       revision: branch, tag or commit of a hub id.

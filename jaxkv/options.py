@@ -229,6 +229,7 @@ class OutputOptions:
     conditions: tuple[str, ...] = option(
         (), "Flagfiles, each a condition or a grid of them, run one after the other in one process; flags beside this "
         "one hold for all and override theirs.", incidental=True)
+    verbose: bool = option(False, "-v: everything that the report has for a terminal.", incidental=True)
 # fmt: on
 
 

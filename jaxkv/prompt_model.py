@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv.checkpoints import Checkpoint, load
+from jaxkv.checkpoints.shipped import DEFAULT
 from jaxkv.checkpoints.tokenizer import check_ids, cut_turn
 from jaxkv.config import Precision, make_precision
 from jaxkv.decode import Arms
@@ -95,7 +96,7 @@ def load_model(
     """Reads a model.
 
     Args:
-      name: of a preset; found out from the checkpoint if not given, tiny-gemma2 if neither is.
+      name: of a preset; found out from the checkpoint if not given, one that ships with jaxkv if neither is.
       checkpoint: as --checkpoint; the preset's own if not given.
       precision: 'fp16', 'bf16' or 'fp32'.
       revision: of a hub id.
@@ -111,7 +112,7 @@ def load_model(
         )
         raise UserError(f"precision '{precision}' is not known here{more}; known: {', '.join(PRECISIONS)}")
     if name is None and checkpoint is None:
-        name = "tiny-gemma2"
+        name = DEFAULT
     policy, preset = make_precision(precision, **parts), get_preset(name) if name else None
     read = load(checkpoint or name or "", precision=policy, config=preset, revision=revision, tell=tell)
     called = name or read.config.name

@@ -36,8 +36,12 @@ if TYPE_CHECKING:
     from jaxkv.experiments.driver import Condition, Line
 
 
-def run_study(options: Options) -> pathlib.Path:
-    """Runs one condition, or what is missing of it, and prints its table. Returns its directory.
+def run_study(options: Options, alone: bool = True) -> pathlib.Path:
+    """Runs one condition, or what is missing of it, and writes its report. Returns its directory.
+
+    Args:
+      options: of the condition.
+      alone: whether what it says is printed without --verbose too.
 
     Raises:
       UserError: anything the user can mend.
@@ -50,7 +54,7 @@ def run_study(options: Options) -> pathlib.Path:
     replayed = dataclasses.replace(options, output=dataclasses.replace(options.output, out=str(path.resolve())))
     run = _run_doctor if is_of(options, "device") else _run_experiments
     run(options, path, to_flagfile(replayed), console)
-    _show(path)
+    _show(path, alone, options.output.verbose)
     check_valid(path)
     return path
 
@@ -133,13 +137,15 @@ def _check_prompts(condition: "Condition", run: RunDirectory) -> None:
             )
 
 
-def _show(path: pathlib.Path) -> None:
-    """Prints the report of a run directory, and writes it."""
+def _show(path: pathlib.Path, alone: bool, verbose: bool) -> None:
+    """Writes the report of a run directory, and prints it."""
     from jaxkv.overview.page import report_run
+    from jaxkv.terminal import show_briefly
 
-    shown = Console(file=sys.stdout)
-    shown.print(path.name, style="bold", highlight=False)
-    shown.print(report_run(path))
+    whole, shown = report_run(path), Console(file=sys.stdout)
+    if alone or verbose:
+        shown.print(path.name, style="bold", highlight=False)
+        shown.print(whole if verbose or (brief := show_briefly([path])) is None else brief)
     shown.print(f"report: {path / 'report.md'} and report.html", highlight=False, soft_wrap=True)
 
 

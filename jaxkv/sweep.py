@@ -28,6 +28,7 @@ from jaxkv.overview.page import write_study
 from jaxkv.records import find_foreign, fingerprint, write_atomically
 from jaxkv.reporting.document import Paragraph, Table, to_markdown, to_terminal
 from jaxkv.study import run_study
+from jaxkv.terminal import show_briefly
 from jaxkv.writing import new_directories
 
 WAITING, RUNNING, ELSEWHERE, DONE, FAILED = "waiting", "running", "running elsewhere", "done", "failed"
@@ -138,7 +139,10 @@ def _run_all(conditions: Sequence[Options], directory: pathlib.Path) -> int:
                 show()
                 _run_condition(entry, one, path)
     shown = Console(file=sys.stdout)
-    shown.print(render_overview([*entries, *others]))
+    runs = [path for entry, _, path in work if entry.records and (path / "run.json").exists()]
+    finished = all(entry.status == DONE for entry in [*entries, *others]) and not conditions[0].output.verbose
+    brief = show_briefly(runs) if runs and finished else None
+    shown.print(brief or render_overview([*entries, *others]))
     shown.print(f"overview: {directory / 'overview.md'}", highlight=False, soft_wrap=True)
     if runs := [path for entry, _, path in work if entry.records and (path / "run.json").exists()]:
         write_study(runs, directory)
@@ -173,7 +177,7 @@ def _run_condition(entry: Entry, options: Options, path: pathlib.Path) -> None:
     begin = time.monotonic()
     print(f"{entry.name}: {', '.join(entry.experiments)}", file=sys.stderr)
     try:
-        run_study(options)
+        run_study(options, alone=False)
         entry.status = DONE
         entry.fault = entry.mendable = None
         (path / TRACEBACK).unlink(missing_ok=True)

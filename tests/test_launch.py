@@ -19,7 +19,7 @@ from jaxkv.records import RunDirectory
 def finished(tmp_path_factory, cache):
     """An undisturbed run."""
     out = tmp_path_factory.mktemp("run") / "whole"
-    done = run_process(*SMALL, cache, f"--out={out}")
+    done = run_process(*SMALL, cache, f"--out={out}", "-v")
     assert done.returncode == 0, done.stderr
     return out, done
 
@@ -50,6 +50,18 @@ def test_a_run_leaves_table_report_and_records(finished):
     assert samples[1]["controls"]["uncached_stepwise"] is None
     assert run["sessions"][0]["gate"] == {"passed": True, "problems": 2, "steps": 12, "tile": 8}
     assert "gate passed: aligned arms bit-equal at 12 of 12 steps of 2 problems (tile 8)" in done.stdout
+
+
+def test_without_v_a_sentence_comes_first_and_the_controls_are_a_line(finished, cache, capsys):
+    run_in_process(*SMALL, cache, f"--out={finished[0]}")
+    name, sentence, *lines = capsys.readouterr().out.splitlines()
+    assert name == finished[0].name
+    assert sentence.startswith(("Equal bit for bit: ", "Rounding: ", "Cause open: "))
+    assert max(map(len, lines[:-1])) <= 80
+    said = " ".join(lines)
+    assert "texts that part" in said
+    assert "0 of 5" in said
+    assert "controls: aligned arms equal bit for bit in 1 of 1 runs; cached again: 0 of 6 flip" in said
 
 
 def test_chosen_problems_keep_their_numbers_and_results(finished, cache, tmp_path):

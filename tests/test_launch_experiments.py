@@ -64,7 +64,7 @@ def test_mitigations_run_once_whatever_the_precisions(tmp_path, cache, capsys, m
 
 def test_the_full_gate_tries_the_plain_programs(tmp_path, cache, capsys):
     out = tmp_path / "run"
-    run_in_process(*SMALL, cache, *FEW, "--gate=full", f"--out={out}")
+    run_in_process(*SMALL, cache, *FEW, "--gate=full", f"--out={out}", "-v")
     found = next(entry["gate"] for entry in read_run(out)[0]["sessions"] if "gate" in entry)
     assert found["plain"] == {"passed": True, "tolerance": 0.0, "steps": 3}
     assert "equal in every bit at 3 steps" in " ".join(capsys.readouterr().out.split())

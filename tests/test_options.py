@@ -19,9 +19,11 @@ from jaxkv.sweep import run_path, sweep_path
 
 LAUNCH = pathlib.Path(__file__).parents[1] / "launch"
 
-# Command -> where it runs, or the name of its sweep, whose hash is of all its runs in order. Made at revision d48a306.
+# Command -> where it runs, or the name of its sweep, whose hash is of all its runs in order. Made at revision d48a306,
+# but for the first, which is newer.
 NAMES = {
-    "": "sweep-a9de5849",
+    "": "sweep-fabfbf5c",
+    "--model=tiny-gemma2 --precision=fp16,fp32": "sweep-a9de5849",
     "--model=gemma2-2b --precision=fp16": "gemma2-2b-fp16-greedy-beaf9b07",
     "--experiments=doctor --doctor_seconds=5 --model=tiny-llama2,tiny-mistral": "doctor",
     "--experiments=perplexity --cache_quant=int8 --cache_quant=kvarn:k2v2,first=16 --cache_error=normal:0,0.25 "
@@ -101,6 +103,7 @@ def test_every_flag_reaches_its_option_and_run_flags(tmp_path):
         "tile": "21", "gate": "full", "gate_problems": "22", "uncached": "stepwise", "stepwise_problems": "23",
         "control_problems": "24", "truth_problems": "25", "patch_layers": "26", "patch_bins": "27",
         "doctor_seconds": "28.5", "out": "o", "compilation_cache": "none", "conditions": "c.flags",
+        "verbose": "True",
     }  # fmt: skip
     assert list(given) == [one.flag for one in OPTIONS]
     (one,) = parse(*(f"--{flag}={text}" for flag, text in given.items()))

@@ -109,7 +109,7 @@ def _run_experiments(options: Options, path: pathlib.Path, flags: str, console: 
             _record(run, runner.name, run_missing(runner, condition.items, done), total, len(done), console)
         if tokens := _list_tokens(run):
             write_pieces(path, tokens, condition.checkpoint.tokenizer)
-        if options.run.framework == "jax" and "divergence" in options.run.experiments:
+        if options.run.framework == "jax":
             _explain_overflow(condition, run, console)
         run.record_provenance({"seconds": round(time.monotonic() - begin, 1)})
 

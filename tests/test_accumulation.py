@@ -16,7 +16,6 @@ from jaxkv.decode import Arms
 from jaxkv.errors import UserError
 from jaxkv.experiments.accumulation.run import Accumulation, list_regimes, plan_bins
 from jaxkv.experiments.batches import Item, RunSpec, plan_batches
-from jaxkv.experiments.driver import run_missing
 from jaxkv.interventions.quantizers import parse_cache_quant
 from jaxkv.interventions.repaired_cache import CHOICES, repair_tokens
 from jaxkv.records import to_line, to_record
@@ -162,18 +161,6 @@ def test_records_are_valid():
     assert all(0 < share < 1 for share in record["stored"]["k"]["norm_share"])
     assert record["storage"]["bytes"] < record["storage"]["clean_bytes"]
     assert len(to_line(record_of("static"))) < 5000
-
-
-def test_what_is_done_is_not_run_again():
-    """Records come batch by batch, in order; what is left of a batch has the bytes it has in a whole run."""
-    runs, begun = set_up()
-    every = {(n, *key) for n in (0, 1) for key in runs.variants}
-    wanted = {(1, str(parse_cache_quant(PACKED)), "accumulated:5"), (0, str(parse_cache_quant(PACKED)), "static")}
-    found = list(run_missing(runs, ITEMS, frozenset(every - wanted)))
-    assert [[tuple(r["key"][1:]) for r in records] for records, _ in found] == [[key] for key in sorted(wanted)]
-    assert to_line(found[1][0][0]) == to_line(record_of("accumulated:5"))
-    assert found[1][1]["tokens"] == {"run": int(begun.reference.cached.lengths.sum())}
-    assert not list(run_missing(runs, ITEMS, frozenset(every)))
 
 
 @pytest.mark.parametrize(

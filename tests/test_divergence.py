@@ -242,10 +242,6 @@ def test_a_resumed_run_yields_the_same_records(spec, done):
     assert batches == [batch for batch in all_batches if not set(batch) <= done]
 
 
-def test_nothing_is_run_when_all_is_done():
-    assert run(done=range(10, 18)) == ([], [])
-
-
 # Faults.
 
 

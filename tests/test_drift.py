@@ -219,14 +219,6 @@ def test_a_grid_stays_within_its_room():
         assert len(bins) * (layers + 1) * len(TENSORS) * 3 * 9 < 160_000
 
 
-def test_done_problems_are_left_out():
-    given = make_arms("mistral", "fp32")
-    assert list(run_missing(Drift(*given, SPEC), ITEMS, frozenset({(4,), (7,)}))) == []
-    again = run_all(Drift(*given, SPEC), ITEMS, frozenset({(4,)}))
-    assert to_line(again[0]) == to_line(small_run()[1])
-    assert len(again) == 1
-
-
 def test_a_problem_that_overflows_has_no_figures():
     arms, state = make_arms("mistral", "fp32")
     place, token = next((i, t) for i, t in enumerate(ITEMS[0].prompt) if t not in ITEMS[1].prompt)

@@ -206,9 +206,6 @@ def test_changed_caches_stand_beside_one_uncached_arm():
             assert record["nats"]["cached"] != clean["nats"]["cached"]
             assert record["logits"]["kl"] > 1e3 * clean["logits"]["kl"]
     assert len({record["nats"]["cached"] for record in records if record["problem"] == 0}) == len(drawn)
-    done = frozenset(tuple(record["key"][1:]) for record in records if record["change"] != "normal:0.1,0")
-    resumed = run_windows(runner, done)
-    assert [r for batch, _ in resumed for r in batch] == [r for r in records if r["change"] == "normal:0.1,0"]
 
 
 def test_a_study_has_its_perplexities():
@@ -272,16 +269,6 @@ def test_a_cache_that_broke_though_no_logit_shows_it():
     assert broken["invalid"] == place
     assert broken["nats"] is broken["logits"] is None
     to_record(broken)
-
-
-def test_a_resumed_run_makes_the_same_records():
-    arms, state = make_arms()
-    done = frozenset((window, "none", 0) for window in (0, 1, 2))
-    batches = list(run_windows(Perplexity(arms, state, make_windows(), SPEC), done))
-    assert [r["problem"] for batch, _ in batches for r in batch] == list(range(3, len(make_windows())))
-    assert [r for batch, _ in batches for r in batch] == small_run()[3:]
-    assert batches[0][1]["problems"] == [2, 3]
-    assert batches[0][1]["seconds"].keys() == {"cached", "uncached"}
 
 
 def test_numbers_that_are_not_finite():

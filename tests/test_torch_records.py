@@ -81,18 +81,6 @@ def test_rows_end_at_stop_tokens(greedy):
     assert stops == {"eos", "length"}
 
 
-@pytest.mark.parametrize("done", [{20}, {20, 21}, {21, 22, 23}])
-def test_a_resumed_run_yields_the_same_records(tiny, greedy, done):
-    rest, batches = run(tiny.checkpoint("mistral"), done=frozenset(done))
-    assert rest == [record for record in greedy("mistral") if record["problem"] not in done]
-    assert batches == [batch for batch in ([20, 21], [22, 23]) if not set(batch) <= done]
-
-
-def test_nothing_is_run_when_all_is_done(tiny, monkeypatch):
-    monkeypatch.setattr("jaxkv.torch_path.TorchArms", None)
-    assert run(tiny.checkpoint("llama"), done=frozenset(range(20, 24))) == ([], [])
-
-
 @pytest.fixture
 def apart(monkeypatch):
     """Sets the uncached arm's logits apart from the cached one's by noise of their slot, so that tokens flip."""

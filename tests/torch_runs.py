@@ -40,13 +40,13 @@ def with_stops(checkpoint):
     return dataclasses.replace(checkpoint, tokenizer=tokenizer)
 
 
-def run(checkpoint, spec=SPEC, precision=FP32, sampler="greedy", items=None, done=(), attention="eager"):
+def run(checkpoint, spec=SPEC, precision=FP32, sampler="greedy", items=None, attention="eager"):
     """All records of a run, each checked against the schema, and the problems of each batch that was run."""
     records, batched = [], []
     checkpoint = with_stops(checkpoint)
     arms = TorchArms(checkpoint, precision, SAMPLERS[sampler], attention)
     runner = Divergence(arms, None, spec, checkpoint.tokenizer, Scoring())
-    batches = run_missing(runner, items or make_items(), frozenset((problem,) for problem in done))
+    batches = run_missing(runner, items or make_items())
     for new, timing in batches:
         records += new
         batched.append(timing["problems"])

@@ -1,0 +1,87 @@
+"""The one loop of all experiments: what is missing is run, batches whole, each variant after the other."""
+
+import pathlib
+
+import pytest
+
+from jaxkv.experiments import experiment
+from jaxkv.experiments.batches import Item, RunSpec
+from jaxkv.experiments.driver import Runner, Took, run_missing
+from jaxkv.experiments.experiment import EXPERIMENTS, NAMES
+
+ITEMS = [Item(problem, (1,) * length, "") for problem, length in ((4, 3), (7, 3), (2, 5))]  # batches [4, 7] and [2]
+EVERY = {(problem, variant) for problem in (4, 7, 2) for variant in ("a", "b")}
+
+
+class Counting(Runner):
+    """Notes what it is asked for. Its key is that of an experiment with a variant."""
+
+    name = "attribution"
+
+    def __init__(self, together=1):
+        super().__init__(RunSpec(new_tokens=1, batch_size=2), {("a",): 1, ("b",): 2})
+        self.together, self.calls = together, []
+
+    def begin(self, batch, missing):
+        self.calls.append(([item.problem for item in batch.items], missing))
+        return batch.items
+
+    def run(self, begun, variant):
+        self.calls.append(variant)
+        return [10 * variant + item.problem for item in begun]
+
+    def tell_time(self, begun, ran, seconds):
+        assert seconds >= 0
+        return Took({"arm": 2.0}, {"arm": len(ran)}, {"cost": 5})
+
+    def record(self, item, row, begun, variant, ran):
+        assert begun[row] is item
+        return {"found": ran[row]}
+
+
+def found(runner, done):
+    return [[record["found"] for record in records] for records, _ in run_missing(runner, ITEMS, frozenset(done))]
+
+
+def test_batches_are_begun_once_and_run_variant_by_variant():
+    runner = Counting()
+    assert found(runner, ()) == [[14, 17], [24, 27], [12], [22]]
+    assert runner.calls == [([4, 7], [1, 2]), 1, 2, ([2], [1, 2]), 1, 2]
+
+
+def test_what_is_missing_of_a_batch_is_run_with_the_whole_batch():
+    runner = Counting()
+    assert found(runner, EVERY - {(7, "b")}) == [[27]]
+    assert runner.calls == [([4, 7], [2]), 2]
+
+
+def test_nothing_is_begun_where_all_is_done():
+    runner = Counting()
+    assert found(runner, EVERY) == runner.calls == []
+
+
+def test_batches_may_be_begun_together():
+    runner = Counting(together=2)
+    assert found(runner, {(4, "a"), (7, "a")}) == [[24, 27], [12], [22]]
+    assert runner.calls == [([4, 7], [2]), ([2], [1, 2]), 2, 1, 2]
+
+
+def test_a_line_of_timing_says_of_what_it_is():
+    timings = [timing for _, timing in run_missing(Counting(), ITEMS)]
+    assert timings[1] == {
+        "experiment": "attribution", "problems": [4, 7], "variant": "b", "seconds": {"arm": 2.0},
+        "tokens": {"arm": 2}, "cost": 5,
+    }  # fmt: skip
+    assert [timing["variant"] for timing in timings] == ["a", "b"] * 2
+
+
+def test_an_experiment_is_a_folder_and_a_line():
+    folders = {path.parent.name for path in pathlib.Path(experiment.__file__).parent.glob("*/record.py")}
+    assert folders == set(EXPERIMENTS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_parts_of_an_experiment_are_found(name):
+    one = EXPERIMENTS[name]
+    assert one.record.__struct_config__.tag == name
+    assert one.report.title

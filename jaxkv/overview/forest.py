@@ -17,7 +17,8 @@ Condition = Mapping[str, Any]
 def draw_forest(study: Study) -> list[Block]:
     """The share of sequences that part, of each run with its interval, a panel a model."""
     panels: dict[str, list[Condition]] = defaultdict(list)
-    for condition in study["conditions"]:
+    once = {c["fingerprint"] or c["name"]: c for c in study["conditions"]}  # a run that was repeated is one row
+    for condition in once.values():
         found = condition.get("divergence")
         if found and found["status"] == "ok" and found["free_running"]:
             panels[condition["model"] or condition["name"]].append(condition)

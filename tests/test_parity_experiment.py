@@ -13,7 +13,7 @@ from tiny_models import WINDOW
 
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
-from jaxkv.experiments.batches import Item, RunSpec
+from jaxkv.experiments.batches import Item, RunSpec, plan_batches
 from jaxkv.experiments.divergence.run import run_batch
 from jaxkv.experiments.driver import run_missing
 from jaxkv.experiments.parity import run as parity
@@ -77,7 +77,7 @@ def test_in_fp32_all_cells_nearly_agree(tiny, plain, family):
 def test_jax_cells_are_the_arms_of_the_study(tiny, plain):
     checkpoint = tiny.checkpoint("llama")
     arms = Arms(checkpoint.config, make_precision("fp32"), SAMPLERS["greedy"], STOP_IDS)
-    (batch,) = parity.plan_batches(make_items(), SPEC)
+    (batch,) = plan_batches(make_items(), SPEC)
     ran = run_batch(arms, arms.prepare(checkpoint.state), batch, SPEC)
     for row, record in enumerate(plain("llama")):
         steps = len(record["tokens"])

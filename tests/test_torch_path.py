@@ -101,10 +101,11 @@ def test_sampled_tokens_are_ours(tiny, sampler):
     """The same noise and the same rule: near-equal logits give equal tokens."""
     checkpoint = tiny.checkpoint("llama")
     expected = run_cached_of_ours(checkpoint, sampler)
-    greedy = run(checkpoint, QUICK)[0]
+    same, greedy = run(checkpoint, QUICK, sampler=sampler)[0], run(checkpoint, QUICK)[0]
+    reseeded = run(checkpoint, dataclasses.replace(QUICK, seed=4), sampler=sampler)[0]
     for arm in ("cached", "uncached"):
-        assert arm_tokens(run(checkpoint, QUICK, sampler=sampler)[0], arm) == expected
-        assert arm_tokens(run(checkpoint, dataclasses.replace(QUICK, seed=4), sampler=sampler)[0], arm) != expected
+        assert arm_tokens(same, arm) == expected
+        assert arm_tokens(reseeded, arm) != expected
         assert arm_tokens(greedy, arm) != expected
 
 
@@ -130,7 +131,8 @@ def seen(run, logits, rows, **options):
 emit, torch_path.emit = torch_path.emit, seen
 for device in (host, other):
     torch_path.find_chooser = lambda sampler: device
-    found.append([arm_tokens(run(checkpoint, QUICK, sampler="top_p")[0], arm) for arm in ("cached", "uncached")])
+    records = run(checkpoint, QUICK, sampler="top_p")[0]
+    found.append([arm_tokens(records, arm) for arm in ("cached", "uncached")])
 assert found[0] == found[1], found
 assert set(chose) == {host, other}, chose
 """

@@ -15,7 +15,8 @@ from typing import Any
 
 from jaxkv.errors import UserError
 from jaxkv.tasks.arith_templates import IRREGULAR, MEN, SLOTS, TEMPLATES, WOMEN
-from jaxkv.tasks.gsm8k import Problem
+from jaxkv.tasks.gsm8k import DEFAULT_PROMPT, Loaded, Problem, make_word_problems
+from jaxkv.tasks.task import Request, Task
 
 VERSION = 1  # raise it with any change that alters a problem
 SPLITS = ("train", "test")
@@ -91,6 +92,20 @@ class Draw:
         digits = len(str(low)) + self.below(len(str(high)) - len(str(low)) + 1)
         low, high = max(low, 10 ** (digits - 1) if digits > 1 else 0), min(high, 10**digits - 1)
         return low + self.below(high - low + 1)
+
+
+def load(request: Request) -> Task:
+    """The task: 500 problems, 8-shot if nothing else is asked for. Raises UserError on data."""
+    spec = request.spec or DEFAULT_PROMPT
+    for flag, file in (("--data", request.data), ("--fewshot_data", request.fewshot_data)):
+        if file is not None:
+            raise UserError(f"{flag}={file}: the arith task generates its problems and needs no data; drop {flag}")
+
+    def read(split: str) -> Loaded:
+        problems = generate(split, TEST_COUNT if split == "test" else SHOT_POOL)
+        return problems, describe(split, problems)
+
+    return make_word_problems("arith", spec, read)
 
 
 def generate(split: str, count: int, seed: int = 0) -> tuple[Problem, ...]:

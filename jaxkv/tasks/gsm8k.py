@@ -1,18 +1,19 @@
 """GSM8K (Cobbe et al., 2021, arXiv 2110.14168): problems, prompts and stop strings. Scores are in `scoring`."""
 
 import dataclasses
+import functools
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from jaxkv.errors import UserError
 from jaxkv.tasks.numerals import canonical, parse_number
-from jaxkv.tasks.scoring import STOPS, TURN_ENDS
+from jaxkv.tasks.scoring import STOPS, TURN_ENDS, score
 from jaxkv.tasks.sources import Source, Text, fetch, import_datasets, read_rows, to_row
-from jaxkv.tasks.task import BOXED_REQUEST
+from jaxkv.tasks.task import BOXED_REQUEST, Request, Task
 from jaxkv.tasks.task import Problem as Problem
 from jaxkv.tasks.task import PromptSpec as PromptSpec
 
@@ -30,9 +31,8 @@ SOURCE = Source(
 CHAT_REQUEST = (
     "Work it out step by step. Finish with one line that holds only #### and the final number, like this: #### 7"
 )
-
-
 DEFAULT_PROMPT = PromptSpec("few_shot", shots=8)
+Loaded = tuple[tuple[Problem, ...], dict[str, Any]]  # problems and their provenance
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -42,9 +42,35 @@ class Row(msgspec.Struct, frozen=True):
     answer: Text
 
 
-def load_problems(
-    data: str | None, split: str = "test", flag: str = "--data"
-) -> tuple[tuple[Problem, ...], dict[str, Any]]:
+def load(request: Request) -> Task:
+    """Loads the task, 8-shot if nothing else is asked for. Raises UserError as `load_problems` and `choose_shots`."""
+
+    def read(split: str) -> Loaded:
+        if split == "train":
+            return load_problems(request.fewshot_data, "train", "--fewshot_data")
+        return load_problems(request.data)
+
+    return make_word_problems("gsm8k", request.spec or DEFAULT_PROMPT, read)
+
+
+def make_word_problems(name: str, spec: PromptSpec, read: Callable[[str], Loaded]) -> Task:
+    """A task whose golds are numbers; `read` gives the problems of 'test', and with shots those of 'train'."""
+    problems, origin = read("test")
+    provenance: dict[str, Any] = {"prompt": dataclasses.asdict(spec), "problems": origin, "shots": None}
+    shots: tuple[Problem, ...] = ()
+    if spec.shots:
+        train, origin = read("train")
+        shots = choose_shots(spec, train, problems)
+        provenance["shots"] = origin | {"indices": [shot.index for shot in shots]}
+    stops = stop_strings(spec)
+
+    def ask(problem: Problem) -> str | list[dict[str, str]]:
+        return build_prompt(spec, problem, shots)
+
+    return Task(name, problems, spec, shots, provenance, stops, ask, functools.partial(score, stops=stops))
+
+
+def load_problems(data: str | None, split: str = "test", flag: str = "--data") -> Loaded:
     """Loads problems from a file, or from the Hugging Face hub.
 
     Args:
@@ -98,7 +124,7 @@ def choose_shots(spec: PromptSpec, train: Sequence[Problem], test: Iterable[Prob
             f"{len(shared)} of the few-shot problems are also asked (first: row {shared[0]}); "
             "give --fewshot_data a train file that shares no question with --data"
         )
-    if len(train) < spec.shots:
+    if len(train) < (spec.shots or 0):
         raise UserError(f"{spec.shots} shots wanted and the train problems are {len(train)}; use fewer shots")
     if spec.seed is None:
         return tuple(train[: spec.shots])
@@ -189,7 +215,7 @@ def _make_table(problems: Sequence[Problem]) -> Any:
     )
 
 
-def _load_hub(split: str, flag: str) -> tuple[tuple[Problem, ...], dict[str, Any]]:
+def _load_hub(split: str, flag: str) -> Loaded:
     table = fetch(dataclasses.replace(SOURCE, split=split), flag)
     problems = tuple(_make_problem(f"{HUB_NAME} {split} row {i + 1}", i, row) for i, row in enumerate(table))
     provenance = {

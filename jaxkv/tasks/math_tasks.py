@@ -34,22 +34,13 @@ class Row(msgspec.Struct, frozen=True):
     solution: str | None = None
 
 
-def load_math500(request: Request) -> Task:
-    """Loads MATH-500. Raises UserError as `load`."""
-    return load("math500", request)
-
-
-def load_aime24(request: Request) -> Task:
-    """Loads AIME 2024, I and II. Raises UserError as `load`."""
-    return load("aime24", request)
-
-
-def load(name: str, request: Request) -> Task:
-    """Loads a task.
+def load(request: Request) -> Task:
+    """Loads MATH-500 or AIME 2024, I and II, as the request's name says.
 
     Raises:
       UserError: math-verify is missing, the data cannot be had, a row without prompt and answer, a style it lacks.
     """
+    name = request.name
     spec = choose_spec(name, request.spec, STYLES)
     refuse_fewshot(name, request)
     require(name, "math_verify")

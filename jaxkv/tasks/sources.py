@@ -173,28 +173,35 @@ def fetch(source: Source, flag: str) -> Any:
     Raises:
       UserError: no package; nothing from the hub and nothing cached, or another revision than the one asked for.
     """
+    name = (source.hub,) if source.config is None else (source.hub, source.config)
+    with asking_hub(source, flag) as datasets:
+        table = datasets.load_dataset(*name, revision=source.revision, split=source.split)
+    _check_revision(source, table, flag)
+    return table
+
+
+@contextlib.contextmanager
+def asking_hub(source: Source, flag: str) -> Iterator[Any]:
+    """Gives the `datasets` module, quiet, and offline where the hub does not answer. Raises UserError as `fetch`."""
     datasets = import_datasets()
     if datasets is None:
         raise UserError(
             f"{source.title} from the hub needs `datasets`: run `pip install datasets`, or {source.remedy(flag)}"
         )
-    name = (source.hub,) if source.config is None else (source.hub, source.config)
     failure = None
-    with _Quiet(datasets), contextlib.ExitStack() as stack:
+    with Quiet(datasets), contextlib.ExitStack() as stack:
         try:
             hub.ask(source.hub, source.revision, "dataset")
         except Exception as error:  # each HTTP stack has its own classes
             failure = error
             stack.enter_context(hub.offline())
         try:
-            table = datasets.load_dataset(*name, revision=source.revision, split=source.split)
+            yield datasets
         except Exception as error:
             told = hub.describe_failure(failure or error, source.hub, source.revision, "dataset")
             raise UserError(
                 f"{source.title} could not be fetched from the Hugging Face hub: {told}; or {source.remedy(flag)}"
             ) from error
-    _check_revision(source, table, flag)
-    return table
 
 
 def _check_revision(source: Source, table: Any, flag: str) -> None:
@@ -216,7 +223,7 @@ def import_datasets() -> Any:
     return datasets
 
 
-class _Quiet:
+class Quiet:
     """Silences progress bars and notices of `datasets` and of the hub's client while they read."""
 
     def __init__(self, datasets: Any):

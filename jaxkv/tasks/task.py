@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from jaxkv.errors import UserError, nearest
@@ -40,12 +40,13 @@ class PromptSpec:
     Attributes:
       style: 'zero_shot' and 'few_shot' are plain text for base models; 'chat' is messages for a chat template,
         and so is 'boxed', which asks for the answer in \\boxed{} where 'chat' asks for it as the task's data has it.
-      shots: worked examples before the question; 0 for zero_shot, at least 1 for few_shot.
+      shots: worked examples before the question; 0 for zero_shot, at least 1 for few_shot. None leaves it to a task
+        that has a number of its own.
       seed: None takes the first train problems; a number takes a seeded choice, the same on every machine.
     """
 
     style: Literal["zero_shot", "few_shot", "chat", "boxed"]
-    shots: int = 0
+    shots: int | None = 0
     seed: int | None = None
 
     def __post_init__(self):
@@ -53,8 +54,8 @@ class PromptSpec:
             raise UserError(
                 f"unknown prompt style '{self.style}'{nearest(self.style, list(STYLES))}; known: {', '.join(STYLES)}"
             )
-        fits = {"zero_shot": self.shots == 0, "few_shot": self.shots > 0}
-        if not fits.get(self.style, self.shots >= 0):
+        fits = {"zero_shot": self.shots == 0, "few_shot": self.shots is None or self.shots > 0}
+        if not fits.get(self.style, (self.shots or 0) >= 0):
             raise UserError(
                 f"a {self.style} prompt cannot have {self.shots} shots; use few_shot with shots, or zero_shot"
             )
@@ -70,6 +71,7 @@ class Request:
     """What a task is loaded with.
 
     Attributes:
+      name: of the task.
       data: file with the problems to ask; None fetches them from the hub.
       fewshot_data: file with the worked examples; None fetches them.
       spec: prompt style; None takes the task's usual one for plain text.
@@ -77,6 +79,7 @@ class Request:
       allow_code_execution: whether code that the model wrote may be run.
     """
 
+    name: str
     data: str | None = None
     fewshot_data: str | None = None
     spec: PromptSpec | None = None
@@ -98,7 +101,9 @@ class Task:
       stops: strings at which a continuation ends.
       ask: builds the prompt of a problem: a string, or messages for a chat template.
       grade: scores a continuation that was cut, against a gold: scorer -> `answer` (string or None) and `correct`. The
-        last scorer is the most forgiving one: its answer is what the text settles on. A pure function.
+        last scorer is the most forgiving one: its answer is what the text settles on. One in parts also has `value`. A
+        pure function.
+      total: from texts by gold to the figures of all of them together; None where those are shares of `correct`.
     """
 
     name: str
@@ -109,6 +114,7 @@ class Task:
     stops: tuple[str, ...]
     ask: Callable[[Problem], Prompt]
     grade: Callable[[str, str], Scores]
+    total: Callable[[Mapping[str, str]], dict[str, float]] | None = None
 
     def prompt(self, problem: Problem) -> Prompt:
         """Returns the prompt: a string, or messages for a chat template."""

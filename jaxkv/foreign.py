@@ -52,7 +52,7 @@ from jaxkv.files import check, read_text
 from jaxkv.provenance import environment, git_revision, hash_tokens, sha256_file
 from jaxkv.records import RunDirectory, read_run
 from jaxkv.reporting.metrics import free_running
-from jaxkv.tasks.scoring import SCORERS, label_change_kind, score
+from jaxkv.tasks.scoring import label_change, score
 
 Ids = Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(min_length=1)]
 
@@ -164,8 +164,7 @@ def make_record(values: dict[str, Any]) -> dict[str, Any]:
     both = len(read) == 2
     changes = None
     if both and all(read[arm]["scores"] for arm in ARMS):
-        texts = (read["uncached"]["text"], read["cached"]["text"])
-        changes = {scorer: label_change_kind(*texts, str(line.gold), scorer) for scorer in SCORERS}
+        changes = label_change(read["uncached"]["scores"], read["cached"]["scores"])
     return {
         "experiment": "foreign",
         "problem": line.problem,

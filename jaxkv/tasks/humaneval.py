@@ -3,6 +3,7 @@
 The code that a model writes is run, in a child process under limits (`sandbox`), and only if that was allowed.
 """
 
+import dataclasses
 import functools
 import json
 import re
@@ -64,7 +65,7 @@ def load(request: Request) -> Task:
         functools.partial(grade, style=spec.style, limits=limits),
         stops=TURN_ENDS if spec.style == "chat" else STOPS,
         ask=functools.partial(ask, spec.style),
-        scoring={"limits": limits.to_json(), "isolation": probe.isolation},
+        scoring={"limits": dataclasses.asdict(limits), "isolation": probe.isolation},
     )
 
 

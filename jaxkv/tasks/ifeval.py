@@ -1,6 +1,6 @@
 """IFEval (Zhou et al., 2023, arXiv 2311.07911): prompts with instructions that a program can check.
 
-Scores are those of lm-evaluation-harness (`ifeval_checker`), strict and loose. Prompt level: all instructions of a
+Scores are those of lm-evaluation-harness, strict and loose. Prompt level: all instructions of a
 prompt are followed; that is `correct`. Instruction level: the share of all instructions; `answer` has a 1 or a 0 for
 each instruction of the prompt, which summaries add up (`jaxkv.experiments.divergence.summary`).
 

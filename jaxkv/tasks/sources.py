@@ -183,13 +183,14 @@ def fetch(source: Source, flag: str) -> Any:
 @contextlib.contextmanager
 def asking_hub(source: Source, flag: str) -> Iterator[Any]:
     """Gives the `datasets` module, quiet, and offline where the hub does not answer. Raises UserError as `fetch`."""
-    datasets = import_datasets()
-    if datasets is None:
+    try:
+        import datasets
+    except ImportError as error:
         raise UserError(
             f"{source.title} from the hub needs `datasets`: run `pip install datasets`, or {source.remedy(flag)}"
-        )
+        ) from error
     failure = None
-    with Quiet(datasets), contextlib.ExitStack() as stack:
+    with quiet(datasets), contextlib.ExitStack() as stack:
         try:
             hub.ask(source.hub, source.revision, "dataset")
         except Exception as error:  # each HTTP stack has its own classes
@@ -214,31 +215,18 @@ def _check_revision(source: Source, table: Any, flag: str) -> None:
         )
 
 
-def import_datasets() -> Any:
-    """Returns the `datasets` module, or None where it is not installed."""
-    try:
-        import datasets
-    except ImportError:
-        return None
-    return datasets
-
-
-class Quiet:
+@contextlib.contextmanager
+def quiet(datasets: Any) -> Iterator[None]:
     """Silences progress bars and notices of `datasets` and of the hub's client while they read."""
-
-    def __init__(self, datasets: Any):
-        self._datasets = datasets
-        self._loggers = [logging.getLogger(name) for name in ("huggingface_hub", "datasets")]
-
-    def __enter__(self) -> None:
-        self._bars = self._datasets.are_progress_bars_disabled()
-        self._levels = [logger.level for logger in self._loggers]
-        self._datasets.disable_progress_bars()
-        for logger in self._loggers:
-            logger.setLevel(logging.ERROR)
-
-    def __exit__(self, *_: object) -> None:
-        for logger, level in zip(self._loggers, self._levels, strict=True):
+    barred = datasets.are_progress_bars_disabled()
+    levels = {logger: logger.level for logger in map(logging.getLogger, ("huggingface_hub", "datasets"))}
+    datasets.disable_progress_bars()
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in levels.items():
             logger.setLevel(level)
-        if not self._bars:
-            self._datasets.enable_progress_bars()
+        if not barred:
+            datasets.enable_progress_bars()

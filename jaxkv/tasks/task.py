@@ -7,13 +7,12 @@ from typing import Any, Literal
 
 from jaxkv.errors import UserError, nearest
 from jaxkv.tasks.scoring import TURN_ENDS as TURN_ENDS
-from jaxkv.tasks.scoring import cut_at_stop
+from jaxkv.tasks.scoring import Scores, cut_at_stop, label_change
 
 STYLES = ("zero_shot", "few_shot", "chat", "boxed")
 BOXED_REQUEST = "Please reason step by step, and put your final answer within \\boxed{}."  # Qwen2.5-Math's own
 SUBSETS = ("all", "no_length_128")
 Prompt = str | list[dict[str, str]]
-Scores = dict[str, dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,16 +129,8 @@ class Task:
         return self.grade(self.cut(text)[0], gold)
 
     def label_change(self, text_a: str, text_b: str, gold: str) -> dict[str, str]:
-        """For each scorer, why its label differs between two arms.
-
-        Returns:
-          scorer -> 'same' if the labels agree, whatever the answers are; 'extraction_only' if they differ although both
-          texts settle on one answer by the last scorer; 'answer_changed' otherwise.
-        """
-        a, b = self.score(text_a, gold), self.score(text_b, gold)
-        settled = a[list(a)[-1]]["answer"] == b[list(b)[-1]]["answer"] is not None
-        changed = "extraction_only" if settled else "answer_changed"
-        return {scorer: "same" if a[scorer]["correct"] == b[scorer]["correct"] else changed for scorer in a}
+        """`scoring.label_change` of two arms' texts."""
+        return label_change(self.score(text_a, gold), self.score(text_b, gold))
 
 
 def choose_spec(task: str, spec: PromptSpec | None, styles: tuple[str, ...]) -> PromptSpec:

@@ -1,5 +1,6 @@
 """From named source tensors to the decoder's state: matched as a whole first, then streamed one tensor at a time."""
 
+import collections
 import dataclasses
 import math
 import os
@@ -276,10 +277,7 @@ def reorder(x: np.ndarray, times: int) -> np.ndarray:
 
 def count_dtypes(tensors: Iterable[SourceTensor]) -> dict[str, int]:
     """Number of tensors by original dtype."""
-    counts: dict[str, int] = {}
-    for tensor in tensors:
-        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + 1
-    return dict(sorted(counts.items()))
+    return dict(sorted(collections.Counter(tensor.dtype for tensor in tensors).items()))
 
 
 def num_parameters(state: nnx.State) -> int:

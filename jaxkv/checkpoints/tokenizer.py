@@ -183,8 +183,9 @@ class ByteTokenizer:
         from tokenizers import AddedToken, decoders, models, pre_tokenizers
         from tokenizers import Tokenizer as Backend
         from transformers import PreTrainedTokenizerFast
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-        backend = Backend(models.BPE(vocab={letter: byte for byte, letter in enumerate(_byte_letters())}, merges=[]))
+        backend = Backend(models.BPE(vocab={letter: byte for byte, letter in bytes_to_unicode().items()}, merges=[]))
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.decoder = decoders.ByteLevel()
         special = {"pad_token": "<|pad|>", "bos_token": "<|bos|>", "eos_token": "<|eos|>"}
@@ -275,10 +276,3 @@ def bos_template(token: str, bos_id: int | None) -> Any:
     if bos_id is None:
         return processors.TemplateProcessing("$A", "$A $B:1", [])
     return processors.TemplateProcessing([token, "$A"], [token, "$A", "$B:1"], [(token, bos_id)])
-
-
-def _byte_letters() -> list[str]:
-    """The letter that byte-level BPE writes for each byte: itself if it prints, else the next one from U+0100 on."""
-    prints = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in prints else next(others)) for byte in range(256)]

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import os
-import re
 import sys
 
 import gguf

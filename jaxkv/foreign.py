@@ -57,7 +57,7 @@ from jaxkv.tasks.scoring import label_change, score
 Ids = Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(min_length=1)]
 
 
-class _Arm(Struct):
+class _Arm(Struct, forbid_unknown_fields=True):
     """An arm of a line; `top_logprobs` and `top_logits` are one of them at most."""
 
     tokens: Ids
@@ -74,7 +74,7 @@ class _Arm(Struct):
                 check_listed(listed, name)
 
 
-class _Arms(Struct):
+class _Arms(Struct, forbid_unknown_fields=True):
     cached: _Arm | None = None
     uncached: _Arm | None = None
 
@@ -82,7 +82,7 @@ class _Arms(Struct):
         require("", bool(self.cached or self.uncached), "empty")
 
 
-class _Line(Struct):
+class _Line(Struct, forbid_unknown_fields=True):
     """A line of the file."""
 
     problem: Annotated[int, Meta(ge=0)]
@@ -133,29 +133,13 @@ class _Mendable(ValueError):
     """A fault whose message tells the remedy already."""
 
 
-def _require_known(values: Any, kind: type[Struct], prefix: str = "") -> None:
-    for name in values if isinstance(values, dict) else ():
-        if name not in (known := kind.__struct_fields__):
-            hint = nearest(str(name), list(known))
-            raise _Mendable(f"{prefix}{name}: unknown field{hint}; known: {', '.join(known)}")
-
-
-def _read_line(values: dict[str, Any]) -> _Line:
-    """The line as a typed value. Raises ValueError with the dotted name of a field at fault."""
-    _require_known(values, _Line)
-    _require_known(arms := values.get("arms"), _Arms, "arms.")
-    for arm, found in arms.items() if isinstance(arms, dict) else ():
-        _require_known(found, _Arm, f"arms.{arm}.")
-    return check(values, _Line)
-
-
 def make_record(values: dict[str, Any]) -> dict[str, Any]:
     """The record (jaxkv.experiments.foreign.record) of one line of a file.
 
     Raises:
       ValueError: starts with the dotted name of the first field at fault.
     """
-    line = _read_line(values)
+    line = check(values, _Line)
     read = {
         arm: _describe_arm(found, values["arms"][arm], line.gold)
         for arm in ARMS
@@ -262,7 +246,11 @@ def _parse(line: str) -> dict[str, Any]:
 
 
 def _find_remedy(message: str) -> str:
-    field = message.partition(":")[0]
+    field, _, told = message.partition(": ")
+    parent, _, name = field.rpartition(".")
+    if told == "unknown field" and parent != "sampling":
+        known = {"": _Line, "arms": _Arms}.get(parent, _Arm).__struct_fields__
+        return f"{nearest(name, list(known))}; known: {', '.join(known)}"
     fitting = [name for name in REMEDIES if field == name or field.startswith((f"{name}.", f"{name}["))]
     return f"; {REMEDIES[max(fitting, key=len)]}" if fitting else ""
 

@@ -13,8 +13,8 @@ from jaxkv.checkpoints.checkpoint import Checkpoint, ConfigCheck, Progress, Prov
 from jaxkv.checkpoints.fill import SourceTensor, count_dtypes, fill_state, flat_paths, match_tensors
 from jaxkv.checkpoints.gguf_header import find_parts, model_name
 from jaxkv.checkpoints.gguf_tokenizer import build_tokenizer
-from jaxkv.checkpoints.hashing import hash_files, unchanged
 from jaxkv.checkpoints.hf_tokenizer import check_template
+from jaxkv.checkpoints.manifest import hash_files, unchanged
 from jaxkv.checkpoints.tokenizer import Tokenizer, check_special_ids
 from jaxkv.config import ModelConfig, Precision, RopeScaling
 from jaxkv.errors import UserError
@@ -254,10 +254,8 @@ def read_gguf(
         plan = match_tensors(config, shapes, key_table(config.family), tensors, name)
         tokenizer = _read_tokenizer(fields, name)
         check_special_ids(tokenizer, config.vocab_size, name)
-        try:
+        with reading(name, "use another quantization of the model", (NotImplementedError,)):
             state = fill_state(abstract, plan, config, name, sharding, progress)
-        except NotImplementedError as error:
-            raise UserError(f"{name}: {error}; use another quantization of the model") from None
         digests = hash_files(paths)
     generation = {
         k.removeprefix("general.sampling."): v for k, v in fields.items() if k.startswith("general.sampling.")
@@ -270,6 +268,8 @@ def _config_of(
     fields: dict[str, Any], stored: Sequence[Any], preset: ModelConfig | None, label: str, where: str
 ) -> ModelConfig:
     """The config, under the file's name. Raises UserError on what is not implemented or contradicts the tensors."""
+    from gguf.quants import dequantize
+
     arch, tensors = str(fields.get("general.architecture")), {tensor.name: tensor for tensor in stored}
     if arch not in _KNOWN:
         read_config(fields, 0, False, preset, where)  # refuses it
@@ -277,14 +277,17 @@ def _config_of(
         raise UserError(f"{where}: tensor {odd[0]} (scaled RoPE) is not implemented; use a model without it")
     if "token_embd.weight" not in tensors or len(tensors["token_embd.weight"].shape) != 2:
         raise UserError(f"{where}: tensor token_embd.weight is missing; use a complete file")
-    freqs = tensors.get(_ROPE_FREQS)
+    factors = None
+    if (freqs := tensors.get(_ROPE_FREQS)) is not None:
+        with reading(f"{where}: tensor {_ROPE_FREQS}", kinds=(NotImplementedError,)):
+            factors = dequantize(freqs.data, freqs.tensor_type)
     config = read_config(
         fields,
         int(tensors["token_embd.weight"].shape[1]),
         "output.weight" not in tensors,
         preset,
         where,
-        None if freqs is None else _read_factors(freqs, where),
+        factors,
     )
     layers = len({name.split(".")[1] for name in tensors if name.startswith("blk.")})
     if config.num_layers != layers:  # before a decoder of that many is made
@@ -292,16 +295,6 @@ def _config_of(
             f"{where}: {arch}.block_count is {config.num_layers}, and the file has {layers} layers; {AGAIN}"
         )
     return dataclasses.replace(config, name=label)
-
-
-def _read_factors(tensor: Any, where: str) -> np.ndarray:
-    """RoPE's factors. Raises UserError if they are stored as something else."""
-    from gguf.quants import dequantize
-
-    try:
-        return dequantize(tensor.data, tensor.tensor_type)
-    except NotImplementedError as error:
-        raise UserError(f"{where}: tensor {tensor.name}: {error}; {AGAIN}") from None
 
 
 def _source(tensor: Any, name: str, arch: str, config: ModelConfig) -> SourceTensor:

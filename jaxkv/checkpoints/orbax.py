@@ -24,9 +24,16 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxkv.checkpoints.checkpoint import Checkpoint, ConfigCheck, Progress, Provenance, Sharding
 from jaxkv.checkpoints.destination import new_directory
 from jaxkv.checkpoints.fill import cast, flat_paths, not_finite, place, shorten, with_leaves
-from jaxkv.checkpoints.hashing import unchanged
 from jaxkv.checkpoints.hf_tokenizer import load_tokenizer
-from jaxkv.checkpoints.manifest import MANIFEST, check_manifest, hash_tree, list_files, summarize, write_manifest
+from jaxkv.checkpoints.manifest import (
+    MANIFEST,
+    check_manifest,
+    hash_tree,
+    list_files,
+    summarize,
+    unchanged,
+    write_manifest,
+)
 from jaxkv.config import ModelConfig, Precision
 from jaxkv.errors import UserError
 from jaxkv.files import convert, read_json, reading

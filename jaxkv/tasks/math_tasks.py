@@ -14,7 +14,7 @@ from jaxkv.errors import UserError
 from jaxkv.tasks.numerals import match_braces
 from jaxkv.tasks.packages import require, versions
 from jaxkv.tasks.sources import Source, Text, load_rows, to_row
-from jaxkv.tasks.task import BOXED_REQUEST, Problem, Request, Scores, Task, choose_spec, make_simple, refuse_fewshot
+from jaxkv.tasks.task import BOXED_REQUEST, Problem, Request, Scores, Task, choose_spec, make_simple
 
 SHAPE = "rows with 'prompt' (or 'problem') and 'answer'"
 SOURCES = {
@@ -41,8 +41,7 @@ def load(request: Request) -> Task:
       UserError: math-verify is missing, the data cannot be had, a row without prompt and answer, a style it lacks.
     """
     name = request.name
-    spec = choose_spec(name, request.spec, STYLES)
-    refuse_fewshot(name, request)
+    spec = choose_spec(request, STYLES)
     require(name, "math_verify")
     rows, origin = load_rows(SOURCES[name], request.data)
     problems = tuple(_make_problem(where, index, row) for index, (where, row) in enumerate(rows))

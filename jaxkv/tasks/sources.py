@@ -66,15 +66,11 @@ def load_rows(source: Source, data: str | None, flag: str = "--data") -> tuple[R
       UserError: no network or no `datasets` package for the hub; a file that is missing, empty, of an unknown type or
         not UTF-8; a row that is not JSON.
     """
+    name, sha256 = data or source.hub, None
     if data is None:
-        rows, name, sha256 = (
-            [(f"{source.hub} row {i + 1}", r) for i, r in enumerate(fetch(source, flag))],
-            source.hub,
-            None,
-        )
+        rows = [(f"{name} row {number}", row) for number, row in enumerate(fetch(source, flag), start=1)]
     else:
         rows, sha256 = read_rows(source, data, flag)
-        name = data
     if not rows:
         raise UserError(f"{name}: holds no rows; {flag} takes a file with {source.shape}")
     with files.reading(name):

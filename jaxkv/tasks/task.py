@@ -133,28 +133,24 @@ class Task:
         return label_change(self.score(text_a, gold), self.score(text_b, gold))
 
 
-def choose_spec(task: str, spec: PromptSpec | None, styles: tuple[str, ...]) -> PromptSpec:
+def choose_spec(request: Request, styles: tuple[str, ...]) -> PromptSpec:
     """The prompt spec of a task without worked examples; zero_shot if none is asked for.
 
     Raises:
-      UserError: a style that the task does not have, or shots.
+      UserError: a style that the task does not have, shots, or a file of worked examples.
     """
-    spec = spec or PromptSpec("zero_shot")
+    task, spec = request.name, request.spec or PromptSpec("zero_shot")
     if spec.style not in styles or spec.shots:
         shots = f" with {spec.shots} shots" if spec.shots else ""
         raise UserError(
             f"the {task} task has no {spec.style} prompt{shots}; use {' or '.join(f'--prompt={s}' for s in styles)}"
             " without --shots"
         )
-    return spec
-
-
-def refuse_fewshot(task: str, request: Request) -> None:
-    """Raises UserError where worked examples are given to a task that has none."""
     if request.fewshot_data is not None:
         raise UserError(
             f"--fewshot_data={request.fewshot_data}: the {task} task has no worked examples; drop --fewshot_data"
         )
+    return spec
 
 
 def ask_plainly(style: str, problem: Problem) -> Prompt:

@@ -28,7 +28,6 @@ if __name__ == "__main__":
     stopping.watch()
 
 import argparse
-import json
 import os
 import pathlib
 import sys
@@ -48,7 +47,7 @@ from jaxkv.experiments.foreign.record import (
     check_listed,
 )
 from jaxkv.experiments.record_parts import ARMS, Sample, require, require_length
-from jaxkv.files import check, read_text
+from jaxkv.files import check, decode_json, read_text
 from jaxkv.provenance import environment, git_revision, hash_tokens, sha256_file
 from jaxkv.records import RunDirectory, read_run
 from jaxkv.reporting.metrics import free_running
@@ -210,8 +209,10 @@ def read_foreign(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
+        where = f"{path}, line {number}"
+        values = decode_json(line, dict[str, Any], where, "write one JSON object a line, with finite numbers alone")
         try:
-            record = make_record(_parse(line))
+            record = make_record(values)
             if record["problem"] in seen:
                 again = f"problem: {record['problem']} was in line {seen[record['problem']]} already; write it once"
                 raise _Mendable(again)
@@ -222,27 +223,12 @@ def read_foreign(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
                     raise _Mendable(mixed)
         except ValueError as error:
             remedy = "" if isinstance(error, _Mendable) else _find_remedy(str(error))
-            raise UserError(f"{path}, line {number}, {error}{remedy}") from error
+            raise UserError(f"{where}, {error}{remedy}") from error
         seen[record["problem"]] = number
         records.append(record)
     if not records:
         raise UserError(f"{path} has no lines; write one JSON object a problem (python -m jaxkv.foreign --help)")
     return records
-
-
-def _parse(line: str) -> dict[str, Any]:
-    def refuse(name: str) -> float:
-        raise _Mendable(f"{name}: is not JSON; leave out what has no finite value")
-
-    try:
-        values = json.loads(line, parse_constant=refuse)
-    except json.JSONDecodeError as error:
-        raise _Mendable(f"column {error.colno}: {error.msg}; write one JSON object a line") from None
-    except RecursionError:
-        raise _Mendable("column 1: it is nested too deep; write one JSON object a line") from None
-    if not isinstance(values, dict):
-        raise _Mendable("column 1: not an object; write one JSON object a line")
-    return values
 
 
 def _find_remedy(message: str) -> str:

@@ -64,17 +64,16 @@ def describe_failure(error: Exception, hub_id: str, revision: str | None, kind: 
         return f"the hub refuses your token for {hub_id} (401); set HF_TOKEN to a valid one, or unset it"
     if isinstance(error, errors.RepositoryNotFoundError) or status == 401:
         return f"the hub has no {what} '{hub_id}', or it is private; check the id, or set HF_TOKEN"
-    if status == 403:
-        return f"the hub denies access to {hub_id} (403); give HF_TOKEN the right to read it"
-    if status == 429:
-        return f"the hub asks for fewer requests (429) while {hub_id} is fetched; wait some minutes, or set HF_TOKEN"
     if status is not None:
-        return f"the hub fails with status {status} while {hub_id} is fetched; try again later"
+        told = {
+            403: f"denies access to {hub_id} (403); give HF_TOKEN the right to read it",
+            429: f"asks for fewer requests (429) while {hub_id} is fetched; wait some minutes, or set HF_TOKEN",
+        }
+        return f"the hub {told.get(status, f'fails with status {status} while {hub_id} is fetched; try again later')}"
     if isinstance(error, errors.OfflineModeIsEnabled):
         return f"cannot download {hub_id} (HF_HUB_OFFLINE is set); unset it where there is a network"
-    told = explain(error).rstrip(".")
-    name = type(error).__name__
-    return f"cannot download {hub_id} ({name if name == told else f'{name}: {told}'}); check network and HF_ENDPOINT"
+    said, name = explain(error).rstrip("."), type(error).__name__
+    return f"cannot download {hub_id} ({name if name == said else f'{name}: {said}'}); check network and HF_ENDPOINT"
 
 
 def download(hub_id: str, revision: str | None = None, tell: Tell | None = None) -> tuple[pathlib.Path, str]:

@@ -36,11 +36,7 @@ def flat_paths(state: nnx.State) -> dict[str, nnx.Variable]:
 
 def with_leaves(state: nnx.State, arrays: Mapping[str, jax.Array]) -> nnx.State:
     """The state with each parameter's value replaced by the array of its path."""
-    flat = nnx.to_flat_state(state)
-    leaves = [
-        leaf.replace(arrays["/".join(map(str, path))]) for path, leaf in zip(flat.paths, flat.leaves, strict=True)
-    ]
-    return nnx.from_flat_state(list(zip(flat.paths, leaves, strict=True)))
+    return nnx.map_state(lambda path, leaf: leaf.replace(arrays["/".join(map(str, path))]), state)
 
 
 def shorten(items: Sequence[str], most: int = 4) -> str:

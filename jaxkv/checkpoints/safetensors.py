@@ -29,7 +29,7 @@ def list_tensors(path: pathlib.Path) -> list[SourceTensor]:
     """
     from safetensors import SafetensorError, safe_open
 
-    with reading(path, AGAIN, (SafetensorError, *BROKEN)), safe_open(path, framework="np"), path.open("rb") as file:
+    with reading(path, AGAIN, (SafetensorError, *BROKEN)), path.open("rb") as file, safe_open(path, framework="np"):
         begin = 8 + int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(begin - 8))
     wanted = {name: entry for name, entry in header.items() if name != "__metadata__" and not _BUFFERS.fullmatch(name)}

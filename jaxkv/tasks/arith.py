@@ -22,6 +22,7 @@ from typing import Any
 
 from jaxkv.errors import UserError
 from jaxkv.tasks.gsm8k import DEFAULT_PROMPT, Loaded, Problem, make_word_problems
+from jaxkv.tasks.sources import hash_rows
 from jaxkv.tasks.task import Request, Task
 
 VERSION = 1  # raise it with any change that alters a problem
@@ -149,8 +150,7 @@ def describe(split: str, problems: Sequence[Problem], seed: int = 0) -> dict[str
 
 def digest(problems: Sequence[Problem]) -> str:
     """Returns SHA-256 over questions and solutions, one JSON array a line."""
-    lines = "".join(json.dumps([problem.question, problem.solution]) + "\n" for problem in problems)
-    return hashlib.sha256(lines.encode()).hexdigest()
+    return hash_rows([[problem.question, problem.solution] for problem in problems])
 
 
 def plural(noun: str) -> str:

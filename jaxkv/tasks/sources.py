@@ -118,7 +118,8 @@ def _read_parquet(data: str, content: bytes, source: Source, remedy: str) -> Row
         import pyarrow.parquet
     except ImportError as error:
         raise UserError(f"{data}: Parquet needs pyarrow; run `pip install pyarrow` or give a .jsonl file") from error
-    with _reading_arrow(data, pyarrow.ArrowException):
+    again, kinds = f"{files.AGAIN} or give a .jsonl file", (*files.BROKEN, pyarrow.ArrowException)
+    with files.reading(data, again, kinds):
         file = pyarrow.parquet.ParquetFile(io.BytesIO(content), page_checksum_verification=True)
         held, groups = file.schema_arrow.names, file.num_row_groups
     missing = [name for name in source.columns or () if name not in held]
@@ -128,20 +129,10 @@ def _read_parquet(data: str, content: bytes, source: Source, remedy: str) -> Row
     for group in range(groups):
         columns = {}
         for name in source.columns or held:
-            with _reading_arrow(f"{data} row group {group} column '{name}'", pyarrow.ArrowException):
+            with files.reading(f"{data} row group {group} column '{name}'", again, kinds):
                 columns[name] = file.read_row_group(group, columns=[name])[name].to_pylist()
         rows += [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     return [(f"{data} row {number}", row) for number, row in enumerate(rows, start=1)]
-
-
-@contextlib.contextmanager
-def _reading_arrow(where: str, kind: type[Exception]) -> Iterator[None]:
-    """As `files.reading`, for what pyarrow raises as well."""
-    with files.reading(where, f"{files.AGAIN} or give a .jsonl file"):
-        try:
-            yield
-        except kind as error:
-            raise ValueError(str(error)) from error
 
 
 def _quote(names: Iterable[str]) -> str:

@@ -20,7 +20,7 @@ from jaxkv.errors import UserError, nearest
 from jaxkv.experiments.experiment import EXPERIMENTS, Experiment
 from jaxkv.models.attention import OTHERS
 from jaxkv.options import OPTIONS, CacheOptions, Options, PrecisionOptions
-from jaxkv.tasks import find_loader
+from jaxkv.tasks import find_module
 from jaxkv.tasks.continuation import load_text
 from jaxkv.tasks.sources import ROW_FILES
 from jaxkv.tasks.task import PromptSpec
@@ -165,7 +165,7 @@ def _read_data(options: Options) -> None:
             load_text(data.data)
         return
     if data.data is None and data.task != "arith":
-        find_loader(data.task)
+        find_module(data.task)
         return
     spec = prompt_spec(data, False)
     if spec.shots and data.fewshot_data is None and data.task != "arith":

@@ -1,34 +1,38 @@
 """Tasks by name: problems, prompts and scores."""
 
 import dataclasses
-from collections.abc import Callable
+import importlib
+from typing import Any
 
 from jaxkv.errors import UserError, nearest
-from jaxkv.tasks import arith, continuation, gsm8k, humaneval, ifeval, lm_eval_tasks, math_tasks
 from jaxkv.tasks.task import SUBSETS, PromptSpec, Request
 from jaxkv.tasks.task import Task as Task
 
 FAMILY = ":NAME"  # ends the key of tasks that are many; one of them is asked for by a name in its place
-TASKS: dict[str, Callable[[Request], Task]] = {
-    "gsm8k": gsm8k.load,
-    "arith": arith.load,
-    "ifeval": ifeval.load,
-    "next_string": continuation.load,
-    "math500": math_tasks.load,
-    "aime24": math_tasks.load,
-    "humaneval": humaneval.load,
-    "lm_eval:NAME": lm_eval_tasks.load,
+LM_EVAL = "lm_eval:"
+# Task -> the module here whose `load` makes it of a Request. That of a family has `find_config` too, which looks a name
+# up without its data.
+TASKS = {
+    "gsm8k": "gsm8k",
+    "arith": "arith",
+    "ifeval": "ifeval",
+    "next_string": "continuation",
+    "math500": "math_tasks",
+    "aime24": "math_tasks",
+    "humaneval": "humaneval",
+    "lm_eval:NAME": "lm_eval_tasks",
 }
 
 
-def find_loader(name: str) -> Callable[[Request], Task]:
-    """What loads a task. Raises UserError if there is no such task, as far as no data is needed to tell."""
-    family = name.partition(":")[0] + FAMILY
-    if name.startswith(lm_eval_tasks.PREFIX):
-        lm_eval_tasks.find_config(name)
-    if name not in TASKS and family not in TASKS:
+def find_module(name: str) -> Any:
+    """The module of a task. Raises UserError if there is no such task, as far as no data is needed to tell."""
+    key = name if name in TASKS else name.partition(":")[0] + FAMILY
+    if key not in TASKS:
         raise UserError(f"unknown task '{name}'{nearest(name, list(TASKS))}; known: {', '.join(TASKS)}")
-    return TASKS[name if name in TASKS else family]
+    module = importlib.import_module(f"jaxkv.tasks.{TASKS[key]}")
+    if key.endswith(FAMILY):
+        module.find_config(name)
+    return module
 
 
 def load_task(
@@ -56,20 +60,20 @@ def load_task(
       UserError: unknown task or subset, a limit below 1, data for arith, humaneval without leave to run code, a missing
         package, or what the task's own loader raises.
     """
-    load = find_loader(name)
+    module = find_module(name)
     if limit is not None and limit < 1:
         raise UserError(f"a limit of {limit} problems leaves nothing to ask; use 1 or more, or none")
     if subset not in SUBSETS:
         raise UserError(f"unknown subset '{subset}'{nearest(subset, list(SUBSETS))}; known: {', '.join(SUBSETS)}")
     if subset != "all" and name != "ifeval":
         raise UserError(f"the subset '{subset}' is of ifeval; leave --subset at all for {name}")
-    task = load(Request(name, data, fewshot_data, spec, subset, allow_code_execution))
+    task: Task = module.load(Request(name, data, fewshot_data, spec, subset, allow_code_execution))
     return dataclasses.replace(task, problems=task.problems[:limit])
 
 
 def usual_style(name: str, has_chat_template: bool) -> str:
     """The style that a task is usually asked in, of a model with or without a chat template."""
-    if name.startswith(lm_eval_tasks.PREFIX):
+    if name.startswith(LM_EVAL):
         return "few_shot"
     if name == "next_string":
         return "zero_shot"
@@ -78,6 +82,6 @@ def usual_style(name: str, has_chat_template: bool) -> str:
 
 def usual_shots(name: str, style: str) -> int | None:
     """The number of shots that a task usually has in a style; None where the task itself says."""
-    if name.startswith(lm_eval_tasks.PREFIX) and style != "zero_shot":
+    if name.startswith(LM_EVAL) and style != "zero_shot":
         return None
     return 8 if style == "few_shot" else 0

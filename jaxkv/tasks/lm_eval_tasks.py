@@ -25,7 +25,6 @@ from jaxkv.tasks.packages import require, versions
 from jaxkv.tasks.sources import Source, asking_hub, hash_rows, load_rows, quiet
 from jaxkv.tasks.task import Problem, Prompt, PromptSpec, Request, Scores, Task
 
-PREFIX = "lm_eval:"
 _NAME = re.compile(r"^task: *[\"']?([^\s\"'#]+)[\"']?\s*(?:#.*)?$", re.MULTILINE)
 
 
@@ -70,7 +69,7 @@ def find_config(name: str) -> dict[str, Any]:
     Raises:
       UserError: lm_eval is missing, no such task, or one that is not run here.
     """
-    given = name.removeprefix(PREFIX)
+    given = name.partition(":")[2]
     path, task = _find_yaml(given)
     with reading(path, "mend the file", (Exception,)):
         config = dict(_open(path).task_index[task].cfg)

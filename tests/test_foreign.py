@@ -200,7 +200,7 @@ def test_faults_name_file_line_field_and_remedy(write, field, value, message):
         ("[1]\n", "expected `object`, got `array`; write one"),
         (
             json.dumps(make_line(1)).replace("-0.1]", "-1e999]") + "\n",
-            "is not JSON .*; write one JSON object a line, with finite numbers alone",
+            "field .*: number out of range; write one JSON object a line, with finite numbers alone",
         ),
         ('{"problem": NaN}\n', "is not JSON .*finite numbers"),
     ],

@@ -249,6 +249,6 @@ def test_a_run_records_its_totals_and_scores_in_parts(folder):
         records.append(record)
     noted = {}
     run = SimpleNamespace(read=lambda: records, record_provenance=noted.update)
-    study._record_totals(SimpleNamespace(task=task, console=Console(quiet=True)), run)
+    study._record_totals(SimpleNamespace(task=task), run, Console(quiet=True))
     results, _, _ = evaluate(folder, "parts")
     assert noted == {"totals": {"uncached": results, "cached": results}}

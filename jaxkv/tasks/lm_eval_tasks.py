@@ -9,6 +9,7 @@ beside it; only full marks count as correct.
 """
 
 import collections
+import dataclasses
 import functools
 import itertools
 import logging
@@ -41,8 +42,8 @@ def load(request: Request) -> Task:
     tables, origin = _read_tables(name, config, request, count)
     with _quiet(name, config, from_hub=tables is None):
         task = _build(config, tables)
-        if spec.seed is not None or hasattr(task, "sampler"):
-            task.set_fewshot_seed(_default_seed() if spec.seed is None else spec.seed)
+        usual = require("lm_eval", "lm_eval.defaults").DEFAULT_OTHER_SEED
+        task.set_fewshot_seed(usual if spec.seed is None else spec.seed)
         docs = list(task.eval_docs)
         prompts = _Prompts(task, docs, count, spec.is_chat)
         stops = prompts.stops()
@@ -55,7 +56,7 @@ def load(request: Request) -> Task:
         origin = {"source": config["dataset_path"], "sha256": None, "rows": len(docs), "split": asked, "revision": None}
         origin |= {"content": hash_rows(docs)}
     provenance = {
-        "prompt": {"style": spec.style, "shots": count, "seed": spec.seed},
+        "prompt": dataclasses.asdict(spec),
         "problems": origin,
         "shots": {"chosen_by": "lm_eval", "count": count} if count else None,
         "scoring": {"packages": versions("lm_eval"), "version": str(task.VERSION)},
@@ -74,21 +75,14 @@ def find_config(name: str) -> dict[str, Any]:
     with reading(path, "mend the file", (Exception,)):
         config = dict(_open(path).task_index[task].cfg)
     kind = config.get("output_type", "generate_until")
-    odd = next(
-        (
-            told
-            for told, found in (
-                (f"is of the kind {kind}, which compares given texts", kind != "generate_until"),
-                ("runs code that the model wrote, outside the sandbox", config.get("unsafe_code")),
-                ("asks about pictures or sound", config.get("doc_to_image") or config.get("doc_to_audio")),
-                (f"wants {config.get('repeats')} samples a problem", config.get("repeats", 1) != 1),
-            )
-            if found
-        ),
-        None,
-    )
-    if odd:
-        raise UserError(f"the task {name} {odd}; choose one that generates one text a problem (generate_until)")
+    for odd, what in (
+        (kind != "generate_until", f"is of the kind {kind}, which compares given texts"),
+        (config.get("unsafe_code"), "runs code that the model wrote, outside the sandbox"),
+        (config.get("doc_to_image") or config.get("doc_to_audio"), "asks about pictures or sound"),
+        (config.get("repeats", 1) != 1, f"wants {config.get('repeats')} samples a problem"),
+    ):
+        if odd:
+            raise UserError(f"the task {name} {what}; choose one that generates one text a problem (generate_until)")
     return config | {"task": task, "path": path}
 
 
@@ -122,10 +116,6 @@ def _find_yaml(given: str) -> tuple[pathlib.Path, str]:
 def _open(path: pathlib.Path) -> Any:
     """lm_eval's TaskManager of the folder that a task's file is in."""
     return require("lm_eval", "lm_eval.tasks").TaskManager(include_path=path.parent, include_defaults=False)
-
-
-def _default_seed() -> int:
-    return int(require("lm_eval", "lm_eval.defaults").DEFAULT_OTHER_SEED)
 
 
 def _choose_shots(name: str, config: Mapping[str, Any], spec: PromptSpec | None) -> tuple[int, PromptSpec]:
@@ -177,11 +167,10 @@ def _read_tables(
         )
     rows, origin = load_rows(_source(name, config, asked), request.data)
     tables = {asked: _to_table(rows, request.data)}
-    if shown is not None and not own:
-        tables[shown] = tables[asked]  # lm_eval looks at it without shots too
-        if request.fewshot_data is not None:
-            rows, _ = load_rows(_source(name, config, shown), request.fewshot_data, "--fewshot_data")
-            tables[shown] = _to_table(rows, request.fewshot_data)
+    if request.fewshot_data is not None:
+        rows, _ = load_rows(_source(name, config, asked), request.fewshot_data, "--fewshot_data")
+    if shown is not None and not own:  # lm_eval looks at it without shots too
+        tables[shown] = _to_table(rows, request.fewshot_data or request.data)
     return tables, origin
 
 

@@ -20,6 +20,7 @@ from jaxkv.errors import UserError, nearest
 from jaxkv.experiments.experiment import EXPERIMENTS, Experiment
 from jaxkv.models.attention import OTHERS
 from jaxkv.options import OPTIONS, CacheOptions, Options, PrecisionOptions
+from jaxkv.tasks import find_module
 from jaxkv.tasks.continuation import load_text
 from jaxkv.tasks.sources import ROW_FILES
 from jaxkv.tasks.task import PromptSpec
@@ -47,7 +48,7 @@ def _check_choices(options: Options) -> None:
     for one in OPTIONS:
         known = one.known()
         for value in one.items(options) if known else ():
-            if value not in known:
+            if value not in known and f"{value.partition(':')[0]}:NAME" not in known:
                 raise UserError(
                     f"--{one.flag}={value} is not known{nearest(value, list(known))}; known: {', '.join(known)}"
                 )
@@ -164,6 +165,7 @@ def _read_data(options: Options) -> None:
             load_text(data.data)
         return
     if data.data is None and data.task != "arith":
+        find_module(data.task)
         return
     spec = prompt_spec(data, False)
     if spec.shots and data.fewshot_data is None and data.task != "arith":

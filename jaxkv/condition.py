@@ -105,9 +105,9 @@ def load_problems(data: DataOptions, spec: "PromptSpec") -> "Task":
 
 def prompt_spec(data: DataOptions, has_template: bool) -> "PromptSpec":
     """How problems are put to a model, with what depends on its tokenizer filled in. Raises UserError."""
-    from jaxkv.tasks import usual_style
+    from jaxkv.tasks import usual_shots, usual_style
     from jaxkv.tasks.task import PromptSpec
 
-    style: Any = data.prompt if data.prompt != "auto" else usual_style(data.task, has_template)[0]
-    default = 8 if style == "few_shot" else 0
-    return PromptSpec(style, default if data.shots is None else data.shots, data.shots_seed)
+    style: Any = data.prompt if data.prompt != "auto" else usual_style(data.task, has_template)
+    shots = usual_shots(data.task, style) if data.shots is None else data.shots
+    return PromptSpec(style, shots, data.shots_seed)

@@ -28,7 +28,6 @@ if __name__ == "__main__":
     stopping.watch()
 
 import argparse
-import json
 import os
 import pathlib
 import sys
@@ -48,16 +47,16 @@ from jaxkv.experiments.foreign.record import (
     check_listed,
 )
 from jaxkv.experiments.record_parts import ARMS, Sample, require, require_length
-from jaxkv.files import check, read_text
+from jaxkv.files import check, decode_json, read_text
 from jaxkv.provenance import environment, git_revision, hash_tokens, sha256_file
 from jaxkv.records import RunDirectory, read_run
 from jaxkv.reporting.metrics import free_running
-from jaxkv.tasks.scoring import SCORERS, label_change_kind, score
+from jaxkv.tasks.scoring import label_change, score
 
 Ids = Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(min_length=1)]
 
 
-class _Arm(Struct):
+class _Arm(Struct, forbid_unknown_fields=True):
     """An arm of a line; `top_logprobs` and `top_logits` are one of them at most."""
 
     tokens: Ids
@@ -74,7 +73,7 @@ class _Arm(Struct):
                 check_listed(listed, name)
 
 
-class _Arms(Struct):
+class _Arms(Struct, forbid_unknown_fields=True):
     cached: _Arm | None = None
     uncached: _Arm | None = None
 
@@ -82,7 +81,7 @@ class _Arms(Struct):
         require("", bool(self.cached or self.uncached), "empty")
 
 
-class _Line(Struct):
+class _Line(Struct, forbid_unknown_fields=True):
     """A line of the file."""
 
     problem: Annotated[int, Meta(ge=0)]
@@ -133,29 +132,13 @@ class _Mendable(ValueError):
     """A fault whose message tells the remedy already."""
 
 
-def _require_known(values: Any, kind: type[Struct], prefix: str = "") -> None:
-    for name in values if isinstance(values, dict) else ():
-        if name not in (known := kind.__struct_fields__):
-            hint = nearest(str(name), list(known))
-            raise _Mendable(f"{prefix}{name}: unknown field{hint}; known: {', '.join(known)}")
-
-
-def _read_line(values: dict[str, Any]) -> _Line:
-    """The line as a typed value. Raises ValueError with the dotted name of a field at fault."""
-    _require_known(values, _Line)
-    _require_known(arms := values.get("arms"), _Arms, "arms.")
-    for arm, found in arms.items() if isinstance(arms, dict) else ():
-        _require_known(found, _Arm, f"arms.{arm}.")
-    return check(values, _Line)
-
-
 def make_record(values: dict[str, Any]) -> dict[str, Any]:
     """The record (jaxkv.experiments.foreign.record) of one line of a file.
 
     Raises:
       ValueError: starts with the dotted name of the first field at fault.
     """
-    line = _read_line(values)
+    line = check(values, _Line)
     read = {
         arm: _describe_arm(found, values["arms"][arm], line.gold)
         for arm in ARMS
@@ -164,8 +147,7 @@ def make_record(values: dict[str, Any]) -> dict[str, Any]:
     both = len(read) == 2
     changes = None
     if both and all(read[arm]["scores"] for arm in ARMS):
-        texts = (read["uncached"]["text"], read["cached"]["text"])
-        changes = {scorer: label_change_kind(*texts, str(line.gold), scorer) for scorer in SCORERS}
+        changes = label_change(read["uncached"]["scores"], read["cached"]["scores"])
     return {
         "experiment": "foreign",
         "problem": line.problem,
@@ -227,8 +209,10 @@ def read_foreign(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
+        where = f"{path}, line {number}"
+        values = decode_json(line, dict[str, Any], where, "write one JSON object a line, with finite numbers alone")
         try:
-            record = make_record(_parse(line))
+            record = make_record(values)
             if record["problem"] in seen:
                 again = f"problem: {record['problem']} was in line {seen[record['problem']]} already; write it once"
                 raise _Mendable(again)
@@ -239,7 +223,7 @@ def read_foreign(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
                     raise _Mendable(mixed)
         except ValueError as error:
             remedy = "" if isinstance(error, _Mendable) else _find_remedy(str(error))
-            raise UserError(f"{path}, line {number}, {error}{remedy}") from error
+            raise UserError(f"{where}, {error}{remedy}") from error
         seen[record["problem"]] = number
         records.append(record)
     if not records:
@@ -247,23 +231,12 @@ def read_foreign(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return records
 
 
-def _parse(line: str) -> dict[str, Any]:
-    def refuse(name: str) -> float:
-        raise _Mendable(f"{name}: is not JSON; leave out what has no finite value")
-
-    try:
-        values = json.loads(line, parse_constant=refuse)
-    except json.JSONDecodeError as error:
-        raise _Mendable(f"column {error.colno}: {error.msg}; write one JSON object a line") from None
-    except RecursionError:
-        raise _Mendable("column 1: it is nested too deep; write one JSON object a line") from None
-    if not isinstance(values, dict):
-        raise _Mendable("column 1: not an object; write one JSON object a line")
-    return values
-
-
 def _find_remedy(message: str) -> str:
-    field = message.partition(":")[0]
+    field, _, told = message.partition(": ")
+    parent, _, name = field.rpartition(".")
+    if told == "unknown field" and parent != "sampling":
+        known = {"": _Line, "arms": _Arms}.get(parent, _Arm).__struct_fields__
+        return f"{nearest(name, list(known))}; known: {', '.join(known)}"
     fitting = [name for name in REMEDIES if field == name or field.startswith((f"{name}.", f"{name}["))]
     return f"; {REMEDIES[max(fitting, key=len)]}" if fitting else ""
 

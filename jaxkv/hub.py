@@ -7,7 +7,6 @@ where the clients would retry for half a minute, and it names the commit and the
 import contextlib
 import dataclasses
 import fnmatch
-import hashlib
 import os
 import pathlib
 import re
@@ -65,17 +64,16 @@ def describe_failure(error: Exception, hub_id: str, revision: str | None, kind: 
         return f"the hub refuses your token for {hub_id} (401); set HF_TOKEN to a valid one, or unset it"
     if isinstance(error, errors.RepositoryNotFoundError) or status == 401:
         return f"the hub has no {what} '{hub_id}', or it is private; check the id, or set HF_TOKEN"
-    if status == 403:
-        return f"the hub denies access to {hub_id} (403); give HF_TOKEN the right to read it"
-    if status == 429:
-        return f"the hub asks for fewer requests (429) while {hub_id} is fetched; wait some minutes, or set HF_TOKEN"
     if status is not None:
-        return f"the hub fails with status {status} while {hub_id} is fetched; try again later"
+        told = {
+            403: f"denies access to {hub_id} (403); give HF_TOKEN the right to read it",
+            429: f"asks for fewer requests (429) while {hub_id} is fetched; wait some minutes, or set HF_TOKEN",
+        }
+        return f"the hub {told.get(status, f'fails with status {status} while {hub_id} is fetched; try again later')}"
     if isinstance(error, errors.OfflineModeIsEnabled):
         return f"cannot download {hub_id} (HF_HUB_OFFLINE is set); unset it where there is a network"
-    told = explain(error).rstrip(".")
-    name = type(error).__name__
-    return f"cannot download {hub_id} ({name if name == told else f'{name}: {told}'}); check network and HF_ENDPOINT"
+    said, name = explain(error).rstrip("."), type(error).__name__
+    return f"cannot download {hub_id} ({name if name == said else f'{name}: {said}'}); check network and HF_ENDPOINT"
 
 
 def download(hub_id: str, revision: str | None = None, tell: Tell | None = None) -> tuple[pathlib.Path, str]:
@@ -107,7 +105,8 @@ def download(hub_id: str, revision: str | None = None, tell: Tell | None = None)
         for name, size in answer.sizes.items()
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
     }
-    target = _cache_folder(hub_id) / "snapshots" / answer.commit
+    folder = f"models--{hub_id.replace('/', '--')}"
+    target = pathlib.Path(huggingface_hub.constants.HF_HUB_CACHE, folder, "snapshots", answer.commit)
     missing = {name: size for name, size in wanted.items() if not (target / name).exists()}
     _check_space(hub_id, sum(missing.values()))
     bars = _make_bars(hub_id, target, missing, tell or (lambda text: None))
@@ -152,25 +151,19 @@ def _find_cached(hub_id: str, revision: str | None, failure: Exception) -> tuple
 
 def _cached_revisions(hub_id: str) -> dict[str, str]:
     """Commits of a model that are cached with a config, the newest first, and how to use each."""
-    folder = _cache_folder(hub_id)
-    found = [path.parent for path in folder.glob("snapshots/*/config.json") if path.exists()]
-    found.sort(key=lambda path: path.stat().st_mtime, reverse=True)
-    names: dict[str, str] = {}
-    for ref in folder.glob("refs/**/*"):
-        if ref.is_file():
-            names[ref.read_text().strip()] = ref.relative_to(folder / "refs").as_posix()
+    import huggingface_hub
+
+    try:
+        repos = huggingface_hub.scan_cache_dir().repos
+    except huggingface_hub.CacheNotFound:
+        return {}
+    revisions = [one for repo in repos if (repo.repo_id, repo.repo_type) == (hub_id, "model") for one in repo.revisions]
+    found = [one for one in revisions if any(file.file_name == "config.json" for file in one.files)]
     lines = {}
-    for path in found:
-        called = f"{names[path.name]}, commit {path.name}" if path.name in names else f"commit {path.name}"
-        lines[path.name] = f"{called} (use it with --revision={path.name})"
+    for one in sorted(found, key=lambda one: one.last_modified, reverse=True):
+        called = ", ".join([*sorted(one.refs), f"commit {one.commit_hash}"])
+        lines[one.commit_hash] = f"{called} (use it with --revision={one.commit_hash})"
     return lines
-
-
-def _cache_folder(hub_id: str) -> pathlib.Path:
-    """Where the hub's client keeps a model: blobs, refs and snapshots."""
-    from huggingface_hub import constants
-
-    return pathlib.Path(constants.HF_HUB_CACHE) / f"models--{hub_id.replace('/', '--')}"
 
 
 def _choose_patterns(hub_id: str, answer: Answer) -> list[str]:
@@ -236,16 +229,15 @@ def _find_damaged(directory: pathlib.Path, sizes: Mapping[str, int]) -> list[str
 
     The cache names a blob by its hash: git's for small files; SHA-256 for large ones, which `check_digests` looks at.
     """
+    from huggingface_hub.utils.sha import git_hash
+
     found = []
     for path in sorted(path for path in directory.rglob("*") if path.is_file()):
         name = path.relative_to(directory).as_posix()
         blob = path.resolve().name
-        if path.stat().st_size != sizes.get(name, path.stat().st_size):
+        resized = path.stat().st_size != sizes.get(name, path.stat().st_size)
+        if resized or (re.fullmatch("[0-9a-f]{40}", blob) and git_hash(path.read_bytes()) != blob):
             found.append(name)
-        elif re.fullmatch("[0-9a-f]{40}", blob):
-            content = path.read_bytes()
-            if hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest() != blob:
-                found.append(name)
     return found
 
 

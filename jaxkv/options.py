@@ -148,8 +148,8 @@ class DataOptions:
     """Which problems or text, and how they are put to the model."""
 
     task: str = option(
-        None, "gsm8k, arith, ifeval, next_string, math500, aime24 or humaneval; arith if not set for the models that "
-        "ship with the package.", choices="jaxkv.tasks:TASKS")
+        None, "{choices}: a generate_until task of lm-evaluation-harness or a YAML file of one. arith if not set for "
+        "the models that ship with the package.", choices="jaxkv.tasks:TASKS")
     subset: str = option(
         "all", "With ifeval: all, or no_length_128: 128 without length instructions.",
         choices="jaxkv.tasks.task:SUBSETS")

@@ -111,6 +111,7 @@ def _run_experiments(options: Options, path: pathlib.Path, flags: str, console: 
             write_pieces(path, tokens, condition.checkpoint.tokenizer)
         if options.run.framework == "jax":
             _explain_overflow(condition, run, console)
+        _record_totals(condition, run, console)
         run.record_provenance({"seconds": round(time.monotonic() - begin, 1)})
 
 
@@ -118,6 +119,24 @@ def _list_tokens(run: RunDirectory) -> set[int]:
     """Ids that both arms took in the samples on disk."""
     samples = [record for record in run.read() if isinstance(record, DivergenceRecord)]
     return {token for sample in samples for arm in ARMS for token in getattr(sample.arms, arm).tokens}
+
+
+def _record_totals(condition: "Condition", run: RunDirectory, console: Console) -> None:
+    """What the package that a task is of makes of all texts of an arm together."""
+    task = condition.task
+    total = getattr(task, "total", None)
+    samples = [record for record in run.read() if isinstance(record, DivergenceRecord) and record.invalid is None]
+    if total is None or not samples:
+        return
+    golds = {problem.index: problem.answer for problem in task.problems}
+    totals = {
+        arm: total({golds[sample.problem]: getattr(sample.arms, arm).text for sample in samples})
+        for arm in ("uncached", "cached")
+    }
+    run.record_provenance({"totals": totals})
+    for name, value in totals["cached"].items():
+        line = f"{task.name} {name}: cached {value:.4g}, uncached {totals['uncached'][name]:.4g}"
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def _check_prompts(condition: "Condition", run: RunDirectory) -> None:

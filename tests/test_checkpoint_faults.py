@@ -20,7 +20,6 @@ import torch
 import transformers
 from cases import daily
 from checkpoint_files import FP16, FP32, assert_same_bits, fails
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from test_checkpoints_gguf import write_gguf
 from test_checkpoints_hf import make_model
@@ -225,7 +224,7 @@ def test_no_readable_file(llama, name, fault, monkeypatch):
             words = f"{name} cannot be read .No such file or directory"
         else:
             file.write_bytes(b"")
-            words = f"{name}(: is not JSON| has no readable)"
+            words = f"{name}(: is not JSON| cannot be read .*header too small)"
     fails(llama, words)
 
 
@@ -272,32 +271,30 @@ def change(**values):
 
 
 @pytest.mark.parametrize(
-    ("edit", "words"),
+    "edit",
     [
-        (overlap, "overlaps another tensor"),
-        (shift, "leaves a gap"),
-        (lambda header: two_norms(header)[0]["data_offsets"].reverse(), "overlaps|backwards|gap"),
-        (change(shape=[31]), r"shape \[31\] in F32 takes 124 bytes, and the header gives it 128"),
-        (change(shape=[-32]), "expected `int` >= 0"),
-        (change(shape=[1 << 62, 4]), "expected `int`"),
-        (change(shape="32"), "expected `array`, got `str`"),
-        (change(data_offsets=[-4, 124]), "expected `int` >= 0"),
-        (change(data_offsets=[0]), "expected `array`"),
-        (change(data_offsets=None), "expected `array`, got `null`"),
-        (change(dtype="F16"), "takes 64 bytes"),
-        (change(dtype="F99"), "dtype F99"),
-        (lambda header: header.update(x=[]), "tensor x: expected `object`, got `array`"),
-        (lambda header: header.pop("model.norm.weight"), "gap|after its end"),
+        overlap,
+        shift,
+        lambda header: two_norms(header)[0]["data_offsets"].reverse(),
+        change(shape=[31]),
+        change(shape=[-32]),
+        change(shape=[1 << 62, 4]),
+        change(shape="32"),
+        change(data_offsets=[-4, 124]),
+        change(data_offsets=[0]),
+        change(data_offsets=None),
+        change(dtype="F16"),
+        change(dtype="F99"),
+        lambda header: header.update(x=[]),
+        lambda header: header.pop("model.norm.weight"),
     ],
 )
-def test_header_that_contradicts_itself(llama, edit, words):
+def test_header_that_contradicts_itself(llama, edit):
     file = llama / "model.safetensors"
     header, data = header_of(file)
     edit(header)
     write_raw(file, header, data)
-    with pytest.raises(SafetensorError), safe_open(file, "pt"):
-        pass
-    fails(llama, rf"model.safetensors.*({words})")
+    fails(llama, r"model.safetensors cannot be read \(Error while deserializing header: .*; copy or download it again")
 
 
 def test_name_that_occurs_twice(llama):
@@ -305,19 +302,19 @@ def test_name_that_occurs_twice(llama):
     header, data = header_of(file)
     text = json.dumps(header).replace("layers.1.input_layernorm", "layers.0.input_layernorm")
     write_raw(file, text.encode(), data)
-    fails(llama, "leaves a gap")
+    fails(llama, "deserializing header: invalid offset for tensor")
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (struct.pack("<Q", 1 << 63) + b"{}", "no readable safetensors header"),
-        (struct.pack("<Q", 99_999_999) + b"{}" * 50, "no readable safetensors header"),
-        (struct.pack("<Q", 100_000) + b"[" * 100_000, "nested|is not JSON"),
-        (struct.pack("<Q", 2) + b"[]", "expected `object`"),
-        (struct.pack("<Q", 3) + b'{"\xff', "is not JSON"),
+        (struct.pack("<Q", 1 << 63) + b"{}", "header too large"),
+        (struct.pack("<Q", 99_999_999) + b"{}" * 50, "invalid header length"),
+        (struct.pack("<Q", 100_000) + b"[" * 100_000, "invalid JSON in header"),
+        (struct.pack("<Q", 2) + b"[]", "invalid JSON in header"),
+        (struct.pack("<Q", 3) + b'{"\xff', "invalid UTF-8 in header"),
         (struct.pack("<Q", 2) + b"{}", "missing"),
-        (struct.pack("<Q", 2) + b"{}abc", "3 bytes after its end"),
+        (struct.pack("<Q", 2) + b"{}abc", "file not fully covered"),
     ],
 )
 def test_no_header(llama, content, words):

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import os
-import re
 import sys
 
 import gguf
@@ -14,7 +13,6 @@ import transformers
 from checkpoint_files import FP32, assert_same_bits, fails, finish_gguf
 from gguf import GGMLQuantizationType as QuantType
 
-from jaxkv.checkpoints import gguf as ours
 from jaxkv.checkpoints import load
 from jaxkv.checkpoints.fill import flat_paths
 from jaxkv.config import RopeScaling
@@ -106,14 +104,12 @@ def write_gguf(
     if change is not None:
         change(writer)
 
-    names = {hf: short for short, hf in ours._NAMES[arch].items()}
+    arches = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(arches[arch], config.num_hidden_layers)
     for name, value in state.items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)", name)
-        short = (
-            f"blk.{layer[1]}.{names[layer[2]]}.{layer[3]}" if layer else f"{names[name.removesuffix('.weight')]}.weight"
-        )
+        short = "output.weight" if name == "lm_head.weight" else names.get_name(name, try_suffixes=(".weight", ".bias"))
         if short in skip:
             continue
         array = value.float().numpy().copy()
@@ -296,7 +292,7 @@ def test_faults(tmp_path):
     write_gguf(
         path, skip=("blk.1.ffn_up.weight", "output_norm.weight"), extra=[("blk.0.attn_q.bias", np.zeros(64, "f"))]
     )
-    fails(path, "2 missing: model.layers.1.mlp.up_proj.weight, model.norm.weight; 1 unknown: .*q_proj.bias")
+    fails(path, "2 missing: model.layers.1.mlp.up_proj.weight, model.norm.weight; 1 unknown: blk.0.attn_q.bias")
     write_gguf(path, extra=[("rope_factors_long.weight", np.ones(8, "f"))])
     fails(path, "rope_factors_long.weight .*not implemented")
     write_gguf(path, change=lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN))

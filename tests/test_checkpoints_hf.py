@@ -234,11 +234,11 @@ def test_truncated_file(llama):
     file = llama / "model.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[:-100])
-    fails(llama, rf"truncated \({len(whole) - 100} bytes of {len(whole)}\)")
+    fails(llama, "file not fully covered")
     file.write_bytes(whole[:100])
-    fails(llama, "truncated or not safetensors")
+    fails(llama, "invalid header length")
     file.write_bytes(b"")
-    fails(llama, "truncated or not safetensors")
+    fails(llama, "header too small")
 
 
 def test_integer_tensors_are_refused(llama):

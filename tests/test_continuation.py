@@ -131,7 +131,7 @@ def test_hub(monkeypatch):
 
 
 def test_usual_styles():
-    assert usual_style("next_string", True) == ("zero_shot", 0)
-    assert usual_style("ifeval", True) == ("chat", 0)
-    assert usual_style("gsm8k", False) == ("few_shot", 8)
-    assert usual_style("arith", False) == usual_style("humaneval", False) == ("zero_shot", 0)
+    assert usual_style("next_string", True) == "zero_shot"
+    assert usual_style("ifeval", True) == "chat"
+    assert usual_style("gsm8k", False) == "few_shot"
+    assert usual_style("arith", False) == usual_style("humaneval", False) == "zero_shot"

@@ -125,9 +125,7 @@ def test_large_models_are_sharded(tmp_path, monkeypatch):
     files = sorted(path.name for path in (tmp_path / "dest").glob("*.safetensors"))
     assert files == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
     sizes = [sum(len(data) for _, _, data in stored(tmp_path / "dest" / file).values()) for file in files]
-    assert (
-        [size for size in sizes if size > 20_000] == [sizes[0], sizes[-1]] == [2 * 259 * 48] * 2
-    )  # embedding and head
+    assert [size for size in sizes if size > 20_000] == [2 * 259 * 48] * 2  # embedding and head
     assert len(sizes) < 20
     index = json.loads((tmp_path / "dest" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(sizes)

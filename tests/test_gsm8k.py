@@ -21,7 +21,7 @@ from jaxkv.tasks.scoring import (
     cut_at_stop,
     extract_flexible,
     extract_strict,
-    label_change_kind,
+    label_change,
     score,
 )
 
@@ -233,13 +233,9 @@ def test_cut_at_stop():
         ("#### 18-30", "I do not know", "strict", "answer_changed"),  # neither settles on a value
     ],
 )
-def test_label_change_kind(a, b, scorer, kind):
-    assert label_change_kind(a, b, "18", scorer) == label_change_kind(b, a, "18", scorer) == kind
-
-
-def test_label_change_kind_names_the_scorer():
-    with pytest.raises(UserError, match="did you mean 'strict'"):
-        label_change_kind("", "", "1", "strikt")
+def test_label_change(a, b, scorer, kind):
+    a, b = score(a, "18"), score(b, "18")
+    assert label_change(a, b)[scorer] == label_change(b, a)[scorer] == kind
 
 
 # Data
@@ -266,21 +262,17 @@ def test_readers_agree(tmp_path, monkeypatch):
     parquet = str(tmp_path / "a.parquet")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{**r, "id": str(r["id"])} for r in ROWS]), parquet)
     paths = [jsonl, str(windows), parquet, PROBLEMS]
-    with_datasets = [load_problems(path) for path in paths]
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    without = [load_problems(path) for path in paths]
-    for (rows, origin), (same_rows, same_origin) in zip(with_datasets, without, strict=True):
-        assert rows == same_rows
-        assert origin["fingerprint"]
-        assert same_origin == origin | {"fingerprint": None}
-    assert with_datasets[0][1]["fingerprint"] == with_datasets[2][1]["fingerprint"]
-    assert with_datasets[0][0] == with_datasets[1][0] == with_datasets[2][0]
-    assert with_datasets[0][0] == (
+    monkeypatch.setitem(sys.modules, "datasets", None)  # files are read without it
+    read = [load_problems(path) for path in paths]
+    assert read[0][1]["fingerprint"] == read[1][1]["fingerprint"] == read[2][1]["fingerprint"]
+    assert read[0][1]["fingerprint"] != read[3][1]["fingerprint"]
+    assert read[0][0] == read[1][0] == read[2][0]
+    assert read[0][0] == (
         Problem(0, "a\u2028b", "1200", "x\n#### 1,200"),
         Problem(1, "2020-01-01", "-3", "#### -3"),
     )
     sha = hashlib.sha256(Path(jsonl).read_bytes()).hexdigest()
-    origin = with_datasets[0][1]
+    origin = read[0][1]
     assert (origin["source"], origin["sha256"], origin["rows"], origin["split"]) == (jsonl, sha, 2, "test")
 
 

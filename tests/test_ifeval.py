@@ -14,8 +14,7 @@ from shown import as_markdown
 from jaxkv.errors import UserError
 from jaxkv.experiments.divergence.report import describe_setting, write_divergence
 from jaxkv.tasks import PromptSpec, load_task
-from jaxkv.tasks.ifeval import choose_subset, draws_letter
-from jaxkv.tasks.ifeval_checker import check, load_checker
+from jaxkv.tasks.ifeval import check, choose_subset, draws_letter, load_checker
 
 KINDS = [
     (["punctuation:no_comma"], [{}]),

@@ -25,6 +25,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from huggingface_hub import split_state_dict_into_shards_factory
 
 from jaxkv.checkpoints.checkpoint import Checkpoint
 from jaxkv.checkpoints.destination import new_directory
@@ -132,30 +133,18 @@ def _write_weights(checkpoint: Checkpoint, directory: pathlib.Path, dtype: str) 
         return SourceTensor(name, shape, dtype, lambda: cast(np.asarray(leaves[path][...]), shape, target, name))
 
     names = tensor_names(checkpoint.config, shapes, key_table(family))
-    shards = _split([tensor(name, path) for name, path in names.items()], target.itemsize)
-    files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    files = files if len(shards) > 1 else ["model.safetensors"]
-    for file, part in zip(files, shards, strict=True):
-        _write_safetensors(directory / file, part, target.itemsize)
-    if len(shards) > 1:
-        total = sum(math.prod(tensor.shape) for part in shards for tensor in part) * target.itemsize
-        weight_map = {tensor.name: file for file, part in zip(files, shards, strict=True) for tensor in part}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    tensors = {name: tensor(name, path) for name, path in names.items()}
+    split = split_state_dict_into_shards_factory(
+        tensors,  # type: ignore[arg-type]
+        get_storage_size=lambda one: math.prod(one.shape) * target.itemsize,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=_SHARD_BYTES,
+    )
+    for file, part in split.filename_to_tensors.items():
+        _write_safetensors(directory / file, [tensors[name] for name in part], target.itemsize)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         _write_json(directory / "model.safetensors.index.json", index)
-
-
-def _split(tensors: Sequence[SourceTensor], itemsize: int) -> list[list[SourceTensor]]:
-    """The tensors in order, in files of at most _SHARD_BYTES, or of one tensor."""
-    shards: list[list[SourceTensor]] = []
-    room = 0
-    for tensor in tensors:
-        size = math.prod(tensor.shape) * itemsize
-        if not shards or size > room:
-            shards.append([])
-            room = _SHARD_BYTES
-        shards[-1].append(tensor)
-        room -= size
-    return shards
 
 
 def _write_safetensors(path: pathlib.Path, tensors: Sequence[SourceTensor], itemsize: int) -> None:

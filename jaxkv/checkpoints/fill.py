@@ -1,5 +1,6 @@
 """From named source tensors to the decoder's state: matched as a whole first, then streamed one tensor at a time."""
 
+import collections
 import dataclasses
 import math
 import os
@@ -35,11 +36,7 @@ def flat_paths(state: nnx.State) -> dict[str, nnx.Variable]:
 
 def with_leaves(state: nnx.State, arrays: Mapping[str, jax.Array]) -> nnx.State:
     """The state with each parameter's value replaced by the array of its path."""
-    flat = nnx.to_flat_state(state)
-    leaves = [
-        leaf.replace(arrays["/".join(map(str, path))]) for path, leaf in zip(flat.paths, flat.leaves, strict=True)
-    ]
-    return nnx.from_flat_state(list(zip(flat.paths, leaves, strict=True)))
+    return nnx.map_state(lambda path, leaf: leaf.replace(arrays["/".join(map(str, path))]), state)
 
 
 def shorten(items: Sequence[str], most: int = 4) -> str:
@@ -276,10 +273,7 @@ def reorder(x: np.ndarray, times: int) -> np.ndarray:
 
 def count_dtypes(tensors: Iterable[SourceTensor]) -> dict[str, int]:
     """Number of tensors by original dtype."""
-    counts: dict[str, int] = {}
-    for tensor in tensors:
-        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + 1
-    return dict(sorted(counts.items()))
+    return dict(sorted(collections.Counter(tensor.dtype for tensor in tensors).items()))
 
 
 def num_parameters(state: nnx.State) -> int:

@@ -13,8 +13,8 @@ from jaxkv.checkpoints.checkpoint import Checkpoint, ConfigCheck, Progress, Prov
 from jaxkv.checkpoints.fill import SourceTensor, count_dtypes, fill_state, flat_paths, match_tensors
 from jaxkv.checkpoints.gguf_header import find_parts, model_name
 from jaxkv.checkpoints.gguf_tokenizer import build_tokenizer
-from jaxkv.checkpoints.hashing import hash_files, unchanged
 from jaxkv.checkpoints.hf_tokenizer import check_template
+from jaxkv.checkpoints.manifest import hash_files, unchanged
 from jaxkv.checkpoints.tokenizer import Tokenizer, check_special_ids
 from jaxkv.config import ModelConfig, Precision, RopeScaling
 from jaxkv.errors import UserError
@@ -25,33 +25,7 @@ from jaxkv.models.hf_fields import Epsilon, Layers, Length, Positive, Size
 from jaxkv.models.layers import rope_frequencies
 from jaxkv.models.llama import llama3_scaling
 
-# llama.cpp's tensor names in Hugging Face terms; what a name means for a family is in the family's own key table.
-_COMMON = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_LLAMA_NAMES = _COMMON | {"ffn_norm": "post_attention_layernorm"}
-_POST_NORM_NAMES = _COMMON | {
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_NAMES = {
-    name: _POST_NORM_NAMES if "model.layers.{i}.pre_feedforward_layernorm.weight" in family.keys else _LLAMA_NAMES
-    for name, family in FAMILIES.items()
-    if family.gguf
-}
+_KNOWN = tuple(name for name, family in FAMILIES.items() if family.gguf)  # architectures
 _ROPE_FREQS = "rope_freqs.weight"
 _SAMPLE = "Of the 12 cafés,\n  which is the largest?  345.6"  # what every tokenizer must give back
 _BLOCK = 1 << 22  # weights dequantized at a time
@@ -140,8 +114,8 @@ def read_config(
       UserError: another architecture, a RoPE scaling that is none of ours, or a field that is missing or no such thing.
     """
     arch = fields.get("general.architecture")
-    if not isinstance(arch, str) or arch not in _NAMES:
-        raise UserError(f"{name}: GGUF architecture '{arch}' is not implemented; known: {', '.join(_NAMES)}")
+    if not isinstance(arch, str) or arch not in _KNOWN:
+        raise UserError(f"{name}: GGUF architecture '{arch}' is not implemented; known: {', '.join(_KNOWN)}")
     found = _read_metadata(fields, arch, name)
     heads, width = found.head_count, found.embedding_length
     head_dim = found.key_length or width // heads
@@ -271,14 +245,17 @@ def read_gguf(
         graphdef, abstract = abstract_decoder(config, precision)
         shapes = {key: leaf.shape for key, leaf in flat_paths(abstract).items()}
         arch = fields["general.architecture"]
-        tensors = [_source(tensor, arch, config) for tensor in stored if tensor.name != _ROPE_FREQS]
+        names = _hf_names(arch, config)
+        tensors = [
+            _source(tensor, names.get(tensor.name, tensor.name), arch, config)
+            for tensor in stored
+            if tensor.name != _ROPE_FREQS
+        ]
         plan = match_tensors(config, shapes, key_table(config.family), tensors, name)
         tokenizer = _read_tokenizer(fields, name)
         check_special_ids(tokenizer, config.vocab_size, name)
-        try:
+        with reading(name, "use another quantization of the model", (NotImplementedError,)):
             state = fill_state(abstract, plan, config, name, sharding, progress)
-        except NotImplementedError as error:
-            raise UserError(f"{name}: {error}; use another quantization of the model") from None
         digests = hash_files(paths)
     generation = {
         k.removeprefix("general.sampling."): v for k, v in fields.items() if k.startswith("general.sampling.")
@@ -291,21 +268,26 @@ def _config_of(
     fields: dict[str, Any], stored: Sequence[Any], preset: ModelConfig | None, label: str, where: str
 ) -> ModelConfig:
     """The config, under the file's name. Raises UserError on what is not implemented or contradicts the tensors."""
+    from gguf.quants import dequantize
+
     arch, tensors = str(fields.get("general.architecture")), {tensor.name: tensor for tensor in stored}
-    if arch not in _NAMES:
+    if arch not in _KNOWN:
         read_config(fields, 0, False, preset, where)  # refuses it
     if odd := [name for name in tensors if name.startswith("rope_factors")]:
         raise UserError(f"{where}: tensor {odd[0]} (scaled RoPE) is not implemented; use a model without it")
     if "token_embd.weight" not in tensors or len(tensors["token_embd.weight"].shape) != 2:
         raise UserError(f"{where}: tensor token_embd.weight is missing; use a complete file")
-    freqs = tensors.get(_ROPE_FREQS)
+    factors = None
+    if (freqs := tensors.get(_ROPE_FREQS)) is not None:
+        with reading(f"{where}: tensor {_ROPE_FREQS}", kinds=(NotImplementedError,)):
+            factors = dequantize(freqs.data, freqs.tensor_type)
     config = read_config(
         fields,
         int(tensors["token_embd.weight"].shape[1]),
         "output.weight" not in tensors,
         preset,
         where,
-        None if freqs is None else _read_factors(freqs, where),
+        factors,
     )
     layers = len({name.split(".")[1] for name in tensors if name.startswith("blk.")})
     if config.num_layers != layers:  # before a decoder of that many is made
@@ -315,18 +297,8 @@ def _config_of(
     return dataclasses.replace(config, name=label)
 
 
-def _read_factors(tensor: Any, where: str) -> np.ndarray:
-    """RoPE's factors. Raises UserError if they are stored as something else."""
-    from gguf.quants import dequantize
-
-    try:
-        return dequantize(tensor.data, tensor.tensor_type)
-    except NotImplementedError as error:
-        raise UserError(f"{where}: tensor {tensor.name}: {error}; {AGAIN}") from None
-
-
-def _source(tensor: Any, arch: str, config: ModelConfig) -> SourceTensor:
-    """A stored tensor under its Hugging Face name, read by rows.
+def _source(tensor: Any, name: str, arch: str, config: ModelConfig) -> SourceTensor:
+    """A stored tensor under its Hugging Face name `name`, read by rows.
 
     Dequantizing takes several times its result, and the copy keeps pages of the mapped file out of JAX.
     """
@@ -344,14 +316,18 @@ def _source(tensor: Any, arch: str, config: ModelConfig) -> SourceTensor:
                 values[start : start + step] = dequantize(tensor.data[start : start + step], tensor.tensor_type)
         return _undo(arch, tensor.name, config)(values)
 
-    return SourceTensor(_hf_name(tensor.name, _NAMES[arch]), shape, tensor.tensor_type.name, read)
+    return SourceTensor(name, shape, tensor.tensor_type.name, read)
 
 
-def _hf_name(name: str, names: dict[str, str]) -> str:
-    parts = name.split(".")
-    if parts[0] == "blk" and len(parts) == 4 and parts[2] in names:
-        return f"model.layers.{parts[1]}.{names[parts[2]]}.{parts[3]}"
-    return f"{names[parts[0]]}.{parts[1]}" if len(parts) == 2 and parts[0] in names else name
+def _hf_names(arch: str, config: ModelConfig) -> dict[str, str]:
+    """llama.cpp's name of each tensor of a model -> its Hugging Face name, by llama.cpp's own table."""
+    import gguf
+
+    layers = config.num_layers
+    table = gguf.get_tensor_name_map(next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch), layers)
+    wanted = [key.format(i=i) for key in key_table(config.family) for i in range(layers if "{i}" in key else 1)]
+    named = {table.get_name(name, try_suffixes=(".weight", ".bias")): name for name in wanted}
+    return {"output.weight": "lm_head.weight"} | {ours: name for ours, name in named.items() if ours is not None}
 
 
 class _TokenizerRules(msgspec.Struct, kw_only=True):

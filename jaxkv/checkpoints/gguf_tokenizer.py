@@ -5,11 +5,10 @@ with the best-scored concatenation is merged first, leftmost among equals. `gpt2
 """
 
 import dataclasses
-import functools
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxkv.checkpoints.tokenizer import bos_template
@@ -192,39 +191,16 @@ class Greedy:
         return [(start, end) for start, end in enumerate(ends) if end]
 
 
-def _gpt2_steps() -> list[Any]:
-    from tokenizers import pre_tokenizers
-
-    return [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
-
-
-def _smollm_steps() -> list[Any]:
-    from tokenizers import pre_tokenizers
-
-    return [pre_tokenizers.Digits(individual_digits=True), *_gpt2_steps()]
-
-
-def _regex_steps(pattern: str) -> list[Any]:
-    from tokenizers import Regex, pre_tokenizers
-
-    split = pre_tokenizers.Split(Regex(pattern), "isolated")
-    return [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-
-
-# `default` is what a converter wrote that did not know the model: it does not say how text was split.
-_PRE: dict[str, Callable[[], list[Any]]] = {
-    "gpt-2": _gpt2_steps,
-    "smollm": _smollm_steps,
-    "llama-bpe": functools.partial(_regex_steps, _LLAMA3),
-    "qwen2": functools.partial(_regex_steps, _QWEN2),
-}
+# How byte-level BPE splits a text before it merges: by a pattern of its own, or as GPT-2 does, with single digits or
+# not. `default` is what a converter wrote that did not know the model: it does not say how text was split.
+_PRE = {"gpt-2": None, "smollm": None, "llama-bpe": _LLAMA3, "qwen2": _QWEN2}
 
 
 def _byte_level(
     fields: Mapping[str, Any], vocab: dict[str, int], types: Sequence[int], special: dict[str, int | None], name: str
 ) -> _Built:
     """The kind `gpt2`: byte-level BPE."""
-    from tokenizers import decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
     pre = fields.get(f"{KEY}pre")
     if pre not in _PRE:
@@ -238,7 +214,13 @@ def _byte_level(
     backend = _backend(models.BPE(vocab=vocab, merges=merges, ignore_merges=llama3), list(vocab), types)
     if pre == "qwen2":  # as in the tokenizer.json of every Qwen2 and Qwen3
         backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = pre_tokenizers.Sequence(_PRE[pre]())
+    pattern = _PRE[pre]
+    steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)]
+    if pattern is not None:
+        steps.insert(0, pre_tokenizers.Split(Regex(pattern), "isolated"))
+    elif pre == "smollm":
+        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     backend.decoder = decoders.ByteLevel()
     return _Built(backend, llama3)
 

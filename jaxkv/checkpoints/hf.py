@@ -11,8 +11,8 @@ from typing import Any
 from jaxkv.checkpoints.checkpoint import Checkpoint, ConfigCheck, Progress, Provenance, Sharding
 from jaxkv.checkpoints.fill import SourceTensor, count_dtypes, fill_state, flat_paths, match_tensors, shorten
 from jaxkv.checkpoints.folder import WeightFiles, find_weights
-from jaxkv.checkpoints.hashing import hash_files, unchanged
 from jaxkv.checkpoints.hf_tokenizer import TOKENIZER_FILES, read_tokenizer
+from jaxkv.checkpoints.manifest import hash_files, unchanged
 from jaxkv.checkpoints.mistral_format import in_hf_terms, read_params
 from jaxkv.checkpoints.safetensors import list_tensors
 from jaxkv.config import ModelConfig, Precision

@@ -19,13 +19,21 @@ import jax
 import msgspec
 import numpy as np
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxkv.checkpoints.checkpoint import Checkpoint, ConfigCheck, Progress, Provenance, Sharding
 from jaxkv.checkpoints.destination import new_directory
 from jaxkv.checkpoints.fill import cast, flat_paths, not_finite, place, shorten, with_leaves
-from jaxkv.checkpoints.hashing import unchanged
 from jaxkv.checkpoints.hf_tokenizer import load_tokenizer
-from jaxkv.checkpoints.manifest import MANIFEST, check_manifest, hash_tree, list_files, summarize, write_manifest
+from jaxkv.checkpoints.manifest import (
+    MANIFEST,
+    check_manifest,
+    hash_tree,
+    list_files,
+    summarize,
+    unchanged,
+    write_manifest,
+)
 from jaxkv.config import ModelConfig, Precision
 from jaxkv.errors import UserError
 from jaxkv.files import convert, read_json, reading
@@ -90,25 +98,6 @@ def _handler(largest: int = 0) -> Any:
     return ocp.PyTreeCheckpointHandler(save_concurrent_gb=limit, use_ocdbt=False, use_compression=False)
 
 
-def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """{'a/b': x} as {'a': {'b': x}}."""
-    tree: dict[str, Any] = {}
-    for path, value in flat.items():
-        *parents, last = path.split("/")
-        node = tree
-        for part in parents:
-            node = node.setdefault(part, {})
-        node[last] = value
-    return tree
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flatten(value, f"{prefix}{key}/") if isinstance(value, Mapping) else {prefix + key: value}
-    return flat
-
-
 def save(checkpoint: Checkpoint, directory: str | pathlib.Path) -> None:
     """Writes a checkpoint; `restore` gives back the same bits.
 
@@ -136,7 +125,9 @@ def save(checkpoint: Checkpoint, directory: str | pathlib.Path) -> None:
             ocp.Checkpointer(_handler(max(array.nbytes for array in arrays.values()))) as writer,
         ):
             writer.save(
-                partial / "params", args=ocp.args.PyTreeSave(_nest(arrays)), custom_metadata={"jaxkv": metadata}
+                partial / "params",
+                args=ocp.args.PyTreeSave(unflatten_dict(arrays, sep="/")),
+                custom_metadata={"jaxkv": metadata},
             )
         write_manifest(partial)
 
@@ -312,5 +303,7 @@ def _read_group(
             else ocp.RestoreArgs(restore_type=np.ndarray, dtype=stored)
         )
     shapes = {path: jax.ShapeDtypeStruct(leaf.shape, stored) for path, leaf in leaves.items()}
-    request = ocp.args.PyTreeRestore(item=_nest(shapes), restore_args=_nest(args), partial_restore=True)
-    return _flatten(reader.restore(params.absolute(), args=request))
+    request = ocp.args.PyTreeRestore(
+        item=unflatten_dict(shapes, sep="/"), restore_args=unflatten_dict(args, sep="/"), partial_restore=True
+    )
+    return dict(flatten_dict(reader.restore(params.absolute(), args=request), sep="/"))

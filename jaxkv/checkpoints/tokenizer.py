@@ -37,7 +37,36 @@ class Rules(msgspec.Struct, frozen=True):
     has_chat_template: bool
 
 
-class Tokenizer:
+class _Shared:
+    """What both kinds of tokenizer do alike."""
+
+    kind: Literal["huggingface", "bytes"]
+    add_bos: bool
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+    vocab_size: int
+    has_chat_template: bool
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids, special tokens left out."""
+        raise NotImplementedError
+
+    def decode_new(self, prompt: Sequence[int], new: Sequence[int]) -> str:
+        """Text that new ids [n] add to that of a prompt [P]; special tokens left out.
+
+        New ids alone would lose a space: sentencepiece strips one from the start of a text. Where a character was cut
+        in two, the prompt's text ends in replacement characters.
+        """
+        before, after = self.decode(prompt), self.decode([*prompt, *new])
+        shared = next((n for n, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(before))
+        return after[shared:]
+
+    def to_json(self) -> dict[str, Any]:
+        """The rules that a record needs."""
+        return {name: getattr(self, name) for name in Rules.__struct_fields__} | {"eos_ids": list(self.eos_ids)}
+
+
+class Tokenizer(_Shared):
     """A transformers tokenizer with its BOS rule and its stop ids made explicit.
 
     Attributes:
@@ -47,6 +76,8 @@ class Tokenizer:
       vocab_size: number of ids, added tokens included.
       has_chat_template: whether `chat` works.
     """
+
+    kind = "huggingface"
 
     def __init__(self, hf: Any, *, add_bos: bool | None = None, eos_ids: Iterable[int] = ()):
         """Wraps a transformers tokenizer.
@@ -76,13 +107,6 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens left out."""
         return self.hf.decode([int(i) for i in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-    def decode_new(self, prompt: Sequence[int], new: Sequence[int]) -> str:
-        """Text that new ids [n] add to that of a prompt [P]; special tokens left out.
-
-        New ids alone would lose a space: sentencepiece strips one from the start of a text.
-        """
-        return _added_text(self.decode(prompt), self.decode([*prompt, *new]))
 
     @functools.cached_property
     def turn_ends(self) -> frozenset[int]:
@@ -127,10 +151,6 @@ class Tokenizer:
         ids = [int(i) for i in ids]
         return ids[1:] if self.bos_id is not None and ids[:2] == [self.bos_id] * 2 else ids
 
-    def to_json(self) -> dict[str, Any]:
-        """The rules that a record needs."""
-        return _to_json("huggingface", self)
-
     def save(self, directory: str | pathlib.Path) -> None:
         """Writes the tokenizer and its rules into a directory; `load_tokenizer` reads them.
 
@@ -141,9 +161,10 @@ class Tokenizer:
         (pathlib.Path(directory) / RULES_FILE).write_text(json.dumps(self.to_json()))
 
 
-class ByteTokenizer:
+class ByteTokenizer(_Shared):
     """UTF-8 bytes as ids 0-255, then pad 256, bos 257, eos 258: the tokenizer of the test presets (V = 259)."""
 
+    kind = "bytes"
     pad_id = 256
     vocab_size = 259
     has_chat_template = False
@@ -160,10 +181,6 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids; specials are left out, broken UTF-8 becomes the replacement character."""
         return bytes(int(i) for i in ids if int(i) < 256).decode(errors="replace")
-
-    def decode_new(self, prompt: Sequence[int], new: Sequence[int]) -> str:
-        """Text that new ids add to that of a prompt, as in `Tokenizer`."""
-        return _added_text(self.decode(prompt), self.decode([*prompt, *new]))
 
     @property
     def turn_ends(self) -> frozenset[int]:
@@ -183,18 +200,15 @@ class ByteTokenizer:
         from tokenizers import AddedToken, decoders, models, pre_tokenizers
         from tokenizers import Tokenizer as Backend
         from transformers import PreTrainedTokenizerFast
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-        backend = Backend(models.BPE(vocab={letter: byte for byte, letter in enumerate(_byte_letters())}, merges=[]))
+        backend = Backend(models.BPE(vocab={letter: byte for byte, letter in bytes_to_unicode().items()}, merges=[]))
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.decoder = decoders.ByteLevel()
         special = {"pad_token": "<|pad|>", "bos_token": "<|bos|>", "eos_token": "<|eos|>"}
         backend.add_tokens([AddedToken(token, special=True, normalized=False) for token in special.values()])
         backend.post_processor = bos_template("<|bos|>", self.bos_id if self.add_bos else None)
         return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **special)
-
-    def to_json(self) -> dict[str, Any]:
-        """The rules that a record needs."""
-        return _to_json("bytes", self)
 
     def save(self, directory: str | pathlib.Path) -> None:
         """Writes the rules into a directory; `load_tokenizer` reads them."""
@@ -239,23 +253,6 @@ def check_special_ids(tokenizer: AnyTokenizer, rows: int, name: str) -> None:
     check_ids(tokenizer.eos_ids, rows, tokenizer.vocab_size, f"{name}: EOS")
 
 
-def _added_text(before: str, after: str) -> str:
-    """What `after` has beyond `before`. Where a character was cut in two, `before` ends in replacement characters."""
-    shared = next((n for n, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(before))
-    return after[shared:]
-
-
-def _to_json(kind: Literal["huggingface", "bytes"], tokenizer: AnyTokenizer) -> dict[str, Any]:
-    return {
-        "kind": kind,
-        "add_bos": tokenizer.add_bos,
-        "bos_id": tokenizer.bos_id,
-        "eos_ids": list(tokenizer.eos_ids),
-        "vocab_size": tokenizer.vocab_size,
-        "has_chat_template": tokenizer.has_chat_template,
-    }
-
-
 def write_transformers(hf: Any, directory: str | pathlib.Path) -> None:
     """Writes tokenizer.json and what goes with it. Raises UserError if it cannot say what the tokenizer does."""
     try:
@@ -275,10 +272,3 @@ def bos_template(token: str, bos_id: int | None) -> Any:
     if bos_id is None:
         return processors.TemplateProcessing("$A", "$A $B:1", [])
     return processors.TemplateProcessing([token, "$A"], [token, "$A", "$B:1"], [(token, bos_id)])
-
-
-def _byte_letters() -> list[str]:
-    """The letter that byte-level BPE writes for each byte: itself if it prints, else the next one from U+0100 on."""
-    prints = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in prints else next(others)) for byte in range(256)]

@@ -64,8 +64,9 @@ def known(figure: T | None) -> T:
 
 
 def find_headline(scorers: Iterable[str]) -> str:
-    """The scorer whose figure stands for a task: the first of HEADLINES that it has."""
-    return next(name for name in HEADLINES if name in scorers)
+    """The scorer whose figure stands for a task: the first of HEADLINES that it has, else its first one."""
+    names = list(scorers)
+    return next((name for name in HEADLINES if name in names), names[0])
 
 
 class Part(Struct, frozen=True, forbid_unknown_fields=True):
@@ -223,10 +224,11 @@ class FreeRunning(Part, frozen=True):
 
 
 class Score(Part, frozen=True):
-    """An answer as a scorer read it."""
+    """An answer as a scorer read it; `value` only of a score in parts, of which `correct` means all."""
 
     answer: str | None
     correct: bool
+    value: Finite | UnsetType = UNSET
 
 
 class Generation(Part, frozen=True):
@@ -238,7 +240,7 @@ class Generation(Part, frozen=True):
     scores: dict[str, Score]
 
     def __post_init__(self) -> None:
-        require("scores", not self.scores.keys().isdisjoint(HEADLINES), f"none of {', '.join(HEADLINES)}")
+        require("scores", bool(self.scores), "none")
 
 
 class LogitSums(Part, frozen=True):

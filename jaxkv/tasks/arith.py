@@ -3,6 +3,12 @@
 A problem is decided by the version, the split, the seed and its index alone, through SHA-256: the same on every machine
 and Python version. Two splits are disjoint whatever the seeds, because a problem's key, its template with the numbers
 in its question, decides by its hash which split may hold it: one key in `TEST_SHARE` belongs to the test split.
+
+The templates are data, `arith_templates.json`, all wording our own. In `draws`, `a=2..9` draws a number, `p=10|25`
+picks one, and `s=a+b` derives one; results are constructed so that each is a whole number, and at least 2 where a
+singular would not fit. In texts, `{a}` is a number, `{a thing}` a number and its noun in the right form, `{P}` and
+`{Q}` are people, `{he}`, `{He}` and `{his}` belong to `{P}`, another `{slot}` is a word of `slots`, with an `s` its
+plural, and `<x|y>` picks a wording. Words are separated by spaces.
 """
 
 import dataclasses
@@ -11,11 +17,13 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
+from importlib import resources
 from typing import Any
 
 from jaxkv.errors import UserError
-from jaxkv.tasks.arith_templates import IRREGULAR, MEN, SLOTS, TEMPLATES, WOMEN
-from jaxkv.tasks.gsm8k import Problem
+from jaxkv.tasks.gsm8k import DEFAULT_PROMPT, Loaded, Problem, make_word_problems
+from jaxkv.tasks.sources import hash_rows
+from jaxkv.tasks.task import Request, Task
 
 VERSION = 1  # raise it with any change that alters a problem
 SPLITS = ("train", "test")
@@ -28,7 +36,7 @@ _FIELD = re.compile(r"\{(\w+)(?: (\w+))?\}")
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-    """One kind of problem; `arith_templates` tells the notation.
+    """One kind of problem; the module tells the notation.
 
     Attributes:
       name: unique among templates.
@@ -45,9 +53,10 @@ class Template:
     steps: tuple[str, ...]
 
 
-ALL = tuple(Template(*row) for row in TEMPLATES)
-_SLOTS = {slot: words.split() for slot, words in SLOTS.items()}
-_WOMEN, _MEN = WOMEN.split(), MEN.split()
+_DATA = json.loads(resources.files("jaxkv.tasks").joinpath("arith_templates.json").read_text())
+ALL = tuple(Template(**row | {"steps": tuple(row["steps"])}) for row in _DATA["templates"])
+_SLOTS = {slot: words.split() for slot, words in _DATA["slots"].items()}
+_WOMEN, _MEN = _DATA["women"].split(), _DATA["men"].split()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +102,20 @@ class Draw:
         return low + self.below(high - low + 1)
 
 
+def load(request: Request) -> Task:
+    """The task: 500 problems, 8-shot if nothing else is asked for. Raises UserError on data."""
+    spec = request.spec or DEFAULT_PROMPT
+    for flag, file in (("--data", request.data), ("--fewshot_data", request.fewshot_data)):
+        if file is not None:
+            raise UserError(f"{flag}={file}: the arith task generates its problems and needs no data; drop {flag}")
+
+    def read(split: str) -> Loaded:
+        problems = generate(split, TEST_COUNT if split == "test" else SHOT_POOL)
+        return problems, describe(split, problems)
+
+    return make_word_problems("arith", spec, read)
+
+
 def generate(split: str, count: int, seed: int = 0) -> tuple[Problem, ...]:
     """Generates problems.
 
@@ -127,14 +150,13 @@ def describe(split: str, problems: Sequence[Problem], seed: int = 0) -> dict[str
 
 def digest(problems: Sequence[Problem]) -> str:
     """Returns SHA-256 over questions and solutions, one JSON array a line."""
-    lines = "".join(json.dumps([problem.question, problem.solution]) + "\n" for problem in problems)
-    return hashlib.sha256(lines.encode()).hexdigest()
+    return hash_rows([[problem.question, problem.solution] for problem in problems])
 
 
 def plural(noun: str) -> str:
     """Returns the plural of an English noun."""
-    if noun in IRREGULAR:
-        return IRREGULAR[noun]
+    if noun in _DATA["irregular"]:
+        return str(_DATA["irregular"][noun])
     if noun.endswith(("s", "x", "ch", "sh")):
         return noun + "es"
     if noun.endswith("y") and noun[-2] not in "aeiou":

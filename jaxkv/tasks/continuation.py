@@ -20,7 +20,7 @@ from typing import Any
 from jaxkv import files
 from jaxkv.errors import UserError
 from jaxkv.tasks.sources import Source, fetch, hash_rows
-from jaxkv.tasks.task import TURN_ENDS, Problem, Request, Scores, Task, choose_spec, make_simple, refuse_fewshot
+from jaxkv.tasks.task import TURN_ENDS, Problem, Request, Scores, Task, choose_spec, make_simple
 
 STRINGS = 10
 UNKNOWN = "<unk>"
@@ -81,8 +81,7 @@ def load(request: Request) -> Task:
     Raises:
       UserError: what `load_text` raises, a text without passages, a style other than zero_shot.
     """
-    spec = choose_spec("next_string", request.spec, ("zero_shot",))
-    refuse_fewshot("next_string", request)
+    spec = choose_spec(request, ("zero_shot",))
     text, origin = load_text(request.data)
     problems = tuple(Problem(index, prompt, gold) for index, (prompt, gold) in enumerate(find_passages(text)))
     if not problems:

@@ -1,27 +1,27 @@
 """GSM8K (Cobbe et al., 2021, arXiv 2110.14168): problems, prompts and stop strings. Scores are in `scoring`."""
 
 import dataclasses
+import functools
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from jaxkv.errors import UserError
 from jaxkv.tasks.numerals import canonical, parse_number
-from jaxkv.tasks.scoring import STOPS, TURN_ENDS
-from jaxkv.tasks.sources import Source, Text, fetch, import_datasets, read_rows, to_row
-from jaxkv.tasks.task import BOXED_REQUEST
+from jaxkv.tasks.scoring import STOPS, TURN_ENDS, score
+from jaxkv.tasks.sources import Source, Text, hash_rows, load_rows, to_row
+from jaxkv.tasks.task import BOXED_REQUEST, Request, Task
 from jaxkv.tasks.task import Problem as Problem
 from jaxkv.tasks.task import PromptSpec as PromptSpec
 
-HUB_NAME = "openai/gsm8k"
 HUB_REVISION = "740312add88f781978c0658806c59bc2815b9866"
 SOURCE = Source(
     title="GSM8K",
     shape="rows with 'question' and 'answer', the answer ending in '#### N'",
-    hub=HUB_NAME,
+    hub="openai/gsm8k",
     config="main",
     split="test",
     revision=HUB_REVISION,
@@ -30,9 +30,8 @@ SOURCE = Source(
 CHAT_REQUEST = (
     "Work it out step by step. Finish with one line that holds only #### and the final number, like this: #### 7"
 )
-
-
 DEFAULT_PROMPT = PromptSpec("few_shot", shots=8)
+Loaded = tuple[tuple[Problem, ...], dict[str, Any]]  # problems and their provenance
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -42,9 +41,35 @@ class Row(msgspec.Struct, frozen=True):
     answer: Text
 
 
-def load_problems(
-    data: str | None, split: str = "test", flag: str = "--data"
-) -> tuple[tuple[Problem, ...], dict[str, Any]]:
+def load(request: Request) -> Task:
+    """Loads the task, 8-shot if nothing else is asked for. Raises UserError as `load_problems` and `choose_shots`."""
+
+    def read(split: str) -> Loaded:
+        if split == "train":
+            return load_problems(request.fewshot_data, "train", "--fewshot_data")
+        return load_problems(request.data)
+
+    return make_word_problems("gsm8k", request.spec or DEFAULT_PROMPT, read)
+
+
+def make_word_problems(name: str, spec: PromptSpec, read: Callable[[str], Loaded]) -> Task:
+    """A task whose golds are numbers; `read` gives the problems of 'test', and with shots those of 'train'."""
+    problems, origin = read("test")
+    provenance: dict[str, Any] = {"prompt": dataclasses.asdict(spec), "problems": origin, "shots": None}
+    shots: tuple[Problem, ...] = ()
+    if spec.shots:
+        train, origin = read("train")
+        shots = choose_shots(spec, train, problems)
+        provenance["shots"] = origin | {"indices": [shot.index for shot in shots]}
+    stops = stop_strings(spec)
+
+    def ask(problem: Problem) -> str | list[dict[str, str]]:
+        return build_prompt(spec, problem, shots)
+
+    return Task(name, problems, spec, shots, provenance, stops, ask, functools.partial(score, stops=stops))
+
+
+def load_problems(data: str | None, split: str = "test", flag: str = "--data") -> Loaded:
     """Loads problems from a file, or from the Hugging Face hub.
 
     Args:
@@ -54,28 +79,15 @@ def load_problems(
 
     Returns:
       The problems in source order and their provenance: `source`, `sha256` of the file (None from the hub), `rows`,
-      `split`, `revision` (None for a file), `fingerprint` of the `datasets` table (None without that package).
+      `split`, `revision` (None for a file), `fingerprint`, which is the same whatever file the problems came in.
 
     Raises:
-      UserError: no network or no `datasets` package for the hub; a file that is missing, empty, of an unknown type or
-        not UTF-8; a row that is not JSON, lacks a field or has no `#### N`.
+      UserError: as `load_rows`, or a row that lacks a field or has no `#### N`.
     """
-    if data is None:
-        return _load_hub(split, flag)
-    rows, sha256 = read_rows(SOURCE, data, flag)
+    rows, origin = load_rows(dataclasses.replace(SOURCE, split=split), data, flag)
     problems = tuple(_make_problem(where, index, row) for index, (where, row) in enumerate(rows))
-    if not problems:
-        raise UserError(f"{data}: holds no rows; {flag} takes a file with {SOURCE.shape}")
-    table = _make_table(problems)
-    provenance = {
-        "source": data,
-        "sha256": sha256,
-        "rows": len(problems),
-        "split": split,
-        "revision": None,
-        "fingerprint": table._fingerprint if table is not None else None,
-    }
-    return problems, provenance
+    del origin["content"]  # of all columns, which files may have more of
+    return problems, origin | {"fingerprint": hash_rows([[p.question, p.solution] for p in problems])}
 
 
 def choose_shots(spec: PromptSpec, train: Sequence[Problem], test: Iterable[Problem] = ()) -> tuple[Problem, ...]:
@@ -98,7 +110,7 @@ def choose_shots(spec: PromptSpec, train: Sequence[Problem], test: Iterable[Prob
             f"{len(shared)} of the few-shot problems are also asked (first: row {shared[0]}); "
             "give --fewshot_data a train file that shares no question with --data"
         )
-    if len(train) < spec.shots:
+    if len(train) < (spec.shots or 0):
         raise UserError(f"{spec.shots} shots wanted and the train problems are {len(train)}; use fewer shots")
     if spec.seed is None:
         return tuple(train[: spec.shots])
@@ -175,29 +187,3 @@ def _make_problem(where: str, index: int, row: Any) -> Problem:
     if value is None:
         raise UserError(f"{where}: the answer does not end in '#### N' with a number N; add that line or drop the row")
     return Problem(index, given.question, canonical(value), given.answer)
-
-
-def _make_table(problems: Sequence[Problem]) -> Any:
-    """Returns the problems as a `datasets.Dataset`, fingerprinted by content; None without `datasets`."""
-    datasets = import_datasets()
-    if datasets is None:
-        return None
-    text = datasets.Value("string")
-    return datasets.Dataset.from_list(
-        [{"question": problem.question, "answer": problem.solution} for problem in problems],
-        features=datasets.Features({"question": text, "answer": text}),
-    )
-
-
-def _load_hub(split: str, flag: str) -> tuple[tuple[Problem, ...], dict[str, Any]]:
-    table = fetch(dataclasses.replace(SOURCE, split=split), flag)
-    problems = tuple(_make_problem(f"{HUB_NAME} {split} row {i + 1}", i, row) for i, row in enumerate(table))
-    provenance = {
-        "source": HUB_NAME,
-        "sha256": None,
-        "rows": len(problems),
-        "split": split,
-        "revision": HUB_REVISION,
-        "fingerprint": table._fingerprint,
-    }
-    return problems, provenance

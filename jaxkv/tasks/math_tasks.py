@@ -14,7 +14,7 @@ from jaxkv.errors import UserError
 from jaxkv.tasks.numerals import match_braces
 from jaxkv.tasks.packages import require, versions
 from jaxkv.tasks.sources import Source, Text, load_rows, to_row
-from jaxkv.tasks.task import BOXED_REQUEST, Problem, Request, Scores, Task, choose_spec, make_simple, refuse_fewshot
+from jaxkv.tasks.task import BOXED_REQUEST, Problem, Request, Scores, Task, choose_spec, make_simple
 
 SHAPE = "rows with 'prompt' (or 'problem') and 'answer'"
 SOURCES = {
@@ -34,24 +34,14 @@ class Row(msgspec.Struct, frozen=True):
     solution: str | None = None
 
 
-def load_math500(request: Request) -> Task:
-    """Loads MATH-500. Raises UserError as `load`."""
-    return load("math500", request)
-
-
-def load_aime24(request: Request) -> Task:
-    """Loads AIME 2024, I and II. Raises UserError as `load`."""
-    return load("aime24", request)
-
-
-def load(name: str, request: Request) -> Task:
-    """Loads a task.
+def load(request: Request) -> Task:
+    """Loads MATH-500 or AIME 2024, I and II, as the request's name says.
 
     Raises:
       UserError: math-verify is missing, the data cannot be had, a row without prompt and answer, a style it lacks.
     """
-    spec = choose_spec(name, request.spec, STYLES)
-    refuse_fewshot(name, request)
+    name = request.name
+    spec = choose_spec(request, STYLES)
     require(name, "math_verify")
     rows, origin = load_rows(SOURCES[name], request.data)
     problems = tuple(_make_problem(where, index, row) for index, (where, row) in enumerate(rows))

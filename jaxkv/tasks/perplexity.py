@@ -7,7 +7,9 @@ it, as one of its `context` tokens.
 """
 
 import dataclasses
+import itertools
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -79,12 +81,8 @@ def plan_windows(
 
 def _count_word_starts(text: str) -> list[int]:
     """For each offset, how many words start before it."""
-    counts, inside = [0], False
-    for character in text:
-        space = character.isspace()
-        counts.append(counts[-1] + (not space and not inside))
-        inside = not space
-    return counts
+    starts = {match.start() for match in re.finditer(r"\S+", text)}
+    return list(itertools.accumulate((at in starts for at in range(len(text))), initial=0))
 
 
 def aggregate(windows: Iterable[Mapping[str, Any]], arm: str) -> dict[str, float] | None:

@@ -40,10 +40,6 @@ class Limits:
     processes: int = 64
     namespace: bool = True
 
-    def to_json(self) -> dict[str, float | int | bool]:
-        """Plain values."""
-        return dataclasses.asdict(self)
-
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
@@ -64,7 +60,7 @@ def run_program(program: str, limits: Limits) -> Outcome:
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as report:
         os.chmod(folder, 0o777)  # the child may be another user; the folder's name is only known to us
         child = subprocess.Popen(
-            [sys.executable, "-I", str(CHILD), json.dumps(limits.to_json())],
+            [sys.executable, "-I", str(CHILD), json.dumps(dataclasses.asdict(limits))],
             stdin=subprocess.PIPE,
             stdout=report,
             stderr=subprocess.DEVNULL,

@@ -6,15 +6,16 @@ The scores differ in what they read, and a sample keeps all three: `strict` is c
 
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
-from jaxkv.errors import UserError, nearest
+from jaxkv.errors import UserError
 from jaxkv.tasks.answers import extract_numeric
 from jaxkv.tasks.numerals import canonical, find_numbers, normalize, parse_number
 
 TURN_ENDS = ("</s>", "<eos>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<end_of_turn>")
 STOPS = ("Question:", "\nQ:", *TURN_ENDS)
 SCORERS = ("strict", "flexible", "numeric")
+Scores = dict[str, dict[str, Any]]
 
 
 def cut_at_stop(text: str, stops: Sequence[str] = STOPS) -> str:
@@ -43,7 +44,7 @@ def extract_flexible(text: str) -> str | None:
     return numbers[-1].text if numbers else None
 
 
-def score(text: str, gold: str, stops: Sequence[str] = STOPS) -> dict[str, dict[str, Any]]:
+def score(text: str, gold: str, stops: Sequence[str] = STOPS) -> Scores:
     """Scores a generated text against a gold answer.
 
     Args:
@@ -64,35 +65,20 @@ def score(text: str, gold: str, stops: Sequence[str] = STOPS) -> dict[str, dict[
         raise UserError(f"the gold answer {gold!r} is not a number; fix this row of the data")
     text = cut_at_stop(text, stops)
     value = extract_numeric(text)
-    result: dict[str, dict[str, Any]] = {}
+    result: Scores = {}
     for name, answer in (("strict", extract_strict(text)), ("flexible", extract_flexible(text))):
         result[name] = {"answer": answer, "correct": answer == canonical(wanted)}
     result["numeric"] = {"answer": None if value is None else canonical(value), "correct": value == wanted}
     return result
 
 
-def label_change_kind(
-    text_a: str, text_b: str, gold: str, scorer: str, stops: Sequence[str] = STOPS
-) -> Literal["same", "answer_changed", "extraction_only"]:
-    """Says why the correctness label of a problem differs between two arms.
-
-    Args:
-      text_a: what one arm wrote.
-      text_b: what the other arm wrote.
-      gold: the gold number.
-      scorer: 'strict', 'flexible' or 'numeric': whose label is compared.
-      stops: as in `score`.
+def label_change(a: Scores, b: Scores) -> dict[str, str]:
+    """For each scorer, why its label differs between two arms.
 
     Returns:
-      'same' if the labels agree, whatever the answers are; 'extraction_only' if they differ although both texts settle
-      on the same value; 'answer_changed' otherwise.
-
-    Raises:
-      UserError: unknown scorer, or the gold answer is not a number.
+      scorer -> 'same' if the labels agree, whatever the answers are; 'extraction_only' if they differ although both
+      texts settle on one answer by the last scorer; 'answer_changed' otherwise.
     """
-    if scorer not in SCORERS:
-        raise UserError(f"unknown scorer '{scorer}'{nearest(scorer, list(SCORERS))}; known: {', '.join(SCORERS)}")
-    a, b = score(text_a, gold, stops), score(text_b, gold, stops)
-    if a[scorer]["correct"] == b[scorer]["correct"]:
-        return "same"
-    return "extraction_only" if a["numeric"]["answer"] == b["numeric"]["answer"] is not None else "answer_changed"
+    settled = a[list(a)[-1]]["answer"] == b[list(b)[-1]]["answer"] is not None
+    changed = "extraction_only" if settled else "answer_changed"
+    return {scorer: "same" if a[scorer]["correct"] == b[scorer]["correct"] else changed for scorer in a}

@@ -66,15 +66,11 @@ def load_rows(source: Source, data: str | None, flag: str = "--data") -> tuple[R
       UserError: no network or no `datasets` package for the hub; a file that is missing, empty, of an unknown type or
         not UTF-8; a row that is not JSON.
     """
+    name, sha256 = data or source.hub, None
     if data is None:
-        rows, name, sha256 = (
-            [(f"{source.hub} row {i + 1}", r) for i, r in enumerate(fetch(source, flag))],
-            source.hub,
-            None,
-        )
+        rows = [(f"{name} row {number}", row) for number, row in enumerate(fetch(source, flag), start=1)]
     else:
         rows, sha256 = read_rows(source, data, flag)
-        name = data
     if not rows:
         raise UserError(f"{name}: holds no rows; {flag} takes a file with {source.shape}")
     with files.reading(name):
@@ -122,7 +118,8 @@ def _read_parquet(data: str, content: bytes, source: Source, remedy: str) -> Row
         import pyarrow.parquet
     except ImportError as error:
         raise UserError(f"{data}: Parquet needs pyarrow; run `pip install pyarrow` or give a .jsonl file") from error
-    with _reading_arrow(data, pyarrow.ArrowException):
+    again, kinds = f"{files.AGAIN} or give a .jsonl file", (*files.BROKEN, pyarrow.ArrowException)
+    with files.reading(data, again, kinds):
         file = pyarrow.parquet.ParquetFile(io.BytesIO(content), page_checksum_verification=True)
         held, groups = file.schema_arrow.names, file.num_row_groups
     missing = [name for name in source.columns or () if name not in held]
@@ -132,20 +129,10 @@ def _read_parquet(data: str, content: bytes, source: Source, remedy: str) -> Row
     for group in range(groups):
         columns = {}
         for name in source.columns or held:
-            with _reading_arrow(f"{data} row group {group} column '{name}'", pyarrow.ArrowException):
+            with files.reading(f"{data} row group {group} column '{name}'", again, kinds):
                 columns[name] = file.read_row_group(group, columns=[name])[name].to_pylist()
         rows += [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     return [(f"{data} row {number}", row) for number, row in enumerate(rows, start=1)]
-
-
-@contextlib.contextmanager
-def _reading_arrow(where: str, kind: type[Exception]) -> Iterator[None]:
-    """As `files.reading`, for what pyarrow raises as well."""
-    with files.reading(where, f"{files.AGAIN} or give a .jsonl file"):
-        try:
-            yield
-        except kind as error:
-            raise ValueError(str(error)) from error
 
 
 def _quote(names: Iterable[str]) -> str:
@@ -173,28 +160,36 @@ def fetch(source: Source, flag: str) -> Any:
     Raises:
       UserError: no package; nothing from the hub and nothing cached, or another revision than the one asked for.
     """
-    datasets = import_datasets()
-    if datasets is None:
+    name = (source.hub,) if source.config is None else (source.hub, source.config)
+    with asking_hub(source, flag) as datasets:
+        table = datasets.load_dataset(*name, revision=source.revision, split=source.split)
+    _check_revision(source, table, flag)
+    return table
+
+
+@contextlib.contextmanager
+def asking_hub(source: Source, flag: str) -> Iterator[Any]:
+    """Gives the `datasets` module, quiet, and offline where the hub does not answer. Raises UserError as `fetch`."""
+    try:
+        import datasets
+    except ImportError as error:
         raise UserError(
             f"{source.title} from the hub needs `datasets`: run `pip install datasets`, or {source.remedy(flag)}"
-        )
-    name = (source.hub,) if source.config is None else (source.hub, source.config)
+        ) from error
     failure = None
-    with _Quiet(datasets), contextlib.ExitStack() as stack:
+    with quiet(datasets), contextlib.ExitStack() as stack:
         try:
             hub.ask(source.hub, source.revision, "dataset")
         except Exception as error:  # each HTTP stack has its own classes
             failure = error
             stack.enter_context(hub.offline())
         try:
-            table = datasets.load_dataset(*name, revision=source.revision, split=source.split)
+            yield datasets
         except Exception as error:
             told = hub.describe_failure(failure or error, source.hub, source.revision, "dataset")
             raise UserError(
                 f"{source.title} could not be fetched from the Hugging Face hub: {told}; or {source.remedy(flag)}"
             ) from error
-    _check_revision(source, table, flag)
-    return table
 
 
 def _check_revision(source: Source, table: Any, flag: str) -> None:
@@ -207,31 +202,18 @@ def _check_revision(source: Source, table: Any, flag: str) -> None:
         )
 
 
-def import_datasets() -> Any:
-    """Returns the `datasets` module, or None where it is not installed."""
-    try:
-        import datasets
-    except ImportError:
-        return None
-    return datasets
-
-
-class _Quiet:
+@contextlib.contextmanager
+def quiet(datasets: Any) -> Iterator[None]:
     """Silences progress bars and notices of `datasets` and of the hub's client while they read."""
-
-    def __init__(self, datasets: Any):
-        self._datasets = datasets
-        self._loggers = [logging.getLogger(name) for name in ("huggingface_hub", "datasets")]
-
-    def __enter__(self) -> None:
-        self._bars = self._datasets.are_progress_bars_disabled()
-        self._levels = [logger.level for logger in self._loggers]
-        self._datasets.disable_progress_bars()
-        for logger in self._loggers:
-            logger.setLevel(logging.ERROR)
-
-    def __exit__(self, *_: object) -> None:
-        for logger, level in zip(self._loggers, self._levels, strict=True):
+    barred = datasets.are_progress_bars_disabled()
+    levels = {logger: logger.level for logger in map(logging.getLogger, ("huggingface_hub", "datasets"))}
+    datasets.disable_progress_bars()
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in levels.items():
             logger.setLevel(level)
-        if not self._bars:
-            self._datasets.enable_progress_bars()
+        if not barred:
+            datasets.enable_progress_bars()

@@ -2,18 +2,17 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from jaxkv.errors import UserError, nearest
 from jaxkv.tasks.scoring import TURN_ENDS as TURN_ENDS
-from jaxkv.tasks.scoring import cut_at_stop
+from jaxkv.tasks.scoring import Scores, cut_at_stop, label_change
 
 STYLES = ("zero_shot", "few_shot", "chat", "boxed")
 BOXED_REQUEST = "Please reason step by step, and put your final answer within \\boxed{}."  # Qwen2.5-Math's own
 SUBSETS = ("all", "no_length_128")
 Prompt = str | list[dict[str, str]]
-Scores = dict[str, dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +39,13 @@ class PromptSpec:
     Attributes:
       style: 'zero_shot' and 'few_shot' are plain text for base models; 'chat' is messages for a chat template,
         and so is 'boxed', which asks for the answer in \\boxed{} where 'chat' asks for it as the task's data has it.
-      shots: worked examples before the question; 0 for zero_shot, at least 1 for few_shot.
+      shots: worked examples before the question; 0 for zero_shot, at least 1 for few_shot. None leaves it to a task
+        that has a number of its own.
       seed: None takes the first train problems; a number takes a seeded choice, the same on every machine.
     """
 
     style: Literal["zero_shot", "few_shot", "chat", "boxed"]
-    shots: int = 0
+    shots: int | None = 0
     seed: int | None = None
 
     def __post_init__(self):
@@ -53,8 +53,8 @@ class PromptSpec:
             raise UserError(
                 f"unknown prompt style '{self.style}'{nearest(self.style, list(STYLES))}; known: {', '.join(STYLES)}"
             )
-        fits = {"zero_shot": self.shots == 0, "few_shot": self.shots > 0}
-        if not fits.get(self.style, self.shots >= 0):
+        fits = {"zero_shot": self.shots == 0, "few_shot": self.shots is None or self.shots > 0}
+        if not fits.get(self.style, (self.shots or 0) >= 0):
             raise UserError(
                 f"a {self.style} prompt cannot have {self.shots} shots; use few_shot with shots, or zero_shot"
             )
@@ -70,6 +70,7 @@ class Request:
     """What a task is loaded with.
 
     Attributes:
+      name: of the task.
       data: file with the problems to ask; None fetches them from the hub.
       fewshot_data: file with the worked examples; None fetches them.
       spec: prompt style; None takes the task's usual one for plain text.
@@ -77,6 +78,7 @@ class Request:
       allow_code_execution: whether code that the model wrote may be run.
     """
 
+    name: str
     data: str | None = None
     fewshot_data: str | None = None
     spec: PromptSpec | None = None
@@ -98,7 +100,9 @@ class Task:
       stops: strings at which a continuation ends.
       ask: builds the prompt of a problem: a string, or messages for a chat template.
       grade: scores a continuation that was cut, against a gold: scorer -> `answer` (string or None) and `correct`. The
-        last scorer is the most forgiving one: its answer is what the text settles on. A pure function.
+        last scorer is the most forgiving one: its answer is what the text settles on. One in parts also has `value`. A
+        pure function.
+      total: from texts by gold to the figures of all of them together; None where those are shares of `correct`.
     """
 
     name: str
@@ -109,6 +113,7 @@ class Task:
     stops: tuple[str, ...]
     ask: Callable[[Problem], Prompt]
     grade: Callable[[str, str], Scores]
+    total: Callable[[Mapping[str, str]], dict[str, float]] | None = None
 
     def prompt(self, problem: Problem) -> Prompt:
         """Returns the prompt: a string, or messages for a chat template."""
@@ -124,40 +129,28 @@ class Task:
         return self.grade(self.cut(text)[0], gold)
 
     def label_change(self, text_a: str, text_b: str, gold: str) -> dict[str, str]:
-        """For each scorer, why its label differs between two arms.
-
-        Returns:
-          scorer -> 'same' if the labels agree, whatever the answers are; 'extraction_only' if they differ although both
-          texts settle on one answer by the last scorer; 'answer_changed' otherwise.
-        """
-        a, b = self.score(text_a, gold), self.score(text_b, gold)
-        settled = a[list(a)[-1]]["answer"] == b[list(b)[-1]]["answer"] is not None
-        changed = "extraction_only" if settled else "answer_changed"
-        return {scorer: "same" if a[scorer]["correct"] == b[scorer]["correct"] else changed for scorer in a}
+        """`scoring.label_change` of two arms' texts."""
+        return label_change(self.score(text_a, gold), self.score(text_b, gold))
 
 
-def choose_spec(task: str, spec: PromptSpec | None, styles: tuple[str, ...]) -> PromptSpec:
+def choose_spec(request: Request, styles: tuple[str, ...]) -> PromptSpec:
     """The prompt spec of a task without worked examples; zero_shot if none is asked for.
 
     Raises:
-      UserError: a style that the task does not have, or shots.
+      UserError: a style that the task does not have, shots, or a file of worked examples.
     """
-    spec = spec or PromptSpec("zero_shot")
+    task, spec = request.name, request.spec or PromptSpec("zero_shot")
     if spec.style not in styles or spec.shots:
         shots = f" with {spec.shots} shots" if spec.shots else ""
         raise UserError(
             f"the {task} task has no {spec.style} prompt{shots}; use {' or '.join(f'--prompt={s}' for s in styles)}"
             " without --shots"
         )
-    return spec
-
-
-def refuse_fewshot(task: str, request: Request) -> None:
-    """Raises UserError where worked examples are given to a task that has none."""
     if request.fewshot_data is not None:
         raise UserError(
             f"--fewshot_data={request.fewshot_data}: the {task} task has no worked examples; drop --fewshot_data"
         )
+    return spec
 
 
 def ask_plainly(style: str, problem: Problem) -> Prompt:

@@ -380,7 +380,7 @@ def test_summary():
     assert f"[{low}," in text
     assert high in text
     assert next(line for line in page.splitlines() if line.startswith("| none |")).split(" | ")[-3:-1] == ["32", "0"]
-    assert "none valid" in shown(summary | {"changes": [{"change": "int4", "windows": 0, "seeds": []}]}, 200)
+    assert "none valid" in shown(summary | {"changes": [changed | {"windows": 0}]}, 200)
 
 
 def test_what_a_format_cannot_hold_is_said():
@@ -431,7 +431,7 @@ def test_windows_that_a_change_breaks_are_valid_ones_of_the_text():
     for left in (0, 1, count):
         changed = [*worse[:left], *(record | invalid for record in worse[left:])]
         summary = summarize_perplexity([*small_run(), *changed])
-        assert summary["problems"] == {"asked": count, "total": count, "ok": count}
+        assert [summary["problems"][name] for name in ("asked", "total", "ok")] == [count] * 3
         for text in (to_markdown(summary), shown(summary, 200)):
             assert f"{count} of {count} problems valid" in text
             note = f"`normal:0,0.25` has {left} valid windows, others than the clean cache's {count}"
@@ -449,7 +449,7 @@ def test_summary_leaves_out_invalid_windows():
     broken = [r | {"status": "invalid", "invalid": fault, "nats": None, "logits": None} for r in small_run()]
     summary = summarize_perplexity([broken[0], *small_run()[1:]])
     assert summary["changes"][0]["windows"] == len(small_run()) - 1
-    assert "window 0 is invalid: k of the cached arm" in to_markdown(summary)
+    assert "`none`: 1 samples invalid at k, layer 0 (cached, nan); counted nowhere." in to_markdown(summary)
     assert "none valid" in to_markdown(summarize_perplexity(broken))
     with pytest.raises(ValueError, match=r"^nats: missing"):
         to_record(small_run()[0] | {"nats": None})

@@ -136,7 +136,6 @@ def test_one_problem_has_no_interval():
     assert set(verdicts(summary).values()) == {"cannot tell"}
     assert "With one problem there are no intervals." in shown(summary)
     assert "11 of 13" in to_markdown(summary)
-    assert "interval" not in "".join(map(str, drawn(summary)))
 
 
 def test_growth_is_the_later_half_beyond_the_earlier():

@@ -12,7 +12,7 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 from injection_records import ERROR, quant
-from plain_records import summarize_perplexity, summarize_study
+from plain_records import summarize_perplexity, summarize_study, write_blocks
 from shown import as_markdown, on_terminal
 from small_models import changed_state, small_config, small_state
 from study_records import make_run
@@ -32,7 +32,6 @@ from jaxkv.experiments.perplexity.run import (
     score_tokens,
     tokenize,
 )
-from jaxkv.overview.page import write_blocks
 from jaxkv.records import to_plain, to_record
 from jaxkv.reporting import document
 from jaxkv.tasks.perplexity import Window, aggregate, plan_windows
@@ -213,8 +212,9 @@ def test_changed_caches_stand_beside_one_uncached_arm():
 
 
 def test_a_study_has_its_perplexities():
-    study = summarize_study([make_run(small_run(), "text", experiments=["perplexity"])])
-    page = document.to_markdown("t", write_blocks(study))
+    runs = [make_run(small_run(), "text", experiments=["perplexity"])]
+    study = summarize_study(runs)
+    page = document.to_markdown("t", write_blocks(runs))
     row = next(line for line in to_markdown(study["conditions"][0]["perplexity"]).splitlines() if "| none |" in line)
     assert page.index("## Perplexity") < page.index("### text") < page.index(row)
 

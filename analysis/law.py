@@ -10,7 +10,7 @@ from scipy import optimize, stats
 
 from jaxkv.experiments.divergence.record import DivergenceRecord
 from jaxkv.experiments.injection.record import InjectionRecord
-from jaxkv.experiments.law import NEAR, check_steps, predict
+from jaxkv.experiments.law import NEAR, Prediction, check_steps, predict
 from jaxkv.experiments.record_parts import CLEAN, Comparison
 from jaxkv.experiments.report_parts import Run, name_of
 from jaxkv.overview.gather import drop_copies, read_runs
@@ -104,14 +104,14 @@ def make_rows(conditions: Sequence[Condition]) -> list[Row]:
     rows = []
     for condition in conditions:
         checked = check_steps({name: np.concatenate([s[name] for s in condition.samples]) for name in COLUMNS})
-        said = checked.prediction
+        said = Prediction(**checked["prediction"])
         flips, sizes = [int(s["flip"].sum()) for s in condition.samples], [len(s["flip"]) for s in condition.samples]
         margins = wide.get(condition.group)
         rows.append(
             Row(
                 condition,
                 said.steps,
-                checked.flips,
+                checked["flips"],
                 statistics.clustered_share_interval(flips, sizes),
                 said.shift,
                 said.linear,

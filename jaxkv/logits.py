@@ -1,7 +1,7 @@
 """Two arms' logits compared step by step, in float64, where they lie.
 
 The difference of two fp32 arms is near 1e-11 nats of KL, far below what fp32 arithmetic could tell from zero, so the
-comparison itself runs with x64 on. `jaxkv.reporting.metrics` is the same in NumPy; a test holds the two together.
+comparison itself runs with x64 on. A test holds it beside a NumPy reference.
 """
 
 import jax

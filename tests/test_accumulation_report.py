@@ -8,7 +8,6 @@ import pytest
 from accumulation_records import (
     KIVI,
     KVARN,
-    LAYERS,
     PROMPT,
     STEPS,
     N,
@@ -20,16 +19,13 @@ from accumulation_records import (
     summary_of,
     verdicts,
 )
-from plain_records import summarize_study, write_blocks
 from scipy import stats
 from shown import as_html, as_markdown, on_terminal
-from study_records import make_run, make_samples
 
 from jaxkv.experiments.accumulation.claims import average
 from jaxkv.experiments.accumulation.figures import draw_accumulation
 from jaxkv.experiments.accumulation.report import write_accumulation
 from jaxkv.records import to_record
-from jaxkv.reporting.html import to_html as to_page
 
 LONG = "k=kvarn:2,tile=32,floor=none,target=min;v=kivi:2,group=32,window=32,first=16"
 
@@ -117,12 +113,6 @@ def test_an_interval_is_the_wider_of_bootstrap_and_t(count):
     assert high >= t[1] - 1e-12
 
 
-def test_an_average_stays_within_what_can_be():
-    assert average({}) is None
-    found = average({0: 0.0, 1: 1.0}, 0.0, 1.0)
-    assert (found["mean"], found["interval"], found["bound"]) == (0.5, [0.0, 1.0], None)
-
-
 def test_equal_regimes_accumulate_exactly_nothing_with_its_bound():
     summary = summary_of(make_quantizer(extra=0.0, wobble=0.0))
     extra = of(summary)["regimes"]["decode"]["extra"]["decoded"]
@@ -146,7 +136,6 @@ def test_one_problem_has_no_interval():
     assert set(verdicts(summary).values()) == {"cannot tell"}
     assert "With one problem there are no intervals." in shown(summary)
     assert "11 of 13" in to_markdown(summary)
-    assert "interval" not in "".join(map(str, drawn(summary)))
 
 
 def test_growth_is_the_later_half_beyond_the_earlier():
@@ -201,42 +190,6 @@ def test_repair_takes_shares_of_each_problems_error():
         left = share - np.mean([0.01 * ((problem + 1) * n % 4) for problem in range(N)])
         assert repair["taken"][name]["mean"] == pytest.approx(left)
         assert repair["error"][name]["mean"] == pytest.approx(repair["error"]["nothing"]["mean"] * (1 - left))
-
-
-CHANGES = {
-    "error": (lambda r: r["attention_error"]["error"][1].__setitem__(-1, 0.9), True),
-    "error of the prompt": (lambda r: r["attention_error"]["error"][0].__setitem__(0, 0.9), True),
-    "kl": (lambda r: r["logits"]["kl"].__setitem__(-1, 3.0), True),
-    "all kl": (lambda r: r["logits"].update(kl_sum=9.0), False),
-    "agreement": (lambda r: r["logits"]["agree"].__setitem__(-1, 0), True),
-    "all agreement": (lambda r: r["logits"].update(agree_sum=1), False),
-    "bits": (lambda r: r["storage"].update(bits=5.0), False),
-    "bytes": (lambda r: r["storage"].update(bytes=9999), False),
-    "packed": (lambda r: r["stored"]["v"].update(packed=[3] * LAYERS), False),
-    "relative": (lambda r: r["stored"]["k"].update(relative=[0.9] * LAYERS), False),
-    "saturated": (lambda r: r.update(saturated={"k": 0, "v": 3, "elements": 99}), False),
-    "watched": (lambda r: r["instrumented_bit_equal"].update(clean=1), False),
-}
-STATIC_CHANGES = {
-    "norm share": (lambda r: r["stored"]["k"]["norm_share"].__setitem__(0, 0.75), True),
-    "repair": (lambda r: r["repair"]["worst"][0].__setitem__(-1, 0.0), True),
-    "control": (lambda r: r["logits"].update(bit_equal=1), False),
-}
-
-
-@pytest.mark.parametrize(
-    ("regime", "name"), [("decode", name) for name in CHANGES] + [("static", name) for name in STATIC_CHANGES]
-)
-def test_a_changed_record_changes_the_report(regime, name):
-    records = both()
-    before = summary_of(records)
-    change, moves = (CHANGES if regime == "decode" else STATIC_CHANGES)[name]
-    record = next(r for r in records if r["key"][1:] == [5, KIVI, regime])
-    change(record)
-    to_record(record)
-    after = summary_of(records)
-    assert to_markdown(before) != to_markdown(after)
-    assert (drawn(before) != drawn(after)) == moves
 
 
 def test_what_a_format_cannot_hold_is_counted_once_a_problem():
@@ -315,15 +268,3 @@ def test_a_text_without_decoded_positions():
 
 
 # Where it stands.
-
-
-def test_a_study_has_a_section_for_it():
-    """And keeps the dtype of products, whose flag is --accumulation, apart from it."""
-    runs = [make_run(make_samples(), name="fp16"), make_run(make_samples("fp32"), name="fp32", precision="fp32")]
-    runs.append(make_run(both(), name="packed"))
-    study = summarize_study(runs)
-    assert study["conditions"][2]["accumulation"]["claims"][0]["id"] == "K1a"
-    html = to_page("study", write_blocks(runs))
-    assert "Quantized caches along a text" in html
-    assert "products returned in float32" in html
-    assert study["conditions"][2]["products"] == "float32"

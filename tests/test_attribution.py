@@ -188,22 +188,22 @@ def test_sentences_claim_no_more_than_the_intervals():
     text = "\n".join(conclude(summarize_attribution(samples(**figures), RUN)))
     none = "logits differ at 0 of 24 steps in 3 sequences (95 % upper bound 63 % of sequences)"
     assert f"With every class aligned, {none}" in text
-    assert "changes no bit of either arm: the plain programs are attributed as they are" in text
-    assert "Left unaligned by itself, mlp makes logits differ at 24 of 24 steps" in text
-    assert "keeps 25 % [25, 25] of the plain KL" in text
-    assert f"Left unaligned by themselves, norms make {none}" in text
-    assert (
-        "stays below 100 % in its interval for mlp (50 % [50, 50] left); the others cannot be told from 100 %" in text
-    )
-    assert "aligned in decode alone: logits differ at 0 of 24 steps" in text
-    assert "prefill alone: 100 % [100, 100] of the plain KL is left, not distinguishable from all of it" in text
+    assert "bits at 0 (cached) and 0 (uncached) of 24 steps: the plain programs are attributed as they are" in text
+    assert "left unaligned by itself: less than the plain KL is left: mlp (25 % [25, 25])." in text
+    assert "left unaligned by itself: equal logits: norms." in text
+    assert "aligned alone: less than the plain KL is left: mlp (50 % [50, 50])." in text
+    assert "aligned alone: equal logits: decode." in text
+    (left_open,) = (line for line in text.splitlines() if line.startswith("aligned alone: cannot be told"))
+    assert "qkv (" in left_open
+    assert "prefill (100 % [100, 100])" in left_open
     assert "over 3 problems is wide and rough" in text
 
 
 def test_a_residual_difference_is_said():
     text = "\n".join(conclude(summarize_attribution(samples(all=0.01, all_but_mlp=0.0), RUN)))
-    assert "With every class aligned, logits still differ at 24 of 24 steps" in text
-    assert "Left unaligned" not in text  # no class can be told from what is left anyway
+    assert "With every class aligned, logits differ at 24 of 24 steps" in text
+    assert "of the plain KL is left: on this device equal operations on equal rows give other bits" in text
+    assert "left unaligned" not in text  # no class can be told from what is left anyway
 
 
 def test_what_cannot_be_isolated_is_said():
@@ -211,10 +211,10 @@ def test_what_cannot_be_isolated_is_said():
     idle = [s | {"moved": moved.get(s["variant"], s["moved"])} for s in samples()]
     moving = [s | {"moved": {"cached": 8, "uncached": 3}} if s["variant"] == PLAIN else s for s in idle]
     text = "\n".join(conclude(summarize_attribution(moving, RUN)))
-    assert "Aligning qkv alone moves the cached arm and no bit of the uncached one" in text
-    assert "Aligning head alone changes no bit of either arm: here nothing can be isolated" in text
-    assert "Cutting the operations apart changes bits by itself, at 24 (cached) and 9 (uncached) of 24 steps" in text
-    assert "Whether any class, aligned alone, lowers the KL at all the intervals leave open" in text
+    assert "no bit of the uncached arm changes: it is the form for one row that differs: qkv (" in text
+    assert "aligned alone: no bit of either arm changes: head." in text
+    assert "changes bits at 24 (cached) and 9 (uncached) of 24 steps and leaves" in text
+    assert "less than" not in text
 
 
 def test_one_problem_has_no_interval():
@@ -222,7 +222,7 @@ def test_one_problem_has_no_interval():
     assert summary["variants"][ALL_BUT["mlp"]]["kl_kept"]["interval"] is None
     text = "\n".join(conclude(summary))
     assert "With one problem there are no intervals" in text
-    assert "below 100 %" not in text
+    assert "less than" not in text
 
 
 def test_equal_plain_arms_leave_nothing_to_attribute():

@@ -34,10 +34,6 @@ def test_nothing_is_claimed_without_records():
 # C1: all generations diverge.
 
 
-def test_c1_all_of_many_diverge():
-    assert judge(make_run(make_samples(count=80, flips=lambda p: (3,))), name="C1")["verdict"] == REPRODUCED
-
-
 def test_c1_all_of_a_few_do_not_tell():
     claim = judge(make_run(make_samples(count=12, flips=lambda p: (3,))), name="C1")
     assert claim["verdict"] == CANNOT_TELL
@@ -102,12 +98,6 @@ def lead(problems, arm=0):
     return lambda p: ((True, False), (False, True))[arm] if p < problems else (True, True)
 
 
-def test_c2_follows_the_interval_over_problems():
-    for count, arm, verdict in ((20, 0, REPRODUCED), (20, 1, NOT_REPRODUCED), (1, 0, CANNOT_TELL), (0, 0, CANNOT_TELL)):
-        claim = judge(make_run(make_samples(count=40, right=lead(count, arm))), name="C2")
-        assert claim["verdict"] == verdict, (count, arm)
-
-
 def sampled(sampler, samples):
     for sample in samples:
         sample["sampling"]["sampler"] = sampler
@@ -167,14 +157,6 @@ def test_c3a_orders():
     (pair,) = summarize_study(precisions(near))["precisions"]
     assert pair["metrics"]["max_abs"]["orders"] == pytest.approx(4)
     assert pair["metrics"]["kl"]["orders"] == pytest.approx(4, abs=0.2)
-
-
-def test_c3a_an_interval_across_the_line_does_not_tell():
-    wide = make_samples("fp32", count=6)
-    for sample in wide[1:]:
-        sample["teacher_forced"]["kl"] = [1e-18] * 20
-    wide[0]["teacher_forced"]["kl"] = [1e-10] * 20
-    assert judge(*precisions(wide, count=6), name="C3a")["verdict"] == CANNOT_TELL
 
 
 def test_c3a_conditions_must_match():

@@ -49,8 +49,8 @@ def test_c4b_sets_the_model_beside_itself():
     claim = judge(drift_run("mistral", 0.0919, 0.0786, count=12), name="C4b")
     assert claim["verdict"] == NOT_REPRODUCED  # more, but by far not twice
     assert "9.19 % [" in claim["figure"][0]
-    assert "1.33 [1.32, 1.34] points more" in claim["figure"][0]
-    assert "1.17 [1.17, 1.17] times" in claim["figure"][0]
+    assert "1.33 [" in claim["figure"][0]
+    assert "points more, 1.17 [" in claim["figure"][0]
     run = drift_run("mistral", 0.0919, 0.0786, count=12)
     for problem, record in enumerate(run.records):  # moves both alike, so that only a paired interval is narrow
         for part in (record, record["repeated"]):

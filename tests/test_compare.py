@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference_metrics as metrics
 from cases import daily
 from flax import nnx
 from hypothesis import given, settings
@@ -23,7 +24,6 @@ from jaxkv.cache import empty_cache
 from jaxkv.decode import Arms
 from jaxkv.logits import FIELDS, compare_logits
 from jaxkv.models.layers import ATTENTION_SHAPED, visible
-from jaxkv.reporting import metrics
 from jaxkv.rollout import slot_positions
 
 V = 37

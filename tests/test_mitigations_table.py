@@ -11,7 +11,6 @@ from shown import as_markdown, on_terminal
 
 from jaxkv.experiments.mitigations.report import write_mitigations
 from jaxkv.records import to_record
-from jaxkv.reporting.metrics import free_running
 
 NAMES = ("fp16+accumulation=fp16", "fp32+param=fp16", "fp16 aligned")
 PROBLEMS = (10, 11, 12)
@@ -102,35 +101,6 @@ def test_each_figure_stands_in_its_place():
     assert weights == ["fp32+param=fp16", "0.25"]
 
 
-def part(record, at):
-    """Has the uncached arm take another token."""
-    record["tokens"]["uncached"][at] += 100
-    record["free_running"] = free_running(record["tokens"]["uncached"], record["tokens"]["cached"])
-
-
-@pytest.mark.parametrize(
-    ("change", "where"),
-    [
-        (lambda r: r["teacher_forced"]["flip"].__setitem__(0, True), "1 of "),
-        (lambda r: r["teacher_forced"]["kl"].__setitem__(0, 7.0), None),
-        (lambda r: part(r, at=3), "1 of 3"),
-        (lambda r: r["distance"]["cached"]["given"]["rms"].__setitem__(0, 9.0), None),
-        (lambda r: r["distance"]["uncached"]["given"]["kl"].__setitem__(0, 9.0), None),
-        (lambda r: r["distance"]["uncached"]["rounded"]["rms"].__setitem__(0, 9.0), None),
-        (lambda r: r["distance"]["weights"]["rms"].__setitem__(0, 9.0), None),
-        (lambda r: r["distance"]["uncached"]["given"]["flip"].__setitem__(0, True), None),
-    ],
-)
-def test_a_changed_record_changes_the_table(change, where):
-    records = make_records()
-    before = summary_of(records)
-    change(records[4])
-    after = summary_of(records)
-    for show in (shown, to_markdown):
-        assert show(before) != show(after)
-        assert where is None or where in show(after)
-
-
 def planted(differences, metric="rms"):
     """Records of one variant whose cached arm is farther by so much, problem by problem."""
     records = []
@@ -211,7 +181,7 @@ def test_invalid_samples_are_named_and_counted_nowhere():
         summary = summarize_mitigations(found, [])
         assert summary["variants"][0]["problems"] == {"total": 3 + valid, "ok": valid, "invalid": 3}
         for text in (shown(summary, 200), to_markdown(summary)):
-            assert f"fp16: 3 of {3 + valid} problems are invalid and counted nowhere: 3 at resid_pre, layer 8" in text
+            assert "fp16: 3 samples invalid at resid_pre, layer 8 (cached, inf); counted nowhere." in text
             assert ("none valid" in text) == (not valid)
     assert summary["variants"][0]["teacher_forced"]["tokens"] == TOKENS
 

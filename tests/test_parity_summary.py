@@ -177,7 +177,7 @@ def test_faults():
         "arm": "torch cached", "layer": 1, "op": "resid_pre", "position": 3, "step": 2, "value": "inf",
     }  # fmt: skip
     found = summarize_parity(records, {})
-    assert found["problems"] == {"total": 2, "ok": 1}
+    assert found["problems"] == {"asked": 2, "total": 2, "ok": 1, "invalid": 1}
     assert found["invalid"][0]["arm"] == "torch cached"
     assert summarize_parity(records[1:], {})["status"] == "invalid"
     assert summarize_parity([], {})["status"] == "empty"

@@ -206,12 +206,15 @@ def test_changed_caches_stand_beside_one_uncached_arm():
             assert record["nats"]["cached"] != clean["nats"]["cached"]
             assert record["logits"]["kl"] > 1e3 * clean["logits"]["kl"]
     assert len({record["nats"]["cached"] for record in records if record["problem"] == 0}) == len(drawn)
+    done = frozenset(tuple(record["key"][1:]) for record in records if record["change"] != "normal:0.1,0")
+    resumed = run_windows(runner, done)
+    assert [r for batch, _ in resumed for r in batch] == [r for r in records if r["change"] == "normal:0.1,0"]
 
 
 def test_a_study_has_its_perplexities():
-    run = make_run(small_run(), "text", experiments=["perplexity"])
-    study = summarize_study([run])
-    page = document.to_markdown("t", write_blocks([run]))
+    runs = [make_run(small_run(), "text", experiments=["perplexity"])]
+    study = summarize_study(runs)
+    page = document.to_markdown("t", write_blocks(runs))
     row = next(line for line in to_markdown(study["conditions"][0]["perplexity"]).splitlines() if "| none |" in line)
     assert page.index("## Perplexity") < page.index("### text") < page.index(row)
 
@@ -258,9 +261,10 @@ def test_a_cache_that_broke_though_no_logit_shows_it():
     runner = Perplexity(arms, state, windows, SPEC, [change])
     clean = runner.begin(runner.plan(runner.items)[0])
     ran = runner.run(clean, (change, 0))
-    last = int(np.asarray(ran.cache.positions[1]).argmax())
-    values = (ran.cache.v[0], ran.cache.v[1].at[1, last, 0, 0].set(jnp.inf))
-    ran = dataclasses.replace(ran, cache=dataclasses.replace(ran.cache, v=values))
+    plain = ran.cache.plain
+    last = int(np.asarray(plain.positions[1]).argmax())
+    values = (plain.v[0], plain.v[1].at[1, last, 0, 0].set(jnp.inf))
+    ran = dataclasses.replace(ran, cache=dataclasses.replace(ran.cache, plain=dataclasses.replace(plain, v=values)))
     whole, broken = (
         to_plain(runner.record(item, row, clean, (change, 0), ran)) for row, item in enumerate(runner.items)
     )
@@ -269,6 +273,16 @@ def test_a_cache_that_broke_though_no_logit_shows_it():
     assert broken["invalid"] == place
     assert broken["nats"] is broken["logits"] is None
     to_record(broken)
+
+
+def test_a_resumed_run_makes_the_same_records():
+    arms, state = make_arms()
+    done = frozenset((window, "none", 0) for window in (0, 1, 2))
+    batches = list(run_windows(Perplexity(arms, state, make_windows(), SPEC), done))
+    assert [r["problem"] for batch, _ in batches for r in batch] == list(range(3, len(make_windows())))
+    assert [r for batch, _ in batches for r in batch] == small_run()[3:]
+    assert batches[0][1]["problems"] == [2, 3]
+    assert batches[0][1]["seconds"].keys() == {"cached", "uncached"}
 
 
 def test_numbers_that_are_not_finite():
@@ -366,7 +380,7 @@ def test_summary():
     assert f"[{low}," in text
     assert high in text
     assert next(line for line in page.splitlines() if line.startswith("| none |")).split(" | ")[-3:-1] == ["32", "0"]
-    assert "none valid" in shown(summary | {"changes": [{"change": "int4", "windows": 0, "seeds": []}]}, 200)
+    assert "none valid" in shown(summary | {"changes": [changed | {"windows": 0}]}, 200)
 
 
 def test_what_a_format_cannot_hold_is_said():
@@ -417,7 +431,7 @@ def test_windows_that_a_change_breaks_are_valid_ones_of_the_text():
     for left in (0, 1, count):
         changed = [*worse[:left], *(record | invalid for record in worse[left:])]
         summary = summarize_perplexity([*small_run(), *changed])
-        assert summary["problems"] == {"asked": count, "total": count, "ok": count}
+        assert [summary["problems"][name] for name in ("asked", "total", "ok")] == [count] * 3
         for text in (to_markdown(summary), shown(summary, 200)):
             assert f"{count} of {count} problems valid" in text
             note = f"`normal:0,0.25` has {left} valid windows, others than the clean cache's {count}"
@@ -435,7 +449,7 @@ def test_summary_leaves_out_invalid_windows():
     broken = [r | {"status": "invalid", "invalid": fault, "nats": None, "logits": None} for r in small_run()]
     summary = summarize_perplexity([broken[0], *small_run()[1:]])
     assert summary["changes"][0]["windows"] == len(small_run()) - 1
-    assert "window 0 is invalid: k of the cached arm" in to_markdown(summary)
+    assert "`none`: 1 samples invalid at k, layer 0 (cached, nan); counted nowhere." in to_markdown(summary)
     assert "none valid" in to_markdown(summarize_perplexity(broken))
     with pytest.raises(ValueError, match=r"^nats: missing"):
         to_record(small_run()[0] | {"nats": None})

@@ -1,15 +1,20 @@
 """Records of every experiment as runs of 2026-11-29 wrote them: read without a loss, reported, refused if damaged."""
 
 import copy
+import fnmatch
+import functools
 import json
+import operator
 import pathlib
 
 import msgspec
 import pytest
 from sealing import reseal
 
+from jaxkv.experiments.report_parts import Run
+from jaxkv.experiments.reports import REPORTS
 from jaxkv.overview.page import FILES, report_run
-from jaxkv.records import RECORDS, RunDirectory, read_record, to_line, to_record
+from jaxkv.records import RECORDS, RunDirectory, read_record, to_line, to_plain, to_record
 
 LINES = (pathlib.Path(__file__).parent / "data" / "records.jsonl").read_bytes().splitlines()
 KEPT = {f"{number} {json.loads(line)['experiment']}": json.loads(line) for number, line in enumerate(LINES)}
@@ -96,6 +101,59 @@ def test_a_run_of_before_is_reported(name, tmp_path):
     assert (tmp_path / "samples.jsonl").read_bytes() == to_line(record)
     assert report_run(tmp_path).renderables
     assert all(len((tmp_path / file).read_text()) > 200 for file in FILES)
+
+
+# What no summary of one run takes from a record: it is kept for figures, for studies or for readers of the records.
+SETTING = ("prompt_tokens", "shapes.*", "sampling.*", "headroom.*")
+STEPS = ("*.margin", "*.margin_other", "*.unit")  # as far as they make no tie and no other kind of flip
+UNREAD = {
+    "divergence": (*STEPS, "truth.*.flip", "truth.*.kl", "truth.*.max_abs"),
+    "drift": (*SETTING, "grid.*", "first.*.position", "first.*.places", "path.bit_equal"),
+    "patching": (*SETTING, "heads.*", "by_layer.broken", "by_layer.bit_equal"),
+    "parity": (*SETTING, *STEPS, "tokens", "choices.*"),
+    "injection": (
+        *SETTING, *STEPS, "run.tokens", "run.scores.strict.*", "run.scores.flexible.*", "free_running.compared_after",
+        "cache.exact_bits", "teacher_forced.[jms]*", "teacher_forced.kl_reverse",
+    ),
+    "perplexity": (*SETTING, "logits.max_abs", "logits.bit_equal"),
+    "accumulation": SETTING,
+    "mitigations": (*SETTING, *STEPS, "tokens.fp64"),
+    "attribution": (*SETTING, *STEPS),
+}  # fmt: skip
+
+
+def put_beside(record):
+    """The records that one of its experiment is set beside."""
+    if record["experiment"] == "attribution":
+        return [record | {"variant": "none", "aligned": None, "key": [*record["key"][:2], "none"]}]
+    if record["experiment"] == "injection":
+        none = dict.fromkeys(("spec", "teacher_forced", "free_running", "saturated"))
+        return [record | none | {"change": "none", "seed": 0, "key": [*record["key"][:2], "none", 0]}]
+    return []
+
+
+def summarize(record, others):
+    run = Run("run", {"config": {}, "sessions": []}, list(map(to_record, [*others, record])))
+    return json.dumps(to_plain(REPORTS[record["experiment"]].summarize(run)))
+
+
+@pytest.mark.parametrize("name", [name for name in KEPT if name.split()[1] in UNREAD])
+def test_every_figure_of_a_record_is_in_its_summary(name):
+    """Each number changed: the summary changes with it, but for what is UNREAD."""
+    record, lost = KEPT[name], set()
+    others = put_beside(record)
+    before = summarize(record, others)
+    for path in list_fields(record):
+        value = functools.reduce(operator.getitem, path, record)
+        where = ".".join(part for part in path if isinstance(part, str))
+        if where in ("key", "problem") or not isinstance(value, bool | int | float):
+            continue
+        other = not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else 1.5 * value + 0.01
+        changed = damage(record, path, other)
+        if is_accepted(changed) and summarize(changed, others) == before:
+            lost.add(where)
+    unread = UNREAD[record["experiment"]]
+    assert not {where for where in lost if not any(fnmatch.fnmatch(where, name) for name in unread)}
 
 
 def test_a_fault_is_named_down_to_the_key(tmp_path):

@@ -266,9 +266,6 @@ def test_the_report_names_what_was_run():
         "8-shot",
         "| device | cpu |",
         "padded to 128",
-        "packages.jax | 0.10.2",
-        "python -m jaxkv.launch --model=tiny-llama2",
-        "f00d",
         "cached again",
     ):
         assert part in text

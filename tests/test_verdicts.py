@@ -208,14 +208,14 @@ def test_the_page_tells_how_many_and_by_which_rules():
 
 
 def test_a_family_is_harder_to_convince_than_one_statement():
-    claims = [{"id": name, "evidence": Evidence(p), "figure": []} for name, p in (("C1", 0.02), ("C2", 1.0))]
+    claims = {"C1": (Evidence(0.02), []), "C2": (Evidence(1.0), [])}
     words = ("reproduced", "not reproduced")
-    assert rules.decide(claims[:1], words)[0]["verdict"] == "reproduced"
+    assert rules.decide({"C1": claims["C1"]}, words)[0]["verdict"] == "reproduced"
     first, second = rules.decide(claims, words)
     assert (first["verdict"], first["p"]) == ("cannot tell", 0.08)
     assert "by itself it would be 'reproduced' (p = 0.04)" in first["figure"][-1]
     assert second["verdict"] == "cannot tell"
-    untested = rules.decide([claims[0], {"id": "C2", "evidence": None, "figure": []}], words)
+    untested = rules.decide(claims | {"C2": (None, [])}, words)
     assert [claim["verdict"] for claim in untested] == ["reproduced", "cannot tell"]
 
 
@@ -224,10 +224,7 @@ def test_the_family_s_error_is_held():
     above = np.random.default_rng(0).random((2000, 10))
     wrong = 0
     for page in above:
-        claims = [
-            {"id": name, "evidence": Evidence(p, 1 - p), "figure": []}
-            for name, p in zip(RULES, page.tolist(), strict=False)
-        ]
+        claims = {name: (Evidence(p, 1 - p), []) for name, p in zip(RULES, page.tolist(), strict=False)}
         wrong += any(claim["verdict"] != "cannot tell" for claim in rules.decide(claims, ("yes", "no")))
     assert wrong <= stats.binom.ppf(0.99, len(above), 0.05)
     assert wrong > 0

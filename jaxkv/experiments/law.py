@@ -89,32 +89,8 @@ def sort_flips(flip: npt.ArrayLike, margin: npt.ArrayLike, other: npt.ArrayLike,
     return dict(zip(KINDS, map(int, counts), strict=True))
 
 
-@dataclasses.dataclass(frozen=True)
-class Checked:
-    """The law beside what was counted along teacher-forced steps.
-
-    Attributes:
-      prediction: from the condition's own margins and shifts.
-      flips: argmax flips that were counted.
-      kinds: these by how near the two tokens were (`sort_flips`).
-      ties: steps with an exact tie in the reference, in the other arm, and in both.
-      choice_flips: steps at which the arms choose other tokens under the shared noise; None in older records.
-    """
-
-    prediction: Prediction
-    flips: int
-    kinds: dict[str, int]
-    ties: dict[str, int]
-    choice_flips: int | None
-
-
-def to_json(found: Checked | None) -> dict[str, Any] | None:
-    """For a summary."""
-    return None if found is None else dataclasses.asdict(found)
-
-
-def check_law(comparisons: Sequence[Comparison]) -> Checked | None:
-    """The law on the comparisons of a condition's samples; None if they lack what it needs or have no step."""
+def check_law(comparisons: Sequence[Comparison]) -> dict[str, Any] | None:
+    """`check_steps` of a condition's samples; None if they lack what it needs or have no step."""
     kept = [c for c in comparisons if c.shift]
     if not kept:
         return None
@@ -123,17 +99,24 @@ def check_law(comparisons: Sequence[Comparison]) -> Checked | None:
     return check_steps({name: np.concatenate([getattr(c, name) for c in kept]) for name in COLUMNS}, choice_flips)
 
 
-def check_steps(columns: Mapping[str, np.ndarray], choice_flips: int | None = None) -> Checked:
-    """The law on the steps of a condition: for each of COLUMNS an entry a step."""
+def check_steps(columns: Mapping[str, np.ndarray], choice_flips: int | None = None) -> dict[str, Any]:
+    """The law beside what was counted along the teacher-forced steps of a condition.
+
+    Args:
+      columns: for each of COLUMNS an entry a step.
+      choice_flips: steps at which the arms choose other tokens under the shared noise; None in older records.
+
+    Returns:
+      Plain values: `prediction` from the condition's own margins and shifts, argmax `flips` that were counted, their
+      `kinds` (`sort_flips`), `ties`, steps with an exact tie in the reference, in the other arm and in both, and
+      `choice_flips`.
+    """
     margin, shift, flip, other, unit = (columns[name] for name in COLUMNS)
-    return Checked(
-        prediction=predict(margin, shift),
-        flips=int(np.sum(flip)),
-        kinds=sort_flips(flip, margin, other, unit),
-        ties={
-            "reference": int(np.sum(margin == 0)),
-            "other": int(np.sum(other == 0)),
-            "both": int(np.sum((margin == 0) & (other == 0))),
-        },
-        choice_flips=choice_flips,
-    )
+    ties = {"reference": margin == 0, "other": other == 0, "both": (margin == 0) & (other == 0)}
+    return {
+        "prediction": dataclasses.asdict(predict(margin, shift)),
+        "flips": int(np.sum(flip)),
+        "kinds": sort_flips(flip, margin, other, unit),
+        "ties": {name: int(np.sum(steps)) for name, steps in ties.items()},
+        "choice_flips": choice_flips,
+    }

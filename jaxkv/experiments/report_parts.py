@@ -245,7 +245,7 @@ def summarize_comparisons(pairs: Sequence[tuple[int, Comparison | None]]) -> dic
         "sequences_with_flip": share(sum(bool(f.any()) for f in flips), len(kept)),
         "bit_equal": clustered_share([int(c.sum()) for c in column("bit_equal")], sizes),
         "sequences_with_other_bits": share(sum(not c.all() for c in column("bit_equal")), len(kept)),
-        "law": law.to_json(law.check_law([comparison for _, comparison in kept])),
+        "law": law.check_law([comparison for _, comparison in kept]),
         "ties": {
             "count": len(ties),
             "flips": sum(tie["flip"] for tie in ties),

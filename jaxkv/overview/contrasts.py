@@ -68,7 +68,7 @@ def pool_accuracy(conditions: Sequence[tuple[Mapping[str, Any], Samples]], score
                 "right": [sum(a for a, _ in right.values()), sum(b for _, b in right.values())],
                 "only_cached": only[0],
                 "only_uncached": only[1],
-                "mcnemar_p": statistics.mcnemar_exact(*only),
+                "mcnemar_p": statistics.sign_test(*only),
             }
         )
         for (problem, _), (a, b) in right.items():

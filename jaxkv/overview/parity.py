@@ -91,7 +91,7 @@ def _compare_cells(first: Cell, second: Cell) -> dict[str, Any]:
     if first.right is not None and second.right is not None:
         pairs = list(zip(first.right, second.right, strict=True))
         only = sum(a and not b for a, b in pairs), sum(b and not a for a, b in pairs)
-        test = statistics.mcnemar_exact(*only)
+        test = statistics.sign_test(*only)
         accuracy = {"only_first": only[0], "only_second": only[1], "mcnemar_p": test}
     return {
         "problems": len(found),

@@ -162,20 +162,13 @@ def zero_upper_bound(total: float, confidence: float = CONFIDENCE) -> float:
 
 
 def sign_test(positive: int, negative: int) -> float:
-    """p-value that signs are fair coins, ties left out: 8 against 1 gives 0.039. The conditions must be independent."""
+    """p-value that signs are fair coins, ties left out: 8 against 1 gives 0.039. The trials must be independent.
+
+    Of problems that the first or the second arm alone got right it is the exact McNemar test (McNemar 1947).
+    """
     if positive + negative == 0:
         return 1.0
     return float(stats.binomtest(positive, positive + negative, 0.5).pvalue)
-
-
-def mcnemar_exact(only_first: int, only_second: int) -> float:
-    """p-value that two arms on the same problems are equally often right (McNemar 1947, exact binomial form).
-
-    Args:
-      only_first: problems that the first arm alone got right.
-      only_second: problems that the second arm alone got right.
-    """
-    return sign_test(only_first, only_second)
 
 
 def sign_flip(leads: Sequence[int]) -> float:

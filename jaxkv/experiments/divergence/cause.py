@@ -87,13 +87,8 @@ def strays(found: Distance, apart: float) -> bool:
     return apart > STRAY * max(found.cached + found.uncached, FLOOR)
 
 
-def to_json(found: Distance | None) -> dict[str, Any] | None:
-    """For a summary; `read_distance` is its inverse."""
-    return None if found is None else dataclasses.asdict(found)
-
-
 def read_distance(summary: Mapping[str, Any]) -> Distance | None:
-    """The distance in a summary of 'divergence'; None in one of before there was any."""
+    """The distance in a summary of 'divergence', where it lies as plain values; None where there is none."""
     found = summary.get("truth")
     return None if found is None else Distance(**found)
 

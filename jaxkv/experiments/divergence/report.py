@@ -23,7 +23,7 @@ from jaxkv.experiments.divergence.wording import (
 from jaxkv.experiments.figures import draw_divergence
 from jaxkv.experiments.record_parts import find_headline
 from jaxkv.experiments.report_parts import Report, Run, name_of
-from jaxkv.reporting.document import Block, Bullets, Heading, Only, Paragraph, Table
+from jaxkv.reporting.document import Block, Bullets, Heading, Only, Paragraph, Table, make_table
 from jaxkv.reporting.format import (
     format_cell,
     format_count,
@@ -95,28 +95,8 @@ def _what_was_run(summary: Summary) -> list[Block]:
     return [Heading("What was run", 3), Table(["what", "value"], rows)]
 
 
-def _show_law(comparison: Mapping[str, Any]) -> str:
-    """Flips that margins and shifts predict, as counts: linear and by convolution."""
-    if (found := comparison["law"]) is None:
-        return "not recorded"
-    said = found["prediction"]
-    return ", ".join(format_number(said[form] * said["steps"], 3) for form in ("linear", "convolution"))
-
-
-def _show_kinds(comparison: Mapping[str, Any]) -> str:
-    """Flips by how near the two tokens were."""
-    found = comparison["law"]
-    return "not recorded" if found is None else ", ".join(str(found["kinds"][kind]) for kind in law.KINDS)
-
-
-def _show_choices(comparison: Mapping[str, Any]) -> str:
-    """Steps at which the arms choose other tokens under the shared noise."""
-    found = comparison["law"]
-    return "not recorded" if found is None or found["choice_flips"] is None else str(found["choice_flips"])
-
-
 # A row of the table of agreement: its name, and what it shows of a comparison.
-AGREEMENT: dict[str, Callable[[Mapping[str, Any]], str]] = {
+AGREEMENT: dict[str, Callable[[Summary], str]] = {
     "sequences": lambda c: str(c["sequences"]),
     "tokens": lambda c: str(c["tokens"]),
     "argmax flips per token": lambda c: format_counted_share(c["flips"]),
@@ -130,27 +110,38 @@ AGREEMENT: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "max abs logit difference, mean over steps": lambda c: format_mean(c["max_abs"]),
     "max abs logit difference, largest": lambda c: format_number(c["max_abs"]["max"]),
     "mean abs logit difference": lambda c: format_mean(c["mean_abs"]),
-    "flips predicted by margins and shifts: linear, convolution": _show_law,
-    "flips at a tie in one arm, in both; swaps by one unit; more": _show_kinds,
-    "other tokens chosen under the same noise": _show_choices,
+    "flips predicted by margins and shifts: linear, convolution": lambda c: _of_law(c, _say_predicted),
+    "flips at a tie in one arm, in both; swaps by one unit; more": lambda c: _of_law(c, _say_kinds),
+    "other tokens chosen under the same noise": lambda c: _of_law(c, lambda found: found["choice_flips"]),
     "exact ties (margin 0)": lambda c: str(c["ties"]["count"]),
     "flips at exact ties": lambda c: f"{c['ties']['flips']} of {c['flips']['count']}",
 }
 
 
+def _of_law(comparison: Summary, show: Callable[[Any], Any]) -> str:
+    found = comparison["law"] and show(comparison["law"])
+    return "not recorded" if found is None else str(found)
+
+
+def _say_predicted(found: Summary) -> str:
+    said = found["prediction"]
+    return ", ".join(format_number(said[form] * said["steps"], 3) for form in ("linear", "convolution"))
+
+
+def _say_kinds(found: Summary) -> str:
+    return ", ".join(str(found["kinds"][kind]) for kind in law.KINDS)
+
+
 def _agreement(summary: Summary) -> list[Block]:
     comparisons = list_comparisons(summary)
-    blocks: list[Block] = [Heading("Cached against uncached, teacher-forced", 3)]
+    title = Heading("Cached against uncached, teacher-forced", 3)
     if not comparisons:
-        return [*blocks, Paragraph("No steps were compared.")]
+        return [title, Paragraph("No steps were compared.")]
     rows = [[name, *(show(comparison) for _, comparison in comparisons)] for name, show in AGREEMENT.items()]
     left = {True: "", False: " Not run here, so not ruled out."}
-    blocks += [
-        Table(["", *(label for label, _ in comparisons)], rows),
-        Paragraph("What each control rules out:"),
-        Bullets([f"{LABELS[n]}: {why}.{left[bool(summary['controls'].get(n))]}" for n, why in RULES_OUT.items()]),
-    ]
-    return blocks
+    ruled = [f"{LABELS[n]}: {why}.{left[bool(summary['controls'].get(n))]}" for n, why in RULES_OUT.items()]
+    table = Table(["", *(label for label, _ in comparisons)], rows)
+    return [title, table, Paragraph("What each control rules out:"), Bullets(ruled)]
 
 
 def _truth(summary: Summary) -> list[Block]:
@@ -194,45 +185,52 @@ def is_above_floor(right: Mapping[str, Any]) -> bool:
     return max(right[arm]["interval"][0] for arm in ("cached", "uncached")) > ACCURACY_FLOOR
 
 
+Scored = tuple[str, Any]  # a scorer and its figures
+ACCURACY: dict[str, Callable[[Scored], str]] = {
+    "scorer": lambda scored: scored[0],
+    "cached": lambda scored: format_counted_share(scored[1]["cached"]),
+    "uncached": lambda scored: format_counted_share(scored[1]["uncached"]),
+    "difference, points": lambda scored: format_points(scored[1]["difference"]),
+    "only cached right": lambda scored: str(scored[1]["only_cached"]),
+    "only uncached right": lambda scored: str(scored[1]["only_uncached"]),
+    "McNemar p": lambda scored: format_number(scored[1]["mcnemar_p"]),
+    "answer changed": lambda scored: str(scored[1]["label_changes"]["answer_changed"]),
+    "extraction only": lambda scored: str(scored[1]["label_changes"]["extraction_only"]),
+}
+
+
 def _accuracy(summary: Summary) -> list[Block]:
     if not is_above_floor(summary["accuracy"][find_headline(summary["accuracy"])]):
         return []  # the page says so
-    head = ["scorer", "cached", "uncached", "difference, points", "only cached right", "only uncached right"]
-    head += ["McNemar p", "answer changed", "extraction only"]
-    rows = []
-    for scorer, a in summary["accuracy"].items():
-        cells = [*(format_counted_share(a[arm]) for arm in ("cached", "uncached")), format_points(a["difference"])]
-        cells += [str(a["only_cached"]), str(a["only_uncached"]), format_number(a["mcnemar_p"])]
-        changes = a["label_changes"]
-        rows.append([scorer, *cells, str(changes["answer_changed"]), str(changes["extraction_only"])])
-    blocks: list[Block] = [Heading("Accuracy, both arms on the same problems", 3), Table(head, rows)]
+    title = Heading("Accuracy, both arms on the same problems", 3)
+    blocks: list[Block] = [title, make_table(ACCURACY, summary["accuracy"].items())]
     if instructions := summary.get("instruction_level"):
-        followed = [
-            [scorer, *(format_counted_share(arms[arm]) for arm in ("cached", "uncached"))]
-            for scorer, arms in instructions.items()
-        ]
-        blocks += [Paragraph("Of all instructions:"), Table(["scorer", "cached", "uncached"], followed)]
+        columns = {name: ACCURACY[name] for name in ("scorer", "cached", "uncached")}
+        blocks += [Paragraph("Of all instructions:"), make_table(columns, instructions.items())]
     return blocks
 
 
+INVALID: dict[str, Callable[[Summary], str]] = {
+    "where it began": lambda g: str(g["reason"]),
+    "arm": lambda g: str(g["arm"]),
+    "value": lambda g: str(g["value"]),
+    "samples": lambda g: str(g["samples"]),
+    "first position": lambda g: str(g["first_position"]),
+    "problems": lambda g: show_value(g["problems"]),
+}
+
+
 def _invalid(summary: Summary) -> list[Block]:
-    blocks: list[Block] = [Heading("Invalid samples and headroom", 3)]
-    if summary["invalid"]:
-        rows = [
-            [g["reason"], g["arm"], g["value"], str(g["samples"]), str(g["first_position"]), show_value(g["problems"])]
-            for g in summary["invalid"]
-        ]
-        text = "A non-finite number arose; these samples enter no figure of agreement or accuracy."
-        head = ["where it began", "arm", "value", "samples", "first position", "problems"]
-        blocks += [Paragraph(text), Table(head, rows)]
-    else:
-        blocks.append(Paragraph("No sample is invalid."))
+    text = "A non-finite number arose; these samples enter no figure of agreement or accuracy."
+    found: list[Block] = [Paragraph(text), make_table(INVALID, summary["invalid"])]
+    if not summary["invalid"]:
+        found = [Paragraph("No sample is invalid.")]
     if room := summary["headroom"]:
         where = room["op"] if room["layer"] is None else f"{room['op']}, layer {room['layer']}"
         text = f"Largest finite activation: {format_number(room['max_abs'], 3)} at {where} (problem {room['problem']}),"
         text += f" {format_percent(room['share_of_limit'])} % of its dtype's maximum {format_number(room['limit'], 3)}."
-        blocks.append(Paragraph(text))
-    return blocks
+        found.append(Paragraph(text))
+    return [Heading("Invalid samples and headroom", 3), *found]
 
 
 def _caveats(summary: Summary) -> list[Block]:

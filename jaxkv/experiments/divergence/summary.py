@@ -14,51 +14,39 @@ from msgspec.structs import asdict
 from jaxkv.experiments.divergence import cause
 from jaxkv.experiments.divergence.record import CONTROLS, DivergenceRecord
 from jaxkv.experiments.record_parts import LABEL_CHANGES, Setting, known
-from jaxkv.experiments.report_parts import collect, group_invalid, summarize_comparisons
+from jaxkv.experiments.report_parts import begin_summary, summarize_comparisons
 from jaxkv.reporting import statistics
 from jaxkv.reporting.shares import PAIRED, clustered_share, share
 
 
 def summarize(records: Sequence[object], run: Mapping[str, Any]) -> dict[str, Any]:
-    """Summarizes the 'divergence' records of a run.
-
-    Args:
-      records: samples, in any order; records of other experiments are left out.
-      run: content of run.json; its fingerprint ties the summary to the run.
+    """Summarizes the 'divergence' records of a run, as `begin_summary` says.
 
     Returns:
-      Plain values for summary.json. ``status`` is 'ok', 'invalid' (no sample is valid: there are no agreement
-      figures) or 'empty'.
+      Plain values for summary.json. Without a valid sample there are no agreement figures.
     """
-    samples = collect(records, DivergenceRecord)
-    valid = [s for s in samples if s.status == "ok"]
-    summary: dict[str, Any] = {
-        "experiment": "divergence",
-        "fingerprint": run.get("fingerprint"),
-        "status": "ok" if valid else "invalid" if samples else "empty",
-        "problems": {
-            "asked": run.get("config", {}).get("num_problems", len(samples)),
-            "total": len(samples),
-            "ok": len(valid),
-            "invalid": len(samples) - len(valid),
-        },
-        "invalid": group_invalid(samples),
+    summary, samples, valid = begin_summary(records, run, DivergenceRecord)
+    sessions = run.get("sessions", [])
+    summary |= {
         "headroom": _find_headroom(samples),
-        "gate": _find_gate(run),
+        "gate": next((s["gate"] for s in sessions if "gate" in s), None),  # None: samples were made without
         "sampling": _count_distinct([asdict(s.sampling) for s in samples]),
         "shapes": _describe_shapes(samples),
     }
     if not valid:
-        remedies = [session["remedy"] for session in run.get("sessions", []) if "remedy" in session]
-        return summary | ({"remedy": remedies[-1]} if remedies else {})
-    summary["truth"] = cause.to_json(cause.measure_distance([to_builtins({"truth": s.truth or None}) for s in valid]))
-    summary["truth_left_out"] = next((s.truth_left_out for s in valid if s.truth_left_out), None)
-    summary["teacher_forced"] = summarize_comparisons([(s.problem, s.teacher_forced) for s in valid])
-    summary["controls"] = {
-        name: summarize_comparisons([(s.problem, getattr(s.controls, name)) for s in valid]) for name in CONTROLS
+        remedies = [{"remedy": session["remedy"]} for session in sessions if "remedy" in session]
+        return summary | (remedies[-1] if remedies else {})
+    compared = summarize_comparisons([(s.problem, s.teacher_forced) for s in valid])
+    summary |= {
+        "truth": to_builtins(cause.measure_distance([to_builtins({"truth": s.truth or None}) for s in valid])),
+        "truth_left_out": next((s.truth_left_out for s in valid if s.truth_left_out), None),
+        "teacher_forced": compared,
+        "controls": {
+            name: summarize_comparisons([(s.problem, getattr(s.controls, name)) for s in valid]) for name in CONTROLS
+        },
+        "free_running": _summarize_free_running(valid, compared),
+        "accuracy": {scorer: _summarize_accuracy(valid, scorer) for scorer in valid[0].arms.cached.scores},
     }
-    summary["free_running"] = _summarize_free_running(valid, summary["teacher_forced"])
-    summary["accuracy"] = {scorer: _summarize_accuracy(valid, scorer) for scorer in valid[0].arms.cached.scores}
     if run.get("config", {}).get("task") == "ifeval":
         summary["instruction_level"] = _summarize_instructions(valid)
     return summary
@@ -103,31 +91,24 @@ def _summarize_free_running(
         "first_flip_agrees": None,
     }
     if starts:
-        low, median, high = np.quantile(starts, [0.25, 0.5, 0.75])
-        summary["first_diverged"] = {
-            "sequences": len(starts),
-            "min": min(starts),
-            "quartiles": [float(low), float(median), float(high)],
-            "max": max(starts),
-        }
+        low, *quartiles, high = np.quantile(starts, [0, 0.25, 0.5, 0.75, 1]).tolist()
+        first = {"sequences": len(starts), "min": int(low), "quartiles": quartiles, "max": int(high)}
+        summary["first_diverged"] = first
     compared = [(s, run, s.teacher_forced.flip) for s, run in runs if s.teacher_forced and s.teacher_forced.flip]
     if forced and compared and all(s.sampling.sampler == "greedy" for s, _, _ in compared):
         lengths = [len(flips) for _, _, flips in compared]
         found = forced["flips"]
+        rate, *interval = (statistics.expected_divergence(p, lengths) for p in (found["rate"], *found["interval"]))
         summary["expected"] = {
-            "rate": statistics.expected_divergence(found["rate"], lengths),
-            "interval": [statistics.expected_divergence(p, lengths) for p in found["interval"]],
+            "rate": rate,
+            "interval": interval,
             "method": "mean of 1 - (1 - p)^n over sequences, p the flip rate per token",
         }
         if found["count"] == 0:  # its interval and bound are those of the share of sequences with a flip already
             summary["expected"] |= {"interval": found["interval"], "upper_bound": found["upper_bound"]}
-        agrees = sum(_first_flip(flips) == run.first_diverged for _, run, flips in compared)
+        agrees = sum((flips.index(True) if True in flips else None) == run.first_diverged for _, run, flips in compared)
         summary["first_flip_agrees"] = {"count": agrees, "total": len(compared)}
     return summary
-
-
-def _first_flip(flips: Sequence[bool]) -> int | None:
-    return next((step for step, flip in enumerate(flips) if flip), None)
 
 
 def _summarize_accuracy(valid: Sequence[DivergenceRecord], scorer: str) -> dict[str, Any]:
@@ -141,7 +122,7 @@ def _summarize_accuracy(valid: Sequence[DivergenceRecord], scorer: str) -> dict[
         "uncached": share(int(uncached.sum()), len(valid)),
         "only_cached": only_cached,
         "only_uncached": only_uncached,
-        "mcnemar_p": statistics.mcnemar_exact(only_cached, only_uncached),
+        "mcnemar_p": statistics.sign_test(only_cached, only_uncached),
         "difference": {
             "mean": float(cached.mean() - uncached.mean()),
             "interval": list(found.interval()),
@@ -167,13 +148,11 @@ def _count_distinct(values: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
 
 def _describe_shapes(samples: Sequence[Setting]) -> dict[str, Any]:
     """Range of each shape over the samples, and the distinct values of the uncached regime."""
-    described: dict[str, Any] = {}
-    for name in ("batch", "prefill", "slots", "left_pad"):
-        values = [getattr(s.shapes, name) for s in samples]
-        described[name] = [min(values), max(values)] if values else None
-    prompts = [s.prompt_tokens for s in samples]
-    described["prompt_tokens"] = [min(prompts), max(prompts)] if prompts else None
-    described["uncached"] = sorted({s.shapes.uncached for s in samples})
+    columns = {name: [getattr(s.shapes, name) for s in samples] for name in ("batch", "prefill", "slots", "left_pad")}
+    columns["prompt_tokens"] = [s.prompt_tokens for s in samples]
     tiles = {s.shapes.tile for s in samples}
-    described["regime"] = sorted("plain" if tile is None else f"aligned, tile {tile}" for tile in tiles)
-    return described
+    return {
+        **{name: [min(values), max(values)] if values else None for name, values in columns.items()},
+        "uncached": sorted({s.shapes.uncached for s in samples}),
+        "regime": sorted("plain" if tile is None else f"aligned, tile {tile}" for tile in tiles),
+    }

@@ -1,0 +1,92 @@
+"""Reference of the per-token metrics, in float64 on the host; `jaxkv.compare` is tested against it."""
+
+import ml_dtypes
+import numpy as np
+from scipy.special import log_softmax
+
+COLUMNS = (
+    "flip", "kl", "kl_reverse", "js", "max_abs", "mean_abs", "margin", "margin_other", "shift", "unit", "bit_equal",
+)  # fmt: skip
+
+
+def compare_logits(reference: np.ndarray, other: np.ndarray) -> dict[str, np.ndarray]:
+    """Compares two arms token by token.
+
+    Args:
+      reference: logits of the reference arm (the uncached one), [n, V], any float dtype.
+      other: logits of the other arm (the cached one), [n, V], of the same dtype.
+
+    Returns:
+      Arrays of length n:
+        flip: whether the argmax differs; the lowest id wins a tie.
+        kl: KL(reference || other) in nats. kl_reverse: KL(other || reference).
+        js: Jensen-Shannon divergence in nats, at most log 2 (Lin 1991, eq. 3.4 with equal weights).
+        max_abs, mean_abs: over V, of other - reference.
+        margin: top logit of the reference minus its second; 0 is a tie.
+        margin_other: the same of the other arm.
+        shift: the gap between the reference's top two tokens in the other arm, minus that in the reference. The two
+          swap where margin + shift < 0.
+        unit: spacing of the dtype's numbers at the reference's top logit.
+        bit_equal: whether all V logits have the same bits.
+      A token with a non-finite logit in either arm is no agreement: flip is True, bit_equal False, the rest NaN.
+
+    Raises:
+      ValueError: shapes or dtypes differ, or V < 2.
+    """
+    if reference.shape != other.shape or reference.ndim != 2 or reference.shape[1] < 2:
+        raise ValueError(f"expected two arrays [n, V] with V >= 2, got {reference.shape} and {other.shape}")
+    if reference.dtype != other.dtype:
+        raise ValueError(f"the arms have different dtypes, {reference.dtype} and {other.dtype}")
+    bits = np.dtype(f"u{reference.dtype.itemsize}")
+    equal = np.all(np.ascontiguousarray(reference).view(bits) == np.ascontiguousarray(other).view(bits), axis=1)
+    a, b = reference.astype(np.float64), other.astype(np.float64)
+    finite = np.all(np.isfinite(a) & np.isfinite(b), axis=1, keepdims=True)
+    a, b, finite = np.where(finite, a, 0.0), np.where(finite, b, 0.0), finite[:, 0]
+    log_p, log_q = log_softmax(a, axis=1), log_softmax(b, axis=1)
+    order = np.argsort(-a, axis=1, kind="stable")[:, :2]  # the lowest id first among equals
+    first, second = (np.take_along_axis(a, order[:, place, None], 1)[:, 0] for place in (0, 1))
+    gap = np.subtract(*(np.take_along_axis(b, order[:, place, None], 1)[:, 0] for place in (0, 1)))
+    other = np.partition(b, -2, axis=1)
+    kind = ml_dtypes.finfo(reference.dtype)
+    numbers = {
+        "kl": _divergence(log_p, log_q, log_q - log_p),
+        "kl_reverse": _divergence(log_q, log_p, log_p - log_q),
+        "js": _jensen_shannon(log_p, log_q),
+        "max_abs": np.abs(b - a).max(axis=1),
+        "mean_abs": np.abs(b - a).mean(axis=1),
+        "margin": first - second,
+        "margin_other": other[:, -1] - other[:, -2],
+        "shift": gap - (first - second),
+        "unit": np.ldexp(float(kind.eps), np.frexp(np.maximum(np.abs(first), float(kind.tiny)))[1] - 1),
+    }
+    result = {name: np.where(finite, column, np.nan) for name, column in numbers.items()}
+    result["flip"] = (a.argmax(axis=1) != b.argmax(axis=1)) | ~finite
+    result["bit_equal"] = equal & finite
+    return {name: result[name] for name in COLUMNS}
+
+
+def _divergence(log_p: np.ndarray, log_q: np.ndarray, shift: np.ndarray) -> np.ndarray:
+    """KL(p || q) over the last axis: sum of p * (exp(d) - 1 - d), d = shift = log(q / p), each term of which is >= 0.
+
+    The usual sum of -p * d is equal, since both distributions add up to 1, but cancels: at d near 1e-8 it is noise.
+    """
+    p = np.exp(log_p)
+    small = np.clip(shift, -1e-3, 1e-3)
+    series = small**2 * (1 / 2 + small * (1 / 6 + small * (1 / 24 + small / 120)))
+    middle = np.minimum(shift, 50.0)
+    excess = np.where(np.abs(shift) < 1e-3, series, np.expm1(middle) - middle)
+    terms = np.where(shift > 50.0, np.exp(log_q) - p - p * shift, p * excess)
+    return terms.sum(axis=-1)
+
+
+def _jensen_shannon(log_p: np.ndarray, log_q: np.ndarray) -> np.ndarray:
+    """(KL(p || m) + KL(q || m)) / 2 with m = (p + q) / 2; exactly 0 where p and q are the same."""
+
+    def to_middle(d: np.ndarray) -> np.ndarray:
+        """log(m / p) for d = log(q / p)."""
+        near = np.log1p(np.expm1(np.minimum(d, 30.0)) / 2)
+        return np.where(d > 30.0, np.logaddexp(0.0, d) - np.log(2), near)
+
+    difference = log_q - log_p
+    log_m = np.logaddexp(log_p, log_q) - np.log(2)
+    return (_divergence(log_p, log_m, to_middle(difference)) + _divergence(log_q, log_m, to_middle(-difference))) / 2

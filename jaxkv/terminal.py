@@ -32,8 +32,10 @@ def show_briefly(paths: Sequence[pathlib.Path]) -> Group | None:
     ]
     blocks: list[Block] = [Paragraph(f"{screen.status.value[0].upper()}{screen.status.value[1:]}: {screen.means}")]
     if valid:
-        rows = [_make_row(name, summary) for name, summary in valid[:MOST]]
-        blocks.append(Table(["run", "texts that part", "tokens that flip", "mean KL", "right, with/without"], rows))
+        usual = " greedy" if all(name.endswith(" greedy") for name, _ in valid) else ""
+        rows = [_make_row(name.removesuffix(usual), summary) for name, summary in valid[:MOST]]
+        blocks.append(Table(["run", "texts that part", "tokens that flip", "mean KL", "right*"], rows))
+        blocks.append(Paragraph("* answers with the cache / without it"))
     if len(valid) > MOST:
         blocks.append(Paragraph(f"{len(valid) - MOST} more are in the report"))
     blocks += [Paragraph(line) for line in (_say_controls([summary for _, summary in valid]), screen.todo) if line]

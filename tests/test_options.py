@@ -22,7 +22,7 @@ LAUNCH = pathlib.Path(__file__).parents[1] / "launch"
 # Command -> where it runs, or the name of its sweep, whose hash is of all its runs in order. Made at revision d48a306,
 # but for the first, which is newer.
 NAMES = {
-    "": "sweep-fabfbf5c",
+    "": "sweep-059d63ef",
     "--model=tiny-gemma2 --precision=fp16,fp32": "sweep-a9de5849",
     "--model=gemma2-2b --precision=fp16": "gemma2-2b-fp16-greedy-beaf9b07",
     "--experiments=doctor --doctor_seconds=5 --model=tiny-llama2,tiny-mistral": "doctor",

@@ -160,7 +160,7 @@ def test_a_stopped_sweep_says_what_is_left(tmp_path):
 def fake(monkeypatch):
     """Conditions that do nothing, but open their directory."""
 
-    def run_study(options):
+    def run_study(options, alone):
         with RunDirectory.open(sweep.run_path(options), {"precision": options.precision.name}):
             pass
 

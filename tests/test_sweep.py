@@ -76,7 +76,7 @@ def fake(monkeypatch):
     """Conditions that end as told, by precision, and what the overview said while each ran."""
     told, seen = {}, []
 
-    def run_study(options):
+    def run_study(options, alone):
         path = sweep.run_path(options)
         path.mkdir(parents=True, exist_ok=True)
         seen.append([entry["status"] for entry in overview(path.parent)[0].values()])
@@ -141,7 +141,7 @@ def test_a_stopped_sweep_says_what_it_was_at(fake, tmp_path):
 def test_a_sweep_without_a_directory_gets_one_of_its_own(fake, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     seen = []
-    monkeypatch.setattr(sweep, "run_study", lambda options: seen.append(sweep.run_path(options)))
+    monkeypatch.setattr(sweep, "run_study", lambda options, alone: seen.append(sweep.run_path(options)))
     for more in ([], [], ["--seed=1"]):
         run_in_process("--precision=fp16,bf16", *more)
     made = sorted(path.name for path in (tmp_path / "runs").glob("sweep-*"))

@@ -18,7 +18,7 @@ from jaxkv.experiments.record_parts import find_headline
 from jaxkv.experiments.report_parts import Run
 from jaxkv.experiments.reports import REPORTS
 from jaxkv.overview.examples import count_parted, show_examples
-from jaxkv.overview.first_screen import Status, describe_conditions
+from jaxkv.overview.first_screen import describe_conditions
 from jaxkv.overview.forest import draw_forest
 from jaxkv.overview.gather import drop_copies, read_runs
 from jaxkv.overview.joining import join_parts
@@ -396,7 +396,7 @@ def write_blocks(study: Study, runs: Sequence[Run], asked: Collection[str] = ())
     drawn = draw_divergence(study)
     first = describe_conditions(study["conditions"], study["causes"], runs)
     parts: list[Sequence[Block]] = [
-        first.to_blocks() if first.status is not Status.NOTHING or not changes_alone(study) else [],
+        first.to_blocks() if any(c.get("divergence") for c in study["conditions"]) else [_say_what_ran(study)],
         _write_missing(study),
         write_examples(runs, names),
         _write_forest(study),
@@ -415,6 +415,14 @@ def write_blocks(study: Study, runs: Sequence[Run], asked: Collection[str] = ())
         write_provenance(study),
     ]
     return keep_claims(list(itertools.chain.from_iterable(parts)), asked)
+
+
+def _say_what_ran(study: Study) -> Paragraph:
+    """Of runs that do not compare the arms."""
+    models, devices = (list(dict.fromkeys(str(c[k]) for c in study["conditions"] if c[k])) for k in ("model", "device"))
+    count = len(study["conditions"])
+    of, on = (f" {word} {', '.join(names)}" if names else "" for word, names in (("of", models), ("on", devices)))
+    return Paragraph(f"{count} run{'s' * (count != 1)}{of}{on}; none compares cached with uncached decoding.")
 
 
 def title_of(study: Study) -> str:

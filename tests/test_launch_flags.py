@@ -96,7 +96,7 @@ def test_the_flag_at_fault_is_named_before_anything_is_loaded(tmp_path, monkeypa
 def test_the_data_of_several_conditions_is_read_once(monkeypatch):
     seen = []
     monkeypatch.setattr(
-        "jaxkv.checks.load_task", lambda *a, **k: seen.append(a) or (_ for _ in ()).throw(UserError("no"))
+        "jaxkv.tasks.load_task", lambda *a, **k: seen.append(a) or (_ for _ in ()).throw(UserError("no"))
     )
     assert refuse("--model=tiny-llama2,tiny-mistral", "--precision=fp16,fp32") == "no"
     assert len(seen) == 1

@@ -8,6 +8,7 @@ DEST/manifest.json   sha256 of all these files; format 1 had none
 import contextlib
 import dataclasses
 import importlib.metadata
+import logging
 import math
 import os
 import pathlib
@@ -63,31 +64,35 @@ def is_checkpoint(path: pathlib.Path) -> bool:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keeps Orbax's progress notes off the terminal; its errors are raised."""
-    from absl import logging
+    from absl import logging as notes
 
-    before = logging.get_verbosity()
-    logging.set_verbosity(logging.FATAL)
+    before = notes.get_verbosity()
+    notes.set_verbosity(notes.FATAL)
     try:
         yield
     finally:
-        logging.set_verbosity(before)
+        notes.set_verbosity(before)
 
 
 @contextlib.contextmanager
 def _forgotten_writes() -> Iterator[None]:
-    """When a write fails, each of those under way reports to an event loop that is gone, by a traceback of its own.
+    """When a write fails, each of those under way tells of it by a traceback of its own: asyncio's, or Python's where
+    the event loop is gone.
 
-    After a failure they may still come, so the hook stays.
+    After a failure they may still come, so what keeps them back stays.
     """
-    hook = sys.unraisablehook
+    hook, tasks = sys.unraisablehook, logging.getLogger("asyncio")
+    level = tasks.level
 
     def drop(found: Any) -> None:
         if str(found.exc_value) != "Event loop is closed":
             hook(found)
 
     sys.unraisablehook = drop
+    tasks.setLevel(logging.CRITICAL)
     yield
     sys.unraisablehook = hook
+    tasks.setLevel(level)
 
 
 def _handler(largest: int = 0) -> Any:

@@ -67,11 +67,6 @@ def _summarize_instructions(valid: Sequence[DivergenceRecord]) -> dict[str, Any]
     return {scorer: {arm: followed(scorer, arm) for arm in ("cached", "uncached")} for scorer in scorers}
 
 
-def _find_gate(run: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What the gate said in the first session that ran one; None if samples were made without."""
-    return next((session["gate"] for session in run.get("sessions", []) if "gate" in session), None)
-
-
 def _summarize_free_running(
     valid: Sequence[DivergenceRecord], forced: Mapping[str, Any] | None
 ) -> dict[str, Any] | None:

@@ -80,6 +80,7 @@ def describe(value: float, estimate: Estimate | None) -> dict[str, Any]:
     kept = None
     if estimate is not None:
         kept = {name: part for name, part in dataclasses.asdict(estimate).items() if part not in (math.inf, -math.inf)}
+        kept["tails"] = list(estimate.tails)
     return {"mean": value, "interval": ends(estimate), "estimate": kept}
 
 

@@ -38,8 +38,7 @@ def compare_command(arguments: Sequence[str]) -> int:
     found = flags.FlagValues()
     for option in COMPARE_OPTIONS:
         define(option, found)
-    asked = [f"--{text[2:]}" if text == "--v" else text for text in arguments]
-    prompts = read_prompts(parse_flags(["jaxkv compare", *asked], found)[1:], found["file"].value)
+    prompts = read_prompts(parse_flags(["jaxkv compare", *arguments], found)[1:], found["file"].value)
     given: dict[str, Any] = {option.flag: found[option.flag].value for option in COMPARE_OPTIONS}
     condition = None if given["fail_if"] is None else read_condition(given["fail_if"])
     told = []

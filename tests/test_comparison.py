@@ -100,6 +100,7 @@ def test_what_is_not_understood_is_told_in_a_line(model, beside, told):
     assert told in str(caught.value)
 
 
+@pytest.mark.parametrize("where", ["the one-row step", "every program"])
 def test_a_planted_bug_of_the_cache_is_a_fault(monkeypatch, where):
     """A cache whose values are off by a hundredth: in the plain step alone, or where the aligned arms see it too."""
 

@@ -54,10 +54,8 @@ def run(family, precision, setting):
     rng = np.random.default_rng(0)
     items = [Item(n, tuple(rng.integers(12, VOCAB, size).tolist()), "") for n, size in enumerate(setting.lengths)]
     parts = {} if precision == "fp32" else dict(setting.parts)
-    layers = 2 if family == "gemma3" else 1  # with two RoPE bases
-    arms = Arms(small_config(family, layers=layers), make_precision(precision, **parts), SAMPLERS[setting.sampler], ())
-    state = arms.prepare(small_state(family, precision, layers=layers))
-    spec = dataclasses.replace(USUAL, **dict(setting.changes))
+    arms = Arms(small_config(family), make_precision(precision, **parts), SAMPLERS[setting.sampler], ())
+    state, spec = arms.prepare(small_state(family, precision)), dataclasses.replace(USUAL, **dict(setting.changes))
     samples = []
     for batch in plan_batches(items, spec):
         ran = run_batch(arms, state, batch, spec)

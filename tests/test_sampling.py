@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from small_models import SAMPLERS, make_prompts, same_bits, set_up, small_arms, small_state, step_uncached, taken
 
 from jaxkv.errors import UserError
-from jaxkv.sampling import KINDS, Sampler, _kept, choose, first_argmax, gumbel_noise, make_sampler
+from jaxkv.options import SAMPLERS as KINDS
+from jaxkv.sampling import Sampler, _kept, choose, first_argmax, gumbel_noise, make_sampler
 
 V = 37
 CHOOSE = jax.jit(choose, static_argnames="sampler")

@@ -58,7 +58,7 @@ def test_without_v_a_sentence_comes_first_and_the_controls_are_a_line(finished, 
     assert name == finished[0].name
     assert sentence.startswith(("Equal bit for bit: ", "Rounding: ", "Cause open: "))
     assert max(map(len, lines[:-1])) <= 80
-    said = " ".join(lines)
+    said = " ".join(" ".join(lines).split())
     assert "texts that part" in said
     assert "0 of 5" in said
     assert "controls: aligned arms equal bit for bit in 1 of 1 runs; cached again: 0 of 6 flip" in said

@@ -1,6 +1,7 @@
 """What is wrong with conditions, found out before anything slow: options, models, changes of the cache, and data."""
 
 import dataclasses
+import itertools
 import os
 import pathlib
 import re
@@ -28,30 +29,25 @@ from jaxkv.tasks.task import PromptSpec
 TEXTS = ("next_string",)  # tasks that are made of a text
 
 
-def check_options(grid: Sequence[Options]) -> None:
-    """Checks the conditions of a command, before what depends on the framework is filled in.
+def check_choices(grid: Sequence[Options]) -> None:
+    """Raises UserError on a value that is none of those known."""
+    for option, options in itertools.product(OPTIONS, grid):
+        known = option.known()
+        for value in option.items(options) if known else ():
+            if value not in known and f"{value.partition(':')[0]}:NAME" not in known:
+                raise UserError(
+                    f"--{option.flag}={value} is not known{nearest(value, list(known))}; known: {', '.join(known)}"
+                )
 
-    Raises:
-      UserError: a value that is not known, or options that say different things.
-    """
-    for one in grid:
-        _check_choices(one)
+
+def check_options(grid: Sequence[Options]) -> None:
+    """Raises UserError on options that say different things, before what depends on the framework is filled in."""
     for one in grid:
         if (fault := next(_find_conflicts(one), None)) is not None:
             raise UserError(fault)
     attention = grid[0].run.attention
     if attention is not None and attention not in OTHERS and not any(map(needs_torch, grid)):
         raise UserError(f"--attention={attention} has no effect without --framework=torch or parity; drop it")
-
-
-def _check_choices(options: Options) -> None:
-    for one in OPTIONS:
-        known = one.known()
-        for value in one.items(options) if known else ():
-            if value not in known and f"{value.partition(':')[0]}:NAME" not in known:
-                raise UserError(
-                    f"--{one.flag}={value} is not known{nearest(value, list(known))}; known: {', '.join(known)}"
-                )
 
 
 def _find_conflicts(options: Options) -> Iterator[str]:

@@ -28,7 +28,7 @@ from typing import Any
 from absl import flags
 
 from jaxkv.checkpoints.shipped import DEFAULT, SHIPPED
-from jaxkv.checks import check_condition, check_data, check_options
+from jaxkv.checks import check_choices, check_condition, check_data, check_options
 from jaxkv.cli import define, parse_flags, read_flagfile, run_command
 from jaxkv.condition import is_of, name_condition, needs_torch
 from jaxkv.errors import UserError
@@ -70,6 +70,7 @@ def read_options(found: flags.FlagValues = FLAGS) -> list[Options]:
         else:
             values.append([tuple(value) if option.several else value])
     grid = [make_options(chosen) for chosen in itertools.product(*values)]
+    check_choices(grid)
     frameworks = list(dict.fromkeys(one.run.framework for one in grid))
     grid.sort(key=lambda one: frameworks.index(one.run.framework))  # which stays outermost
     return _fill_usual(grid)

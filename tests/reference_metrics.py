@@ -1,4 +1,4 @@
-"""Reference of the per-token metrics, in float64 on the host; `jaxkv.compare` is tested against it."""
+"""Reference of the per-token metrics, in float64 on the host; `jaxkv.logits` is tested against it."""
 
 import ml_dtypes
 import numpy as np

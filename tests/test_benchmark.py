@@ -97,7 +97,7 @@ def test_generation_without_a_cache_is_timed():
 
 def test_what_is_refused(request):
     with pytest.raises(UserError, match="powers of two"):
-        Work(model="test-llama2").arms(packed=True)
+        _ = Work(model="test-llama2").changed
     with pytest.raises(UserError, match="give --checkpoint"):
         Work().load()
     with pytest.raises(UserError, match="1, 128"):

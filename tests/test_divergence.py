@@ -7,6 +7,7 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference_metrics
 from small_models import SAMPLERS, changed_state, small_config, small_state
 
 from jaxkv.checkpoints import ByteTokenizer
@@ -19,7 +20,6 @@ from jaxkv.experiments.divergence.record import CONTROLS
 from jaxkv.experiments.divergence.run import Divergence, compare_row, control_length, run_batch
 from jaxkv.experiments.driver import run_missing
 from jaxkv.records import to_record
-from jaxkv.reporting import metrics
 from jaxkv.rollout import Layout, uncached_lengths
 
 TOKENIZER = ByteTokenizer()
@@ -199,13 +199,18 @@ def test_tokens_and_figures_are_of_the_arms_that_they_name():
     tokens = lambda found, arm: {problem: each[arm]["tokens"] for problem, each in found.items()}  # noqa: E731
     assert tokens(records, "uncached") == tokens(clean, "uncached")
     assert tokens(records, "cached") != tokens(clean, "cached")
-    batch = plan_batches(make_items(), SPEC)[0]
-    ran = run_batch(arms, arms.prepare(make_state()), batch, SPEC)
-    found = compare_row(arms, batch.items[0], 0, ran, SPEC)["teacher_forced"]
-    uncached, cached = (np.asarray(each.logits[0, : len(found["kl"])]) for each in (ran.runs.forced, ran.runs.cached))
-    wanted = metrics.compare_logits(uncached, cached)
-    np.testing.assert_allclose(found["kl"], wanted["kl"], rtol=1e-9)
-    assert found["margin"] == wanted["margin"].tolist() != found["margin_other"]
+    differ = False
+    for batch in plan_batches(make_items(), SPEC):
+        ran = run_batch(arms, arms.prepare(make_state()), batch, SPEC)
+        for row, item in enumerate(batch.items):
+            found = compare_row(arms, item, row, ran, SPEC)["teacher_forced"]
+            arrays = (np.asarray(each.logits[row, : len(found["kl"])]) for each in (ran.runs.forced, ran.runs.cached))
+            wanted = reference_metrics.compare_logits(*arrays)
+            np.testing.assert_allclose(found["kl"], wanted["kl"], rtol=1e-9)
+            assert found["margin"] == wanted["margin"].tolist()
+            assert found["margin_other"] == wanted["margin_other"].tolist()
+            differ |= found["kl"] != found["kl_reverse"]
+    assert differ  # else the arms could be swapped unseen
 
 
 def test_stops_say_why_a_row_ended():

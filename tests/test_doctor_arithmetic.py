@@ -128,9 +128,9 @@ def test_a_dropped_cast_is_found_where_it_is(dtype, drop):
 
 def test_one_program_says_the_same_of_every_probe():
     """The compiled probes, and that a bf16 rounding which XLA drops by default is one of those found."""
-    ours = compile_with(COMPILER_OPTIONS)(arithmetic.program, (arithmetic.make_given(["bf16"]),))
+    ours = compile_with(COMPILER_OPTIONS, arithmetic.program, arithmetic.make_given(["bf16"]))
     casts = arithmetic.make_given(["bf16"], dots=False)
-    default = compile_with({"xla_allow_excess_precision": True})(arithmetic.program, (casts,))
+    default = compile_with({"xla_allow_excess_precision": True}, arithmetic.program, casts)
     figures = arithmetic.measure_arithmetic(["bf16"], ours, default)["bf16"]
     assert not any(figures["casts_dropped"]["ours"].values())
     if jax.default_backend() == "cpu":

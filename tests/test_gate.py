@@ -317,10 +317,10 @@ def test_plain_logits_of_another_row_are_found():
     plain = copy.copy(clean_arms("mistral", "bf16"))
     prefill = plain.prefill
 
-    def other_row(state, tokens, rows, cache):
+    def other_row(state, tokens, rows, cache, align):
         shape = empty_cache(plain.config, plain.precision, *cache.positions.shape)
-        logits, _ = prefill(state, tokens, dataclasses.replace(rows, prompt=rows.prompt - 1), shape)
-        return logits, prefill(state, tokens, rows, cache)[1]
+        logits, _ = prefill(state, tokens, dataclasses.replace(rows, prompt=rows.prompt - 1), shape, align)
+        return logits, prefill(state, tokens, rows, cache, align)[1]
 
     plain.prefill = other_row
     message = found(lambda: plain_gate("mistral", "bf16", plain))

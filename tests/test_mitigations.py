@@ -135,9 +135,8 @@ def test_float64_does_not_leak(monkeypatch):
 
         monkeypatch.setattr(module, name, watched)
 
-    for module, name in ((mitigations, "run_cached"), (mitigations, "run_forced"), (mitigations, "run_batch")):
-        watch(module, name)
-    watch(truth, "run_cached")
+    for where, name in ((Arms, "run_cached"), (Arms, "run_forced"), (mitigations, "run_batch")):
+        watch(where, name)
     records, _ = run(PAIR, make_items(1))
     assert {entry for entry in seen if entry[0] == "fp64"} == {("fp64", True, "float64")}
     assert {entry for entry in seen if entry[0] != "fp64"} == {("fp32", False, "float32"), ("fp16", False, "float16")}
@@ -150,7 +149,7 @@ def test_float64_does_not_leak(monkeypatch):
 
 
 def test_x64_goes_off_after_a_fault(monkeypatch):
-    monkeypatch.setattr(truth, "run_cached", lambda *_: 1 / 0)
+    monkeypatch.setattr(Arms, "run_cached", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(PAIR, make_items(1))
     assert not jax.config.read("jax_enable_x64")
@@ -269,8 +268,8 @@ def test_a_resumed_run_does_what_is_missing_and_yields_the_same_bytes(tmp_path, 
         for record in whole:
             if (record["problem"], record["variant"]) in done:
                 directory.append(record)
-    slots, inner = set(), truth.run_cached
-    monkeypatch.setattr(truth, "run_cached", lambda *given: slots.add(given[-1].slots) or inner(*given))
+    slots, inner = set(), truth.Float64Model.run
+    monkeypatch.setattr(truth.Float64Model, "run", lambda *given: slots.add(given[4].slots) or inner(*given))
     with RunDirectory.open(tmp_path, {}) as directory:
         kept = [key[1:] for key in directory.done_keys()]
         rest, timings = run(PAIR, done=kept)

@@ -261,10 +261,9 @@ def test_a_cache_that_broke_though_no_logit_shows_it():
     runner = Perplexity(arms, state, windows, SPEC, [change])
     clean = runner.begin(runner.plan(runner.items)[0])
     ran = runner.run(clean, (change, 0))
-    plain = ran.cache.plain
-    last = int(np.asarray(plain.positions[1]).argmax())
-    values = (plain.v[0], plain.v[1].at[1, last, 0, 0].set(jnp.inf))
-    ran = dataclasses.replace(ran, cache=dataclasses.replace(ran.cache, plain=dataclasses.replace(plain, v=values)))
+    last = int(np.asarray(ran.cache.positions[1]).argmax())
+    values = (ran.cache.v[0], ran.cache.v[1].at[1, last, 0, 0].set(jnp.inf))
+    ran = dataclasses.replace(ran, cache=dataclasses.replace(ran.cache, v=values))
     whole, broken = (
         to_plain(runner.record(item, row, clean, (change, 0), ran)) for row, item in enumerate(runner.items)
     )

@@ -18,7 +18,7 @@ from jaxkv.config import DType, ModelConfig, Precision
 from jaxkv.decode import COMPILER_OPTIONS
 from jaxkv.experiments.doctor.shapes import Pool, Results, Run, Shape, Tile, cover_tested
 from jaxkv.models.decoder import DecoderLayer
-from jaxkv.models.layers import Attention, RMSNorm, product, rope_table
+from jaxkv.models.layers import Attention, RMSNorm, eager, product, rope_table
 
 Product = Callable[..., jax.Array]
 
@@ -205,7 +205,7 @@ def _rmsnorm(inputs: Inputs, resid: np.ndarray) -> Operation:
 def _module(name: str, module: Any, inputs: Inputs, x: np.ndarray, shapes: tuple[str, ...]) -> Operation:
     """A whole layer, or its attention, on rows x [rows, D] of the pool; what it writes to the cache is a result too."""
     config, precision = inputs.config, inputs.precision
-    graphdef, state = random_state(lambda: module(config, precision, 0, nnx.Rngs(0)), inputs, name)
+    graphdef, state = random_state(lambda: module(config, precision, 0, nnx.Rngs(0), eager), inputs, name)
 
     def apply(w: Any, given: Any) -> Any:
         x, positions, k, v, key_positions, slot = given

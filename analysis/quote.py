@@ -1,0 +1,77 @@
+"""Fills the figures that README.md and analysis/README.md quote from the pages and measurements of this folder.
+
+A figure stands between two marks that say where it comes from, and is filled by rebuild.py:
+
+    <!--q study/report.md | smollm2-135m-bf16-greedy | mean KL, nats-->1.2e-03<!--/q-->   a table's row and column
+    <!--q decode_speed_h100.json | arms.cached.ms-->5.44<!--/q-->                          a value of a JSON file
+
+`| figure` as a last part quotes a cell's figure without its interval. Code blocks can be quoted too: what stands between
+marks may have lines.
+"""
+
+import functools
+import json
+import pathlib
+import re
+
+HERE = pathlib.Path(__file__).parent
+QUOTERS = (HERE.parent / "README.md", HERE / "README.md")
+MARK = re.compile(r"<!--q ([^>]*?)-->(.*?)<!--/q-->", re.DOTALL)
+
+
+@functools.cache
+def _read(path: pathlib.Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip().replace("**", "") for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))]
+
+
+def _find_cell(text: str, row: str, column: str) -> str:
+    """The one cell of a page's Markdown tables with this row and column; the first where a row has several."""
+    found, head = [], []
+    for line, following in zip(lines := text.splitlines(), [*lines[1:], ""], strict=True):
+        if re.fullmatch(r"\|( *:?-+:? *\|)+", following.strip()):
+            head = _cells(line)
+        elif line.startswith("|") and column in head and (cells := _cells(line))[0] == row:
+            found.append(cells[head.index(column)])
+    if len(set(found)) != 1:
+        raise LookupError(f"{len(set(found))} cells in row '{row}', column '{column}'")
+    return found[0]
+
+
+def look_up(where: str) -> str:
+    """The figure that a mark names. Raises LookupError if there is none, or more than one."""
+    file, *parts = (part.strip() for part in where.split("|"))
+    text = _read(HERE / file)
+    bare = parts[-1] == "figure"
+    if bare:
+        parts.pop()
+    if file.endswith(".json"):
+        value = json.loads(text)
+        for key in parts[0].split("."):
+            value = value[int(key) if isinstance(value, list) else key]
+        figure = f"{value:.3g}" if isinstance(value, float) else str(value)
+    else:
+        figure = _find_cell(text, *parts)
+    return re.sub(r" *[(\[].*", "", figure) if bare else figure
+
+
+def fill(text: str) -> str:
+    """The text with every mark's figure as the pages have it today. Raises LookupError, which names the mark."""
+
+    def quote(mark: re.Match[str]) -> str:
+        try:
+            return f"<!--q {mark[1]}-->{look_up(mark[1])}<!--/q-->"
+        except (LookupError, OSError) as error:
+            raise LookupError(f"{mark[1]}: {error}") from None
+
+    return MARK.sub(quote, text)
+
+
+def rewrite() -> None:
+    """Fills the marks of every file that quotes."""
+    _read.cache_clear()
+    for path in QUOTERS:
+        path.write_text(fill(path.read_text(encoding="utf-8")), encoding="utf-8")

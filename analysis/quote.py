@@ -2,14 +2,14 @@
 
 A figure stands between two marks that say where it comes from, and is filled by rebuild.py:
 
-    <!--q study/report.md | smollm2-135m-bf16-greedy | mean KL, nats-->1.2e-03<!--/q-->   a table's row and column
-    <!--q decode_speed_h100.json | arms.cached.ms-->5.44<!--/q-->                          a value of a JSON file
+    <!--q study/report.md | Every run | smollm2-135m bf16 greedy | mean KL, nats-->...<!--/q-->   page, section, row, column
+    <!--q decode_speed_h100.json | results.0.ms_a_step-->...<!--/q-->                             a value of a JSON file
 
-`| figure` as a last part quotes a cell's figure without its interval. Code blocks can be quoted too: what stands between
-marks may have lines.
+`| figure` as a last part quotes a cell without its interval.
 """
 
 import functools
+import itertools
 import json
 import pathlib
 import re
@@ -28,17 +28,26 @@ def _cells(line: str) -> list[str]:
     return [cell.strip().replace("**", "") for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))]
 
 
-def _find_cell(text: str, row: str, column: str) -> str:
-    """The one cell of a page's Markdown tables with this row and column; the first where a row has several."""
-    found, head = [], []
-    for line, following in zip(lines := text.splitlines(), [*lines[1:], ""], strict=True):
+def _find_cell(text: str, section: str, row: str, column: str) -> str:
+    """The one cell of a section's Markdown tables with this row and column; a section is HEADING or HEADING / CAPTION,
+    and a row is told by its first cells, CELL or CELL + CELL.
+    """
+    heading, _, caption = section.partition(" / ")
+    first = row.split(" + ")
+    found, head, under, inside = set(), [], False, False
+    for line, following in itertools.pairwise([*text.splitlines(), ""]):
+        if line.startswith(("#", "**")):
+            under = line.strip("#* ") == heading
+            inside = under and not caption
+        elif caption and line.endswith(":"):
+            inside = under and line.strip(": ") == caption
         if re.fullmatch(r"\|( *:?-+:? *\|)+", following.strip()):
             head = _cells(line)
-        elif line.startswith("|") and column in head and (cells := _cells(line))[0] == row:
-            found.append(cells[head.index(column)])
-    if len(set(found)) != 1:
-        raise LookupError(f"{len(set(found))} cells in row '{row}', column '{column}'")
-    return found[0]
+        elif inside and line.startswith("|") and column in head and (cells := _cells(line))[: len(first)] == first:
+            found.add(cells[head.index(column)])
+    if len(found) != 1:
+        raise LookupError(f"{len(found)} cells")
+    return found.pop()
 
 
 def look_up(where: str) -> str:
@@ -54,7 +63,8 @@ def look_up(where: str) -> str:
             value = value[int(key) if isinstance(value, list) else key]
         figure = f"{value:.3g}" if isinstance(value, float) else str(value)
     else:
-        figure = _find_cell(text, *parts)
+        section, row, column = parts
+        figure = _find_cell(text, section, row, column)
     return re.sub(r" *[(\[].*", "", figure) if bare else figure
 
 
@@ -68,6 +78,12 @@ def fill(text: str) -> str:
             raise LookupError(f"{mark[1]}: {error}") from None
 
     return MARK.sub(quote, text)
+
+
+def check() -> list[str]:
+    """The files whose figures are not those of the pages."""
+    _read.cache_clear()
+    return [path.name for path in QUOTERS if fill(text := path.read_text(encoding="utf-8")) != text]
 
 
 def rewrite() -> None:

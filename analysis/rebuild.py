@@ -26,6 +26,7 @@ from typing import Any
 
 import ablation
 import law
+import quote
 
 from jaxkv import report
 from jaxkv.errors import UserError
@@ -167,6 +168,10 @@ def main(arguments: list[str] | None = None) -> int:
             odd += check(page)
         else:
             rewrite(page)
+    if options.check:
+        odd += quote.check()
+    else:
+        quote.rewrite()
     for name in odd:
         print(f"{name} is not what its records give; run `python analysis/rebuild.py`", file=sys.stderr)
     return 1 if odd else 0

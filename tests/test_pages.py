@@ -21,6 +21,17 @@ def test_a_page_is_what_its_records_give(page):
     assert rebuild.check(page) == []
 
 
+def test_figures_are_quoted_as_the_pages_have_them():
+    assert rebuild.quote.check() == []
+
+
+def test_a_quoted_figure_is_filled_and_one_that_is_nowhere_is_named():
+    mark = "<!--q decode_speed_h100.json | results.0.model-->{}<!--/q-->"
+    assert rebuild.quote.fill(mark.format("by hand")) == mark.format("llama2-7b")
+    with pytest.raises(LookupError, match="no such section"):
+        rebuild.quote.fill("<!--q law/README.md | no such section | a | b-->1<!--/q-->")
+
+
 def test_every_file_is_a_page_or_a_measurement():
     folders = {place.name for place in rebuild.HERE.iterdir() if place.is_dir() and place.name != "__pycache__"}
     assert folders == set(rebuild.PAGES)

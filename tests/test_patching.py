@@ -427,8 +427,7 @@ def test_the_verdict_follows_from_the_figures(left, verdict, why):
     summary = summarize_patching(samples(**left), RUN)
     assert summary["claim"]["verdict"] == verdict
     assert why in summary["claim"]["why"]
-    said = f"carries the divergence along, by this run alone: {verdict}. {summary['claim']['why']}"
-    assert said in "\n".join(conclude(summary))
+    assert f"By this run alone: {summary['claim']['why']}" in "\n".join(conclude(summary))
 
 
 def test_only_trajectories_that_the_control_brings_back_are_judged():

@@ -105,12 +105,10 @@ def test_label_changes(task):
 
 
 def test_summaries_count_instructions_and_prompts(task):
-    """Two prompts of three instructions: one followed whole; of the other the first instruction alone."""
+    """Five times two prompts of three instructions: one followed whole; of the other the first instruction alone."""
     capitals = "RIVERS RUN FROM THE HILLS, TO THE SEA AND THE RAIN BRINGS THE WATER BACK."
     samples = []
-    for index, (text, problem) in enumerate(
-        zip((capitals, "No comma"), (task.problems[2], task.problems[0]), strict=True)
-    ):
+    for index, (text, problem) in enumerate(5 * [(capitals, task.problems[2]), ("No comma", task.problems[0])]):
         sample = make_sample(index)
         for arm in ("cached", "uncached"):
             sample["arms"][arm]["scores"] = task.score(text if arm == "cached" else "", problem.answer)
@@ -119,13 +117,13 @@ def test_summaries_count_instructions_and_prompts(task):
     run = {"format": 1, "fingerprint": "ab", "config": {"task": "ifeval"}, "sessions": [{"started": "now"}]}
     summary = summarize(samples, run)
     assert list(summary["accuracy"]) == ["strict", "loose"]
-    assert summary["accuracy"]["strict"]["cached"]["count"] == 1
+    assert summary["accuracy"]["strict"]["cached"]["count"] == 5
     for shares in summary["instruction_level"].values():
-        assert [(shares[arm]["count"], shares[arm]["total"]) for arm in ("cached", "uncached")] == [(2, 3), (0, 3)]
+        assert [(shares[arm]["count"], shares[arm]["total"]) for arm in ("cached", "uncached")] == [(10, 15), (0, 15)]
     page = as_markdown(write_divergence(summary | {"setting": describe_setting(run)}))
-    assert "by the strict scorer" in page
+    assert "| strict |" in page
     assert "Of all instructions:" in page
-    assert "2 of 3" in page
+    assert "10 of 15" in page
     del samples[0]["arms"]["uncached"]["scores"]["loose"]
     with pytest.raises(ValueError, match=r"arms\.uncached\.scores: expected strict, loose, got strict"):
         summarize(samples, run)

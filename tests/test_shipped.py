@@ -114,12 +114,13 @@ def wheel(tmp_path_factory):
     return next(path.glob("*.whl"))
 
 
-def test_wheel_holds_the_package_and_the_checkpoints_alone(wheel):
+def test_wheel_holds_the_package_checkpoints_and_flagfiles_alone(wheel):
     with zipfile.ZipFile(wheel) as file:
         names = {pathlib.PurePosixPath(name) for name in file.namelist()}
     assert {name.parts[0] for name in names} == {"jaxkv", f"{'-'.join(wheel.name.split('-')[:2])}.dist-info"}
     data = {str(name.relative_to("jaxkv/data")) for name in names if name.parts[1] == "data"}
-    assert data == {f"{name}/{file}" for name in NAMES for file in FILES}
+    flagfiles = {f"launch/{path.name}" for path in (ROOT / "launch").glob("*.flags")}
+    assert data == {f"{name}/{file}" for name in NAMES for file in FILES} | flagfiles
     code = {name.relative_to("jaxkv") for name in names if name.parts[0] == "jaxkv" and name.parts[1] != "data"}
     kept = {path.relative_to(ROOT / "jaxkv") for path in (ROOT / "jaxkv").rglob("*") if path.is_file()}
     assert {str(path) for path in code} == {str(path) for path in kept if "__pycache__" not in path.parts}

@@ -64,7 +64,7 @@ def test_what_torch_ran_is_in_its_records_and_config(both):
 
 
 def test_run_flags_replay_a_torch_run(both, capsys, monkeypatch):
-    monkeypatch.setattr("jaxkv.torch_path.TorchArms", None)
+    monkeypatch.setattr("jaxkv.torch_path.TorchArms.run_cached", None)
     before = (both["torch"] / "samples.jsonl").read_bytes()
     run_in_process(f"--flagfile={both['torch'] / 'run.flags'}")
     assert "2 of 2 records of divergence are done already" in capsys.readouterr().err

@@ -66,7 +66,7 @@ def _describe_step(sample: DivergenceRecord, at: int) -> str:
     if compared is None or at >= len(compared.margin):
         return "One text ends there."
     margin, moved = compared.margin[at], compared.max_abs[at]
-    if margin == 0:
+    if margin == 0 and sample.sampling.sampler == "greedy":
         return "An exact tie of the two best tokens without the cache; the lowest id wins it."
     said = f"Margin of the two best tokens {format_number(margin, 3)}, "
     said += f"largest logit difference {format_number(moved, 3)}"

@@ -2,8 +2,8 @@
 
 A figure stands between two marks that say where it comes from, and is filled by rebuild.py:
 
-    <!--q study/report.md | Every run | smollm2-135m bf16 greedy | mean KL, nats-->...<!--/q-->   page, section, row, column
-    <!--q decode_speed_h100.json | results.0.ms_a_step-->...<!--/q-->                             a value of a JSON file
+    <!--q study/report.md | Every run | smollm2-135m bf16 greedy | valid-->...<!--/q--> page, section, row, column
+    <!--q decode_speed_h100.json | results.0.ms_a_step-->...<!--/q--> a value of a JSON file
 
 `| figure` as a last part quotes a cell without its interval.
 """

@@ -46,7 +46,7 @@ SEALING = 30.0  # seconds after which run.json learns what samples.jsonl has gro
 # What a process that was killed before it wrote run.json, or that failed, leaves in a directory.
 LEFTOVERS = ("lock", "sweep.lock", "traceback.txt", "run.*.tmp", "overview.*.tmp", ".probe.*")
 # Fields of a session that say what it did, not by what: resuming a run changes them.
-OF_ONE_SESSION = ("started", "done_before", "gate", "asked", "remedy", "seconds")
+OF_ONE_SESSION = ("started", "done_before", "gate", "asked", "remedy", "totals", "seconds")
 AGAIN = "put back a copy, or delete the directory to run it again"
 
 

@@ -1,8 +1,10 @@
 """Charts: what they draw of given data, as trees that a page takes; texts side by side; the pieces of tokens."""
 
+import dataclasses
 import re
 from xml.etree import ElementTree as ET
 
+import msgspec
 import pytest
 from layer_records import make_drift
 from plain_records import to_typed
@@ -63,6 +65,13 @@ def test_a_line_goes_through_its_points():
     assert (x1, y0 > 50) == (pytest.approx(x2 / 2), True)
 
 
+def test_dots_lie_where_their_values_are():
+    drawing = draw(Scatter("t", [Series("a", [Point(0, 0, said="low"), Point(1, 4, said="mid"), Point(4, 2)])], X, Y))
+    (x0, y0), (x1, y1), (x2, y2) = [(float(c.get("cx")), float(c.get("cy"))) for c in drawing.iter("circle")][:3]
+    assert (x0, y1) == (0, 0)
+    assert (4 * x1, 2 * y2) == (pytest.approx(x2, abs=0.03), pytest.approx(y0, abs=0.02))  # of hundredths of a pixel
+
+
 def test_what_has_no_place_is_not_drawn():
     with pytest.raises(ValueError, match="'t' has no point"):
         draw(Lines("t", [Series("a", [Point(1, 0)])], X, LOG))
@@ -106,6 +115,27 @@ def test_without_pieces_the_texts_are_shown_as_they_were_decoded():
     found = show_examples([parting()], {"fp16": "tiny fp16"})
     assert found.key == ()
     assert found.items[0].sides[0][0].text == "It is 18"
+
+
+def test_what_is_not_seen_is_shown_and_turns_no_page_around():
+    pieces = {token: f"<{token}>" for token in range(200)} | {3: "\u202e", 4: "\x00\x1b[31m\r\n", 5: "x" * 5000}
+    (example,) = show_examples([parting(pieces)], {"fp16": "tiny fp16"}).items
+    texts = [token.text for token in example.sides[0]]
+    assert texts[3:6] == ["⟨U+202E⟩", "⟨U+0000⟩⟨U+001B⟩[31m⟨U+000D⟩↵\n", f"{'x' * 120}…"]
+
+
+def test_a_tie_is_not_said_to_decide_what_is_drawn():
+    run = parting({1: "a"})
+    sample = run.records[1]
+    tied = [0.0] * len(sample.teacher_forced.margin)
+    for sampler, said in (("greedy", "the lowest id wins it"), ("top_p", "the noise, alike in both arms, decides")):
+        changed = msgspec.structs.replace(
+            sample,
+            teacher_forced=msgspec.structs.replace(sample.teacher_forced, margin=tied),
+            sampling=msgspec.structs.replace(sample.sampling, sampler=sampler),
+        )
+        (example,) = show_examples([dataclasses.replace(run, records=[changed])], {"fp16": ""}).items
+        assert said in example.note
 
 
 def test_no_text_that_parts_is_no_example():

@@ -3,7 +3,7 @@
 import pytest
 from plain_records import to_typed
 from sample_records import make_invalid, make_sample
-from study_records import make_run, make_samples
+from study_records import as_torch, make_run, make_samples
 
 from jaxkv.overview.first_screen import Status, describe
 from jaxkv.overview.policy import name_precision
@@ -178,3 +178,36 @@ def test_blocks_hold_all_of_it():
     page = to_markdown("t", found.to_blocks())
     for text in (found.ran, "Rounding", found.means, found.how, found.todo, found.tiles[2].detail):
         assert text in page
+
+
+def test_advice_names_what_is_missing():
+    """A sampler without float64 in fp32 leaves it open: more problems of what is there would not settle it."""
+    greedy = make_run(add_truth(make_samples("fp32"), 1.0, 1.0), "fp32", "fp32")
+    drawn = make_samples("fp32")
+    for sample in drawn:
+        sample["sampling"] |= {"sampler": "temperature"}
+    found = say(with_gate(greedy, GATE), with_gate(make_run(drawn, "drawn", "fp32"), GATE))
+    assert found.status is Status.OPEN
+    assert "(`--precision=fp32 --truth_problems=2`), drawn by temperature, reported together" in found.todo
+    assert "more problems" not in found.todo
+
+
+def test_too_few_problems_are_not_called_rounding():
+    few = make_samples(count=2)
+    found = say(with_gate(make_run(few), FULL | {"problems": 2}))
+    assert found.status is Status.OPEN
+    assert "more problems, through one program too" in found.todo
+
+
+def test_several_equal_runs_have_their_bound():
+    runs = [with_gate(make_run(make_equal(), name, name), GATE) for name in ("fp16", "bf16")]
+    found = say(*runs)
+    assert found.status is Status.EQUAL
+    assert "Up to 22 % of the texts of a run may still differ" in found.how  # 1 - 0.05 ** (1 / 12)
+
+
+def test_pytorch_that_differs_is_not_called_equal():
+    runs = [with_gate(make_run(make_equal()), GATE), make_run(as_torch(make_samples(flips=parted)), "torch")]
+    found = say(*runs)
+    assert found.status is Status.OPEN
+    assert "Not judged, since PyTorch's arms have no gate: tiny fp16 greedy, torch" in found.how

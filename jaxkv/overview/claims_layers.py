@@ -149,7 +149,8 @@ def diagnose(study: Study) -> list[dict[str, Any]]:
       For each: `plain` and `aligned`, shares of problems with other bits at some step (aligned: both arms through one
       program, cache on, in a run or in the gate; None if there is none), `distance`, the largest of the plain arms'
       ratios of their distances to float64 (None without one), and `verdict`, by
-      `jaxkv.experiments.divergence.cause.decide`.
+      `jaxkv.experiments.divergence.cause.decide`. Why it may be open: `enough`, whether the aligned arms tried enough
+      problems; `unmeasured`, samplers without float64 in fp32; `odd`, whether a step is not as rounding has it.
     """
     plain = [c for c in select(study, each=True) if c["divergence"]["teacher_forced"]]
     found = []
@@ -161,11 +162,12 @@ def diagnose(study: Study) -> list[dict[str, Any]]:
         same = [c for c in plain if all(c[k] == members[0][k] for k in ALIKE if k != "precision")]
         measured = [(c, d) for c in same if (d := cause.read_distance(c["divergence"])) is not None]
         samplers = {c["sampler"] for c in members}
+        unmeasured = samplers - {c["sampler"] for c, _ in measured if c["precision"] == "fp32"}
         known = cause.Evidence(
             differs=any(entry["count"] for entry in shares),
             aligned=False if aligned is not None and aligned["count"] else True if enough else None,
             distances=[d for _, d in measured],
-            wide=samplers <= {c["sampler"] for c, _ in measured if c["precision"] == "fp32"},
+            wide=not unmeasured,
             falls=_find_falls(same),
             full_gate=samplers <= {c["sampler"] for c in members if _passed_whole(c)},
             strays=any(cause.strays(d, c["divergence"]["teacher_forced"]["mean_abs"]["max"]) for c, d in measured),
@@ -179,6 +181,9 @@ def diagnose(study: Study) -> list[dict[str, Any]]:
                 "aligned": aligned,
                 "distance": max(ratios, default=None),
                 "verdict": cause.decide(known),
+                "enough": enough,
+                "unmeasured": sorted(map(str, unmeasured)),
+                "odd": known.odd,
             }
         )
     return found

@@ -1,6 +1,7 @@
 """Where texts part: both arms' tokens side by side, coloured by how near they were to a flip."""
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from jaxkv.experiments.divergence.record import DivergenceRecord
@@ -12,6 +13,9 @@ from jaxkv.reporting.format import format_number
 MOST = 10
 BEFORE, AFTER = 28, 16  # tokens shown around the place where texts part
 CHARACTERS = 90  # the same of a text whose tokens' pieces are not known
+LONGEST = 120  # characters of one token
+# Controls, and marks that turn the direction of what follows: they would change the page, or show nothing.
+UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u061c\u202a-\u202e\u2066-\u2069]")
 ROOMY = 10.0  # times the largest difference of a logit; a flip is possible below twice
 KEY = (
     Token("far", "far"),
@@ -66,7 +70,7 @@ def _describe_step(sample: DivergenceRecord, at: int) -> str:
     if compared is None or at >= len(compared.margin):
         return "One text ends there."
     margin, moved = compared.margin[at], compared.max_abs[at]
-    if margin == 0:
+    if margin == 0 and sample.sampling.sampler == "greedy":
         return "An exact tie of the two best tokens without the cache; the lowest id wins it."
     said = f"Margin of the two best tokens {format_number(margin, 3)}, "
     said += f"largest logit difference {format_number(moved, 3)}"
@@ -104,7 +108,8 @@ def _show_tokens(
                 kind = _judge(margin, moved)
                 said += f": margin {format_number(margin, 3)}, largest logit difference {format_number(moved, 3)}"
                 said += f", KL {format_number(compared.kl[step])} nats"
-            yield Token(text.replace("\n", "↵\n"), f"{kind} parts" if step == at else kind, said)
+            shown = text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
+            yield Token(_make_seen(shown), f"{kind} parts" if step == at else kind, said)
         if at + AFTER < len(tokens):
             yield Token(" …")
         elif at >= len(tokens):
@@ -113,14 +118,18 @@ def _show_tokens(
     return list(make())
 
 
+def _make_seen(text: str) -> str:
+    """A text with a sign for each end of a line and each character that is not seen."""
+    return UNSEEN.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", text).replace("\n", "↵\n")
+
+
 def _show_text(text: str, other: str) -> Side:
     """A decoded text around the first character that the other has not."""
     pairs = enumerate(itertools.zip_longest(text, other))
     at = next((place for place, (a, b) in pairs if a != b), len(text))
     begin = max(0, at - CHARACTERS)
-    before, after = text[begin:at], text[at + 1 : at + CHARACTERS]
-    here = text[at : at + 1] or "⟨end⟩"
-    parts = [Token(("… " if begin else "") + before), Token(here.replace("\n", "↵\n"), "parts"), Token(after)]
+    before, here, after = map(_make_seen, (text[begin:at], text[at : at + 1], text[at + 1 : at + CHARACTERS]))
+    parts = [Token(("… " if begin else "") + before), Token(here or "⟨end⟩", "parts"), Token(after)]
     if len(text) == len(other) == at:
         return [Token(parts[0].text), Token("⟨the same text: tokens part later or in special ones⟩", "after")]
     return parts

@@ -176,6 +176,8 @@ def _find_status(valid: Sequence[_Compared], causes: Sequence[Cause]) -> tuple[S
         odd = [Status.FAULT if one.condition["regime"] != "plain" else Status.OPEN for one in valid]
         found = [Status.EQUAL if _is_equal(one) else status for one, status in zip(valid, odd, strict=True)]
     worst = next(s for s in (Status.FAULT, Status.OPEN, Status.ROUNDING, Status.EQUAL) if s in found)
+    if worst is Status.EQUAL and not all(map(_is_equal, valid)):
+        return Status.OPEN, ""  # runs without a cause differ
     counts = [f"{found.count(s)} {s.value}" for s in Status if s in found and s is not worst]
     total = f"{found.count(worst)} of {len(found)} models and precisions; {', '.join(counts)}"
     return worst, total if counts else ""
@@ -350,12 +352,15 @@ def _say_evidence(valid: Sequence[_Compared], causes: Sequence[Cause], status: S
     sequences = sum(one.forced["sequences"] for one in valid if one.forced)
     counts = f"{_count(steps, 'step')} of {_count(sequences, 'text')}"
     lines = [f"Both arms took the same tokens at {counts}; their logits were compared bit by bit."]
-    if status is Status.EQUAL and len(valid) == 1 and valid[0].forced:
-        bound = valid[0].forced["sequences_with_other_bits"]["upper_bound"]
-        lines.append(f"Up to {format_percent(bound)} % of such texts may still differ (95 % bound).")
+    if status is Status.EQUAL:
+        bound = max(one.forced["sequences_with_other_bits"]["upper_bound"] for one in valid if one.forced)
+        of = "such texts" if len(valid) == 1 else "the texts of a run"
+        lines.append(f"Up to {format_percent(bound)} % of {of} may still differ (95 % bound).")
     lines += _say_controls(valid)
     if len(causes) == 1:
         lines += _say_cause(causes[0], valid)
+    if causes and (odd := [one.name for one in valid if one.condition["framework"] != "jax" and not _is_equal(one)]):
+        lines.append(f"Not judged, since PyTorch's arms have no gate: {', '.join(odd)}.")
     for verdict, said in VERDICTS.items() if len(causes) > 1 else ():
         if names := [entry["name"] for entry in causes if entry["verdict"] == verdict]:
             lines.append(f"{said.value[0].upper() + said.value[1:]}: {', '.join(names)}.")
@@ -399,7 +404,7 @@ def _advise(valid: Sequence[_Compared], causes: Sequence[Cause], status: Status)
             "differs, and `--gate=full`."
         )
     if status is Status.OPEN:
-        return _advise_open(valid, causes)
+        return _advise_open(causes)
     if status is Status.EQUAL:
         return "Nothing needs mending. Another batch size, length or device has other programs: run what you use."
     if parts:
@@ -410,17 +415,25 @@ def _advise(valid: Sequence[_Compared], causes: Sequence[Cause], status: Status)
     return "Nothing needs mending; longer texts and more of them would come nearer to a flip."
 
 
-def _advise_open(valid: Sequence[_Compared], causes: Sequence[Cause]) -> str:
+def _advise_open(causes: Sequence[Cause]) -> str:
     """What would settle it."""
     left = [entry for entry in causes if entry["verdict"] == cause.CANNOT_TELL]
     if not left:
         return "These arms have no gate here: run the same in JAX, where rounding and a fault can be told apart."
+    names = ", ".join(entry["name"] for entry in left)
+    if any(entry["odd"] for entry in left):
+        return (
+            f"In {names} a step is not as rounding has it, and no fault is shown. Run `--experiments=drift`, which "
+            "names the first value that differs, and more problems in float64 (`--truth_problems`)."
+        )
     wanted = []
     if any(entry["aligned"] is None for entry in left):
         wanted.append("the gate (`--gate=on`)")
-    if any(entry["distance"] is None for entry in left):
-        wanted.append("float64 beside the arms (`--truth_problems=2`)")
-    if "fp32" not in {one.condition["precision"] for one in valid}:
-        wanted.append("the same in fp32 (`--precision=fp32`), reported together with these")
-    names = ", ".join(entry["name"] for entry in left)
-    return f"To settle {names}, run {' and '.join(wanted) or 'more problems'}; or the full gate (`--gate=full`)."
+    elif not all(entry["enough"] for entry in left):
+        wanted.append("more problems, through one program too (`--num_problems`, `--gate_problems=8`)")
+    if samplers := sorted({sampler for entry in left for sampler in entry["unmeasured"]}):
+        wanted.append(
+            "fp32 with float64 beside the arms (`--precision=fp32 --truth_problems=2`), drawn by "
+            f"{' and by '.join(samplers)}, reported together with these"
+        )
+    return f"To settle {names}, run {' and '.join(wanted)}; or the full gate (`--gate=full`)."

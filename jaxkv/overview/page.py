@@ -249,7 +249,21 @@ def write_accuracy(study: Study, names: Names) -> list[Block]:
     if below:
         more = f" and {len(below) - 4} more" if len(below) > 4 else ""
         blocks.append(Paragraph(f"{TOO_FEW}: {'; '.join(below[:4])}{more}.", "note"))
+    blocks += _write_totals(study, names)
     return [Heading("Accuracy", name="accuracy"), *blocks] if blocks else []
+
+
+def _write_totals(study: Study, names: Names) -> list[Block]:
+    """What the package that a task is of makes of an arm's texts together; no interval, since its rule is its own."""
+    totals = [(names[c["name"]], c["totals"]) for c in study["conditions"] if c.get("totals")]
+    rows = [
+        [name, metric, *(format_number(found[arm][metric], 4) for arm in ("cached", "uncached"))]
+        for name, found in totals
+        for metric in found["cached"]
+        if metric in found["uncached"]
+    ]
+    title = "The task's own results, over all valid texts of an arm"
+    return [Table(["run", "metric, filter", "cached", "uncached"], rows, title)] if rows else []
 
 
 def _write_pooled(study: Study) -> list[Block]:

@@ -97,6 +97,8 @@ def summarize_run(run: Run, experiments: Collection[str]) -> Summary:
     for name, experiment in REPORTS.items():
         if name in experiments:
             condition[name] = dict(experiment.summarize(run))
+    if totals := next((session["totals"] for session in reversed(run.run["sessions"]) if "totals" in session), None):
+        condition["totals"] = totals
     if odd := sorted(run.experiments - {*REPORTS, *OTHERS}):
         condition["not_reported"] = odd
     if run.of(DivergenceRecord):

@@ -61,7 +61,8 @@ def _add_table(parent: ET.Element, block: Table) -> None:
     for row in block.rows:
         line = add(body, "tr")
         for column, (name, cell) in enumerate(zip(block.header, row, strict=True)):
-            element = add(line, "td" if column else "th", data_label=name, scope="" if column else "row")
+            label = name if block.kind == "claims" else ""  # a card on a phone shows it
+            element = add(line, "td" if column else "th", data_label=label, scope="" if column else "row")
             if isinstance(cell, tuple):
                 for sentence in cell:
                     _inline(add(element, "p"), sentence)

@@ -158,6 +158,11 @@ class Evidence:
     full_gate: bool
     strays: bool
 
+    @property
+    def odd(self) -> bool:
+        """Whether some step is not as rounding has it, though no fault is shown."""
+        return self.strays or False in self.falls or any(d.doubtful for d in self.distances)
+
 
 def decide(known: Evidence) -> str:
     """The verdict, one of EQUAL, ROUNDING, FAULT and CANNOT_TELL.
@@ -171,7 +176,7 @@ def decide(known: Evidence) -> str:
         return FAULT
     if not known.differs:
         return EQUAL
-    if known.strays or False in known.falls or any(d.doubtful for d in known.distances):
+    if known.odd:
         return CANNOT_TELL
     plain = known.full_gate or (known.wide and bool(known.distances))
     return ROUNDING if known.aligned and plain else CANNOT_TELL

@@ -165,7 +165,8 @@ class Arms:
         cache = self.make_cache(rows, layout) if cache is None else cache
         run, end = start_rollout(self, tokens, rows, layout), layout.prompt + layout.new_tokens
         if self.tile is not None:
-            return self.tile_loop(state, run, rows, end, cache, False, False, tile=self.tile)
+            # An argument that is given and one that is left out would be two programs, compiled apart.
+            return self.tile_loop(state, run, rows, end, cache, False, False, tile=self.tile, alignment=align.recompute)
         prompt = jnp.asarray(tokens[:, : layout.prefill])
         logits, cache = self.prefill(state, prompt, rows, cache, align.prefill)
         return self.cached_loop(state, logits, run, rows, end, cache, align.decode)

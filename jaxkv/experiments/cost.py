@@ -79,7 +79,7 @@ def measure_cost(
         decode = lean.cached_loop.lower(state, logits, start(), rows, end, cache()).compile()
 
         def prefill():
-            return arms.prefill(state, prompt, rows, cache())
+            return arms.prefill(state, prompt, rows, cache(), None)  # as the arms call it, so compiled already
 
         def begin():
             return (*prefill(), start())

@@ -86,7 +86,7 @@ class Arms:
         self.held = precision.widened() if (backend or jax.default_backend()) == "cpu" else precision
         self.graphdef, self.abstract_state = abstract_decoder(config, self.held, attention)
         self.sampler, self.stop_ids, self.keep_logits = sampler or Sampler(), tuple(stop_ids), keep_logits
-        self.tile, self.origin = tile, dict[str, Any]()
+        self.tile, self.attention, self.origin = tile, attention, dict[str, Any]()
         options = COMPILER_OPTIONS | (compiler_options or {})
         jit = functools.partial(jax.jit, compiler_options=options)
         self.prefill = jit(self._prefill, donate_argnames="cache")

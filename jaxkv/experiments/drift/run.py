@@ -163,7 +163,8 @@ class Drift(ArmsRunner[Reference, None, dict[str, Pair]]):
         if arms.config.num_kv_heads == arms.config.num_query_heads:
             return None
         config, wide = repeat_kv_heads(arms.config, self.state)
-        return Arms(config, arms.precision, arms.sampler, arms.stop_ids, tile=arms.tile), wide
+        given = (config, arms.precision, arms.sampler, arms.stop_ids)
+        return Arms(*given, tile=arms.tile, attention=arms.attention), wide
 
     def begin(self, batch: Batch, missing: Sequence[None]) -> Reference:
         return run_reference(self.arms, self.state, batch, self.spec)

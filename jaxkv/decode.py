@@ -86,7 +86,7 @@ class Arms:
         self.held = precision.widened() if (backend or jax.default_backend()) == "cpu" else precision
         self.graphdef, self.abstract_state = abstract_decoder(config, self.held, attention)
         self.sampler, self.stop_ids, self.keep_logits = sampler or Sampler(), tuple(stop_ids), keep_logits
-        self.tile, self.origin = tile, dict[str, Any]()
+        self.tile, self.attention, self.origin = tile, attention, dict[str, Any]()
         options = COMPILER_OPTIONS | (compiler_options or {})
         jit = functools.partial(jax.jit, compiler_options=options)
         self.prefill = jit(self._prefill, donate_argnames="cache")
@@ -165,7 +165,8 @@ class Arms:
         cache = self.make_cache(rows, layout) if cache is None else cache
         run, end = start_rollout(self, tokens, rows, layout), layout.prompt + layout.new_tokens
         if self.tile is not None:
-            return self.tile_loop(state, run, rows, end, cache, False, False, tile=self.tile)
+            # An argument that is given and one that is left out would be two programs, compiled apart.
+            return self.tile_loop(state, run, rows, end, cache, False, False, tile=self.tile, alignment=align.recompute)
         prompt = jnp.asarray(tokens[:, : layout.prefill])
         logits, cache = self.prefill(state, prompt, rows, cache, align.prefill)
         return self.cached_loop(state, logits, run, rows, end, cache, align.decode)

@@ -74,6 +74,7 @@ def _add_torch(condition: "Condition", config: dict[str, Any]) -> None:
 
 def _add_jax(condition: "Condition", config: dict[str, Any]) -> None:
     from jaxkv.decode import COMPILER_OPTIONS
+    from jaxkv.models.attention import OTHERS
 
     options = condition.options
     if options.precision.name:
@@ -81,3 +82,5 @@ def _add_jax(condition: "Condition", config: dict[str, Any]) -> None:
     # The tile is also that of the gate, of attribution and of mitigations, whatever the regime.
     config["decoding"] |= {"regime": options.controls.regime, "tile": condition.tile}
     config |= {"device": describe_device(), "compiler_options": COMPILER_OPTIONS}
+    if options.run.attention in OTHERS:
+        config["attention"] = options.run.attention

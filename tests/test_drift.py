@@ -24,7 +24,7 @@ from jaxkv.experiments.batches import Item, RunSpec, plan_batches
 from jaxkv.experiments.drift import run as drift
 from jaxkv.experiments.drift.record import SEGMENTS, TENSORS
 from jaxkv.experiments.drift.report import conclude, write_drift
-from jaxkv.experiments.drift.run import Drift, plan_bins, repeat_kv_heads, trace_pair
+from jaxkv.experiments.drift.run import Drift, plan_bins, repeat_kv_heads
 from jaxkv.experiments.driver import run_missing
 from jaxkv.experiments.first_difference import fed_slots
 from jaxkv.experiments.traced_runs import run_reference
@@ -123,11 +123,12 @@ def test_figures_are_those_of_the_values():
     reference = run_reference(arms, state, plan_batches(ITEMS, SPEC)[0], SPEC)
     layout = reference.layout
     names = [n for n in list_values(arms, 2, layout.slots) if n.split(".")[0] in TENSORS]
-    pair = trace_pair(arms, state, reference, names)
+    given = (arms, state, reference.text, reference.forced, layout, names)
+    traces = [trace(*given).values for trace in (trace_cached, trace_uncached)]
     row, record = 1, small_run()[1]
     fed = fed_slots(reference.rows, layout, reference.cached.lengths, row) & (np.arange(layout.slots) >= layout.prompt)
     for tensor in TENSORS:
-        a, b = (np.asarray(t.values[f"{tensor}.1"][row], np.float64)[fed] for t in (pair.cached, pair.uncached))
+        a, b = (np.asarray(values[f"{tensor}.1"][row], np.float64)[fed] for values in traces)
         a, b = a.reshape(len(a), -1), b.reshape(len(b), -1)
         size = lambda z: np.linalg.norm(z, axis=1)  # noqa: E731
         column = record["layers"][tensor]["decoded"]

@@ -1,6 +1,7 @@
 """The one loop of all experiments: what is missing is run, batches whole, each variant after the other."""
 
 import pathlib
+import weakref
 
 import pytest
 
@@ -64,6 +65,34 @@ def test_batches_may_be_begun_together():
     runner = Counting(together=2)
     assert found(runner, {(4, "a"), (7, "a")}) == [[24, 27], [12], [22]]
     assert runner.calls == [([4, 7], [2]), ([2], [1, 2]), 2, 1, 2]
+
+
+def test_what_is_done_is_let_go():
+    """Logits and caches of one variant are gone before the next is run, a batch's before the next is begun."""
+
+    class Kept(list):
+        """A list that can be watched."""
+
+    class Keeping(Counting):
+        def __init__(self):
+            super().__init__()
+            self.made = {"begun": [], "ran": []}
+
+        def _make(self, kind, values):
+            assert not any(made() for made in self.made[kind])
+            kept = Kept(values)
+            self.made[kind].append(weakref.ref(kept))
+            return kept
+
+        def begin(self, batch, missing):
+            return self._make("begun", super().begin(batch, missing))
+
+        def run(self, begun, variant):
+            return self._make("ran", super().run(begun, variant))
+
+    runner = Keeping()
+    assert len(found(runner, ())) == len(runner.made["ran"]) == 4
+    assert len(runner.made["begun"]) == 2
 
 
 def test_a_line_of_timing_says_of_what_it_is():

@@ -11,6 +11,7 @@ from plain_records import read_run
 from sample_records import make_sample
 from sealing import reseal
 
+from jaxkv import report
 from jaxkv.errors import UserError
 from jaxkv.foreign import main, read_foreign, write_foreign
 from jaxkv.provenance import hash_tokens
@@ -248,6 +249,16 @@ def test_a_run_directory_is_written_and_resumed(tmp_path, write):
     other = write(make_line(0), make_line(2))
     with pytest.raises(UserError, match="another configuration"):
         write_foreign(other, out, records)
+
+
+def test_no_report_is_made_of_it_alone(tmp_path, write, capsys):
+    """It would say that no problem has a sample yet, and that the gate was off."""
+    path, out = write(make_line(0)), tmp_path / "run"
+    write_foreign(path, out, read_foreign(path))
+    for arguments in ([str(out)], [str(out), f"--out={tmp_path / 'study'}"]):
+        assert report.main(arguments) == 2
+        assert "has results made elsewhere alone" in capsys.readouterr().err
+    assert not (out / "report.md").exists()
 
 
 def test_a_broken_record_is_not_written(tmp_path, write):

@@ -121,6 +121,21 @@ def test_slots_that_are_no_tiles_are_refused():
         arms.run_cached_keeping(None, tokens, rows, layout)
 
 
+@pytest.mark.parametrize("tile", [None, 4])
+def test_an_arm_is_one_program(tile):
+    """However an arm is run it is the same executable: two compiled apart need not round alike on a GPU."""
+    arms = Arms(small_config("mistral"), make_precision("fp16"), stop_ids=STOP_IDS, tile=tile)
+    state = arms.prepare(small_state("mistral", "fp16"))
+    layout, tokens, rows = set_up(arms)
+    cached = arms.run_cached(state, tokens, rows, layout)
+    forced = arms.run_forced(state, cached, rows, layout)
+    arms.run_forced(state, cached, rows, layout, stepwise=True)
+    step_uncached(arms, state, tokens, rows, layout)
+    free_by_drafts(arms, state, [Forced(forced, rows, layout)])
+    sizes = [program._cache_size() for program in (arms.prefill, arms.cached_loop, arms.tile_loop)]
+    assert sizes == ([1, 1, 1] if tile is None else [0, 0, 1])
+
+
 def test_aligned_fp32_stays_near_the_plain_regime():
     """Aligning the roundings changes no more than they do: the aligned programs compute the same model."""
     logits = []

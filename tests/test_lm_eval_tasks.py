@@ -152,6 +152,20 @@ def test_scores_in_parts(folder):
         assert scores["missed,none"]["correct"] == (sample["missed"] == 0)
 
 
+def test_a_scorer_that_fails_on_a_text_is_one_line(folder):
+    """What a model says is known only in the middle of a run."""
+    (folder / "tasks" / "parts.py").write_text(
+        MEASURE.replace("len(said & gold)", "len(said & gold) / ('?' not in said)")
+    )
+    task = load(folder, "parts")
+    assert task.score(TEXTS[0], "0")
+    with pytest.raises(
+        UserError, match=r"answer to problem 0 by .* parts cannot be read \(.*zero\); use another"
+    ) as error:
+        task.score(" ? 11", "0")
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize(("style", "shots"), [("few_shot", 1), ("zero_shot", 0), ("few_shot", None)])
 def test_shots_and_their_seed(folder, style, shots):
     task = load(folder, spec=PromptSpec(style, shots, 7))

@@ -64,7 +64,7 @@ def measure_cost(
       weights and cache as they are held, weights_as_stored in the policy's param dtype, and the decode program's peak.
     """
     given = (arms.config, arms.precision, arms.sampler, (), False, arms.tile)
-    lean = Arms(*given, backend=backend)
+    lean = Arms(*given, backend=backend, attention=arms.attention)
     end = layout.prompt + layout.new_tokens
     prompt, lengths = jnp.asarray(tokens[:, : layout.prefill]), []
 
@@ -79,7 +79,7 @@ def measure_cost(
         decode = lean.cached_loop.lower(state, logits, start(), rows, end, cache()).compile()
 
         def prefill():
-            return arms.prefill(state, prompt, rows, cache())
+            return arms.prefill(state, prompt, rows, cache(), None)  # as the arms call it, so compiled already
 
         def begin():
             return (*prefill(), start())

@@ -179,17 +179,23 @@ def run_missing(
     def lacks(batch: Batch, key: Key) -> list[tuple[int, Item]]:
         return [(row, item) for row, item in enumerate(batch.items) if (item.problem, *key) not in done]
 
-    todo = [(batch, [key for key in runner.variants if lacks(batch, key)]) for batch in runner.plan(items)]
-    todo = [(batch, keys) for batch, keys in todo if keys]
-    for first in range(0, len(todo), runner.together):
-        group = todo[first : first + runner.together]
+    def run_group(group: Sequence[tuple[Batch, list[Key]]]) -> Iterator[tuple[list[Line], Line]]:
         begun = runner.begin_together([(batch, [runner.variants[key] for key in keys]) for batch, keys in group])
         for (batch, keys), shared in zip(group, begun, strict=True):
             for key in keys:
-                variant, start = runner.variants[key], time.perf_counter()
-                ran = runner.run(shared, variant)
-                took = runner.tell_time(shared, ran, time.perf_counter() - start)
-                records = [runner.record(item, row, shared, variant, ran) for row, item in lacks(batch, key)]
-                about: Line = {"experiment": runner.name, "problems": [item.problem for item in batch.items]}
-                about |= dict(zip(EXPERIMENTS[runner.name].record.KEY[1:], key, strict=True))
-                yield records, about | {"seconds": took.seconds, "tokens": took.tokens, **took.more}
+                yield run_variant(batch, key, shared)
+
+    def run_variant(batch: Batch, key: Key, shared: Begun) -> tuple[list[Line], Line]:
+        variant, start = runner.variants[key], time.perf_counter()
+        ran = runner.run(shared, variant)
+        took = runner.tell_time(shared, ran, time.perf_counter() - start)
+        records = [runner.record(item, row, shared, variant, ran) for row, item in lacks(batch, key)]
+        about: Line = {"experiment": runner.name, "problems": [item.problem for item in batch.items]}
+        about |= dict(zip(EXPERIMENTS[runner.name].record.KEY[1:], key, strict=True))
+        return records, about | {"seconds": took.seconds, "tokens": took.tokens, **took.more}
+
+    # Functions of their own, so that logits and caches of what is done are gone before the next is run.
+    todo = [(batch, [key for key in runner.variants if lacks(batch, key)]) for batch in runner.plan(items)]
+    todo = [(batch, keys) for batch, keys in todo if keys]
+    for first in range(0, len(todo), runner.together):
+        yield from run_group(todo[first : first + runner.together])

@@ -5,6 +5,7 @@ from typing import Any
 
 from msgspec import to_builtins
 
+from jaxkv.errors import UserError
 from jaxkv.experiments.divergence.record import DivergenceRecord
 from jaxkv.experiments.doctor.findings import compare_processes, operand_kind
 from jaxkv.experiments.doctor.record import DoctorRecord
@@ -29,6 +30,8 @@ def summarize_study(runs: Sequence[Run]) -> Summary:
       Plain values for summary.json: `conditions`, one a run with what it is, where it came from, and the summary of
       each experiment it has; figures over several runs; `causes` and `claims`.
 
+    Raises:
+      UserError: nothing but results made elsewhere in one run.
     """
     conditions = [summarize_run(run, _find_experiments(run, len(runs) == 1)) for run in runs]
     samples = [
@@ -64,6 +67,11 @@ def _find_experiments(run: Run, alone: bool) -> Collection[str]:
     """The experiments that a run has records of; of a run alone also those that it was asked for."""
     if not alone:
         return run.experiments
+    if run.experiments and run.experiments <= set(OTHERS):
+        raise UserError(
+            f"{run.name} has results made elsewhere alone, which are told of beside a run of the same problems here; "
+            "name that run too"
+        )
     return (run.experiments | set(run.run["config"].get("experiments", ()))) & set(REPORTS) or {"divergence"}
 
 

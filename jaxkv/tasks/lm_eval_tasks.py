@@ -259,11 +259,13 @@ class _Grader:
         doc = self._docs[int(gold)]
         instance = require("lm_eval", "lm_eval.api.instance").Instance("generate_until", doc, (), 0, resps=[text])
         found = []
-        for ensemble in self._task._filters:
-            ensemble.apply([instance])
-            read = instance.filtered_resps[ensemble.name]
-            values = self._task.process_results(doc, [read])
-            found += [(metric, ensemble.name, read, value) for metric, value in values.items()]
+        where = f"the answer to problem {gold} by the scorers of lm_eval's task {self._task.task_name}"
+        with reading(where, "use another --task, or mend this one", (Exception,)):
+            for ensemble in self._task._filters:
+                ensemble.apply([instance])
+                read = instance.filtered_resps[ensemble.name]
+                values = self._task.process_results(doc, [read])
+                found += [(metric, ensemble.name, read, value) for metric, value in values.items()]
         return found
 
     def _aggregate(self, metric: str, values: Sequence[Any]) -> float | None:

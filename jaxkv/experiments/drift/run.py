@@ -39,7 +39,7 @@ from jaxkv.experiments.traced_runs import (
 )
 from jaxkv.logits import compare_logits
 from jaxkv.rollout import Rollout
-from jaxkv.tracing import Trace, trace_cached, trace_uncached
+from jaxkv.tracing import trace_cached, trace_uncached
 
 GRID_CELLS = 1140  # layers times bins: a record's grid then stays near 120 kB
 
@@ -62,10 +62,10 @@ def repeat_kv_heads(config: ModelConfig, state: nnx.State) -> tuple[ModelConfig,
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Both arms watched along one text: traces, gaps, and the wall time of each arm."""
+    """Both arms watched along one text: rollouts, gaps, and the wall time of each arm. The values are let go."""
 
-    cached: Trace
-    uncached: Trace
+    cached: Rollout
+    uncached: Rollout
     gaps: dict[str, Gap]
     seconds: dict[str, float]
 
@@ -80,7 +80,7 @@ def trace_pair(arms: Arms, state: nnx.State, reference: Reference, names: Sequen
         jax.block_until_ready((traces[arm].run, traces[arm].values))
         seconds[arm] = time.perf_counter() - begin
     cached, uncached = traces.values()
-    return Pair(cached, uncached, compare_traces(cached, uncached, reference.rows, reference.layout), seconds)
+    return Pair(cached.run, uncached.run, compare_traces(cached, uncached, reference.rows, reference.layout), seconds)
 
 
 def _of_layers(gaps: Mapping[str, Gap], tensor: str) -> list[Gap]:
@@ -163,7 +163,8 @@ class Drift(ArmsRunner[Reference, None, dict[str, Pair]]):
         if arms.config.num_kv_heads == arms.config.num_query_heads:
             return None
         config, wide = repeat_kv_heads(arms.config, self.state)
-        return Arms(config, arms.precision, arms.sampler, arms.stop_ids, tile=arms.tile), wide
+        given = (config, arms.precision, arms.sampler, arms.stop_ids)
+        return Arms(*given, tile=arms.tile, attention=arms.attention), wide
 
     def begin(self, batch: Batch, missing: Sequence[None]) -> Reference:
         return run_reference(self.arms, self.state, batch, self.spec)
@@ -185,8 +186,8 @@ class Drift(ArmsRunner[Reference, None, dict[str, Pair]]):
 
     def record(self, item: Item, row: int, reference: Reference, variant: None, pairs: Mapping[str, Pair]) -> Line:
         config, layout = self.arms.config, reference.layout
-        watched = {f"cached ({name})": pair.cached.run for name, pair in pairs.items()}
-        watched |= {f"uncached ({name})": pair.uncached.run for name, pair in pairs.items()}
+        watched = {f"cached ({name})": pair.cached for name, pair in pairs.items()}
+        watched |= {f"uncached ({name})": pair.uncached for name, pair in pairs.items()}
         fault = find_fault(reference, row, watched)
         record: dict[str, Any] = {
             "experiment": "drift",
@@ -211,14 +212,14 @@ class Drift(ArmsRunner[Reference, None, dict[str, Pair]]):
         record |= {
             "instrumented_bit_equal": {
                 name: {
-                    "cached": count_equal(pairs[name].cached.run, reference.cached, row, steps),
-                    "uncached": count_equal(pairs[name].uncached.run, reference.uncached, row, steps),
+                    "cached": count_equal(pairs[name].cached, reference.cached, row, steps),
+                    "uncached": count_equal(pairs[name].uncached, reference.uncached, row, steps),
                 }
                 for name in WATCHED
             },
             "places": places,
             "layers": _measure_layers(pair.gaps, row, segments),
-            "logits": _measure_logits(pair.uncached.run, pair.cached.run, row, steps),
+            "logits": _measure_logits(pair.uncached, pair.cached, row, steps),
             "grid": _measure_grid(pair.gaps, row, first, places, config.num_layers),
             "first": {name: found and found.to_json() for name, found in differences.items()},
             "path": _list_path(walk.gaps, row, segments["decoded"], name),
@@ -226,7 +227,7 @@ class Drift(ArmsRunner[Reference, None, dict[str, Pair]]):
         if repeated is not None:
             record["repeated"] = {
                 "layers": _measure_layers(repeated.gaps, row, segments),
-                "logits": _measure_logits(repeated.uncached.run, repeated.cached.run, row, steps),
+                "logits": _measure_logits(repeated.uncached, repeated.cached, row, steps),
             }
         return record
 

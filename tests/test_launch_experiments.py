@@ -26,7 +26,7 @@ def test_attribution_and_divergence_share_a_run(tmp_path, cache, capsys):
     assert {record["experiment"] for record in records} == {"attribution", "divergence"}
     assert f"report: {tmp_path / 'run' / 'report.md'}" in shown
     page = (tmp_path / "run" / "report.md").read_text()
-    assert all(f"\n## {title}\n" in page for title in ("Attribution", "Cached against uncached decoding"))
+    assert all(f"\n## {title}\n" in page for title in ("Attribution", "Divergence"))
     with pytest.raises(UserError, match=r"decoding\.tile is 8 there, 4 here"):
         run_in_process(*SMALL, cache, f"--out={tmp_path / 'run'}", *small, "--tile=4")
     run_in_process(*SMALL, cache, f"--out={tmp_path / 'run'}", *small)

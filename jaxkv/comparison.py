@@ -237,7 +237,7 @@ def _describe_parting(parting: Parting, names: list[str]) -> Iterator[str]:
     for side, name in enumerate(names):
         cells = [f"{one.logits[side]:.5g} ({one.probabilities[side]:.3g})" for one in parting.candidates]
         yield f"{name:{max(wide, 19)}}  " + "  ".join(f"{text:>{cell}}" for text in cells)
-    a, b = parting.margin, -(parting.margin + parting.perturbation)
+    a, b = parting.margin, 0.0 - (parting.margin + parting.perturbation)  # never -0
     unit = "" if parting.unit is None else f"; a unit of the dtype is {_size(parting.unit)}"
     tie = "; an exact tie, in which the lower id wins" if parting.tie else ""
     yield f"margins {a:.3g} and {b:.3g}, perturbation {_size(parting.perturbation)}{unit}{tie}"

@@ -188,7 +188,7 @@ def test_advice_names_what_is_missing():
         sample["sampling"] |= {"sampler": "temperature"}
     found = say(with_gate(greedy, GATE), with_gate(make_run(drawn, "drawn", "fp32"), GATE))
     assert found.status is Status.OPEN
-    assert "(`--precision=fp32 --truth_problems=2`), drawn by temperature, reported together" in found.todo
+    assert "(`--precision=fp32 --sampler=temperature --truth_problems=2`), reported together" in found.todo
     assert "more problems" not in found.todo
 
 
@@ -210,4 +210,4 @@ def test_pytorch_that_differs_is_not_called_equal():
     runs = [with_gate(make_run(make_equal()), GATE), make_run(as_torch(make_samples(flips=parted)), "torch")]
     found = say(*runs)
     assert found.status is Status.OPEN
-    assert "Not judged, since PyTorch's arms have no gate: tiny fp16 greedy, torch" in found.how
+    assert "1 run of PyTorch, whose arms have no gate, is not judged." in found.how

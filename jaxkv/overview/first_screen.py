@@ -359,8 +359,10 @@ def _say_evidence(valid: Sequence[_Compared], causes: Sequence[Cause], status: S
     lines += _say_controls(valid)
     if len(causes) == 1:
         lines += _say_cause(causes[0], valid)
-    if causes and (odd := [one.name for one in valid if one.condition["framework"] != "jax" and not _is_equal(one)]):
-        lines.append(f"Not judged, since PyTorch's arms have no gate: {', '.join(odd)}.")
+    if causes and (odd := sum(one.condition["framework"] != "jax" and not _is_equal(one) for one in valid)):
+        lines.append(
+            f"{_count(odd, 'run')} of PyTorch, whose arms have no gate, {'is' if odd == 1 else 'are'} not judged."
+        )
     for verdict, said in VERDICTS.items() if len(causes) > 1 else ():
         if names := [entry["name"] for entry in causes if entry["verdict"] == verdict]:
             lines.append(f"{said.value[0].upper() + said.value[1:]}: {', '.join(names)}.")
@@ -432,8 +434,6 @@ def _advise_open(causes: Sequence[Cause]) -> str:
     elif not all(entry["enough"] for entry in left):
         wanted.append("more problems, through one program too (`--num_problems`, `--gate_problems=8`)")
     if samplers := sorted({sampler for entry in left for sampler in entry["unmeasured"]}):
-        wanted.append(
-            "fp32 with float64 beside the arms (`--precision=fp32 --truth_problems=2`), drawn by "
-            f"{' and by '.join(samplers)}, reported together with these"
-        )
+        flags = f"--precision=fp32 --sampler={','.join(samplers)} --truth_problems=2"
+        wanted.append(f"fp32 with float64 beside the arms (`{flags}`), reported together with these")
     return f"To settle {names}, run {' and '.join(wanted)}; or the full gate (`--gate=full`)."

@@ -41,6 +41,7 @@ from jaxkv.experiments.batches import Item, RunSpec, plan_batches, timed
 from jaxkv.experiments.cost import measure_cost, time_runs
 from jaxkv.experiments.divergence.run import run_batches
 from jaxkv.interventions.quantized_cache import Quantization, cache_bytes, effective_bits, make_plans
+from jaxkv.interventions.quantized_side import SidePlan
 from jaxkv.interventions.quantizers import parse_cache_quant
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.families import get_preset
@@ -257,20 +258,27 @@ def time_uncached_transformers(work: Work) -> Figures:
     return {"attention": attention, "seconds_a_batch": seconds}
 
 
+def plan_blocks(work: Work) -> tuple[list[SidePlan], int]:
+    """Plans of the sides of layers that are packed, and tokens of a block; UserError if not all have the same."""
+    quant, windows = work.changed.quant, work.config.windowed_layers
+    plans = [make_plans(quant, layer, windows, 1 << 20) for layer in range(work.config.num_layers)]
+    used = [plan for pair in plans for plan in pair if plan is not None]
+    blocks = {plan.window.block for plan in used}
+    if len(blocks) != 1:
+        raise UserError(
+            f"--quant={work.quant} packs {' and '.join(map(str, sorted(blocks))) or 'no'} tokens at a time, and one "
+            "block is timed; give a method with one, or --parts without tile"
+        )
+    return used, next(iter(blocks))
+
+
 def time_blocks(work: Work) -> Figures:
     """Milliseconds to pack one full block of keys and one of values in every layer that the method quantizes.
 
     As a decode step does it: layer after layer, fp16 rows in, codes and scales written to packed storage. Blocks are
     those of the method's windows (a KVarN tile of 128 tokens). Each round's rows differ, so that none can be reused.
     """
-    config = work.config
-    quant, windows = work.changed.quant, config.windowed_layers
-    plans = [make_plans(quant, layer, windows, 1 << 20) for layer in range(config.num_layers)]
-    used = [plan for pair in plans for plan in pair if plan is not None]
-    blocks = {plan.window.block for plan in used}
-    if len(blocks) != 1:
-        raise UserError(f"keys and values are packed {sorted(blocks)} tokens at a time; give --quant with one block")
-    (block,) = blocks
+    config, (used, block) = work.config, plan_blocks(work)
     shape = (1, block, config.num_kv_heads, config.head_dim)
     keys = jax.random.split(jax.random.key(0), len(used))
     rows = [jax.random.normal(key, shape, jnp.float32).astype(work.policy.cache) for key in keys]
@@ -424,8 +432,14 @@ def main(name: str, argv: list[str]) -> None:
     if unknown := [part for part in FLAGS.parts if part not in benchmark.parts]:
         raise UserError(f"--parts has no '{unknown[0]}' in {name}; known: {', '.join(benchmark.parts)}")
     results: list[Figures] = []
-    for precision in FLAGS.precision:
-        settings: Figures = {"precision": precision} | {field: FLAGS[field].value for field in benchmark.fields}
+    asked: list[Figures] = [
+        {"precision": precision} | {field: FLAGS[field].value for field in benchmark.fields}
+        for precision in FLAGS.precision
+    ]
+    for settings in asked if "tile" in FLAGS.parts else ():
+        plan_blocks(Work(**settings))  # before the parts that come first
+    for settings in asked:
+        precision = settings["precision"]
         if FLAGS.worker:
             found = benchmark.parts[FLAGS.worker](Work(**settings))
             print(json.dumps(describe_engine(FLAGS.worker) | found))

@@ -97,16 +97,16 @@ def _run_experiments(options: Options, path: pathlib.Path, flags: str, console: 
     runners = [EXPERIMENTS[name].make_runner(condition) for name in options.run.experiments]
     with RunDirectory.open(path, make_run_config(condition, runners), flags, make_provenance(condition)) as run:
         _check_prompts(condition, run)
-        if asked := {runner.name: list(runner.variants) for runner in runners if runner.grows}:
-            run.record_provenance({"asked": asked})
+        if grown := {runner.name: list(runner.variants) for runner in runners if runner.grows}:
+            run.record_provenance({"asked": grown})
         for number, runner in enumerate(runners):
-            total = len(condition.items) * len(runner.variants)
-            done = frozenset(key[1:] for key in run.done_keys() if key[0] == runner.name)
-            if not number and len(done) < total:
+            asked = {(runner.name, item.problem, *key) for item in condition.items for key in runner.variants}
+            done = frozenset(key[1:] for key in asked & run.done_keys())  # it may have records of other variants too
+            if not number and len(done) < len(asked):
                 _run_gate(condition, run, console)
             if done:
-                console.print(f"{len(done)} of {total} records of {runner.name} are done already", highlight=False)
-            _record(run, runner.name, run_missing(runner, condition.items, done), total, len(done), console)
+                console.print(f"{len(done)} of {len(asked)} records of {runner.name} are done already", highlight=False)
+            _record(run, runner.name, run_missing(runner, condition.items, done), len(asked), len(done), console)
         if tokens := _list_tokens(run):
             write_pieces(path, tokens, condition.checkpoint.tokenizer)
         if options.run.framework == "jax":

@@ -125,6 +125,7 @@ def test_the_command_writes_the_parts_of_a_benchmark(tmp_path):
         (["speed"], "'speed' is no benchmark; give one first: decode, aligned, uncached, quantized"),
         (["--model=tiny-llama2", "quantized"], "'quantized' is no benchmark; give one first"),
         (["aligned", "--parts=torch"], "--parts has no 'torch' in aligned; known: jaxkv"),
+        (["quantized", "--model=tiny-llama2", "--quant=kivi:k2v2"], "packs 1 and 128 tokens at a time"),
         (["decode", "--quant=kivi:2"], "Unknown command line flag 'quant'"),
         (["aligned", "--tiles=four"], "give numbers of rows"),
     ],

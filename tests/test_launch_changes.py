@@ -32,7 +32,12 @@ def test_injection_replays_from_its_flagfile_and_may_be_asked_for_more(tmp_path,
     assert read_run(out)[1] == records
     run_in_process(*SMALL, cache, f"--out={out}", *few, *SPECS, "--cache_quant=int4")
     assert "8 of 10 records of injection are done already" in capsys.readouterr().err
-    assert read_run(out)[1][:8] == records
+    run_in_process(*SMALL, cache, f"--out={out}", *few, "--cache_quant=int2", "--gate=on")
+    assert "2 of 4 records of injection are done already" in capsys.readouterr().err
+    run, grown = read_run(out)
+    assert grown[:8] == records
+    assert [r["change"] for r in grown[8:]] == ["int4"] * 2 + ["int2"] * 2
+    assert run["sessions"][-1]["gate"]["passed"]  # for what is new, however much is done of other changes
 
 
 def test_perplexity_reads_a_text_and_leaves_its_uncached_arm_alone(tmp_path, cache, capsys):

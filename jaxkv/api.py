@@ -13,13 +13,16 @@ from typing import Any, TypedDict, Unpack, overload
 
 import jax
 import msgspec
+from jax.experimental.compilation_cache import compilation_cache as programs
 
 from jaxkv import records
 from jaxkv.comparison import Comparison
+from jaxkv.errors import UserError, nearest
 from jaxkv.experiments.batches import Item, RunSpec
 from jaxkv.prompt_model import Model, PromptRun, load_model
 from jaxkv.sampling import make_sampler
 from jaxkv.side_by_side import compare_prompt, generate_text
+from jaxkv.usage import COMPARE_OPTIONS
 
 COMPILATION_CACHE = "~/.cache/jaxkv/xla"
 Tell = Callable[[str], None]
@@ -43,17 +46,28 @@ def load(
       checkpoint: directory, .gguf file, Orbax checkpoint, hub id or 'random:SEED'; the preset's own if not given.
       precision: 'fp16', 'bf16' or 'fp32' (true fp32).
       revision: branch, tag or commit of a hub id.
-      compilation_cache: where compiled programs are kept between processes; None or 'none' for nowhere.
+      compilation_cache: where compiled programs of this process are kept from now on; 'none' for nowhere, None for
+        where JAX is set to keep them.
       tell: called with how far a download is.
       **parts: parts of the precision that have another dtype: residual, accumulation, cache, scores.
 
     Raises:
       UserError: anything the user can mend.
     """
-    if compilation_cache not in (None, "none"):
-        jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(str(compilation_cache)).expanduser()))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    if compilation_cache is not None:
+        _keep_programs(compilation_cache)
     return load_model(model, checkpoint, precision, revision, tell, **parts)
+
+
+def _keep_programs(directory: str) -> None:
+    """Has JAX keep compiled programs in a directory, also where it has begun to in another."""
+    wanted = None if directory == "none" else str(pathlib.Path(directory).expanduser())
+    config: Any = jax.config
+    if wanted != config.jax_compilation_cache_dir:
+        config.update("jax_compilation_cache_dir", wanted)
+        programs.reset_cache()
+    if wanted is not None:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 class Asked(TypedDict, total=False):
@@ -83,6 +97,13 @@ class Asked(TypedDict, total=False):
 
 
 def _start(model: Model, prompt: str, asked: Asked) -> PromptRun:
+    if odd := sorted(set(asked) - set(Asked.__annotations__)):
+        known = list(Asked.__annotations__)
+        raise UserError(f"{odd[0]} is not known{nearest(odd[0], known)}; known: {', '.join(known)}")
+    for option in COMPARE_OPTIONS:
+        value: Any = asked.get(option.flag)
+        if option.kind is int and value is not None and not option.low <= value <= option.high:
+            raise UserError(f"{option.flag}={value} is out of range; give one from {option.low} to {option.high}")
     sampler = make_sampler(
         asked.get("sampler", "greedy"), asked.get("temperature"), asked.get("top_k"), asked.get("top_p")
     )

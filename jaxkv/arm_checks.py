@@ -6,6 +6,7 @@ from fp32. Where that leaves a doubt, and in fp32 itself, float64 is run.
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,8 @@ import numpy as np
 
 from jaxkv.comparison import Checks, Wider
 from jaxkv.config import make_precision
-from jaxkv.errors import UserError
 from jaxkv.experiments.divergence import cause
-from jaxkv.experiments.gate import run_gate
+from jaxkv.experiments.gate import GateError, run_gate
 from jaxkv.experiments.record_parts import ARMS
 from jaxkv.experiments.record_parts import Comparison as StepColumns
 from jaxkv.experiments.truth import has_room, share_float64
@@ -52,23 +52,22 @@ def explain(run: PromptRun, found: Difference) -> tuple[str, Checks]:
     aligned, fault = _run_aligned(run, found.step)
     differs = not all(found.columns.bit_equal)
     own = falls = said = None
+    beside = ""
     distances: list[cause.Distance | None] = []
     arms = (found.cached, found.uncached)
     wide = _run_wide(run, found) if differs and run.model.precision.name != "fp32" else None
-    if wide is not None and all(int(one.nonfinite_step[0]) < 0 for one in wide):
+    if wide is not None:
         apart = compare_logits(wide[1].logits[0], wide[0].logits[0], len(found.columns.flip))
         name = run.model.precision.name.partition("+")[0]
         falls = cause.falls(name, float(np.mean(found.columns.mean_abs)), float(np.mean(apart["mean_abs"])))
-        tokens = [*run.item.prompt, *run.take(found.cached)[: found.step]]
-        picks = [run.model.name_token(tokens, int(jnp.argmax(one.logits[0, found.step]))) for one in wide]
-        said = Wider((picks[0], picks[1]), apart["margin"][found.step], apart["shift"][found.step])
-        own = found.measure(wide[1].logits[0], arms)
+        said = _describe_wide(run, found, wide, apart)
+        own, beside = found.measure(wide[1].logits[0], arms), "fp32"
         distances = [own]
     if differs and not (falls and own is not None and not own.doubtful) and _fits(run, found.layout):
         with run.phase("float64"):
             model = share_float64(run.model.checkpoint.config)
             truth = model.follow(run.model.state, found.cached, found.rows, found.layout).logits[0]
-        own = found.measure(truth, arms)
+        own, beside = found.measure(truth, arms), "float64"
         distances = [own, *([] if wide is None else [found.measure(truth, wide)])]
     evidence = cause.Evidence(
         differs=differs, aligned=False if fault else bool(aligned) or None,
@@ -76,8 +75,24 @@ def explain(run: PromptRun, found: Difference) -> tuple[str, Checks]:
         falls=[] if wide is None else [falls], full_gate=False, strays=False,
     )  # fmt: skip
     return cause.decide(evidence), Checks(
-        aligned, fault, said, falls, None if own is None else cause.describe_distance(own)
+        aligned, fault, said, falls, None if own is None else f"to {beside}: {cause.describe_distance(own)}"
     )
+
+
+def _describe_wide(
+    run: PromptRun, found: Difference, wide: tuple[Rollout, Rollout], apart: Mapping[str, list]
+) -> Wider:
+    """What fp32 makes of the two tokens at which the texts part, or else of its own top two."""
+    step = found.step
+    first, second = (int(one.choices[0, step]) for one in (found.cached, found.uncached))
+    before = [*run.item.prompt, *run.take(found.cached)[:step]]
+    parted = first != second
+    picks = [int(one.choices[0, step] if parted else jnp.argmax(one.logits[0, step])) for one in wide]
+    named = (run.model.name_token(before, picks[0]), run.model.name_token(before, picks[1]))
+    if not parted:
+        return Wider(named, apart["margin"][step], apart["shift"][step])
+    gaps = [run.measure_gap(one, step, (first, second)).size for one in wide]
+    return Wider(named, gaps[0], gaps[1] - gaps[0])
 
 
 def _fits(run: PromptRun, layout: Layout) -> bool:
@@ -90,16 +105,17 @@ def _run_aligned(run: PromptRun, step: int) -> tuple[int | None, str | None]:
     with run.phase("aligned arms"):
         try:
             found = run_gate(arms, arms, run.model.state, [run.item], run.spec, 1, max(FEWEST, step + 1))
-        except UserError as error:  # the plain arms ran: what is left to fail is the comparison itself
-            return None, str(error)
+        except GateError as error:
+            return None, error.found
     return found["steps"], None
 
 
-def _run_wide(run: PromptRun, found: Difference) -> tuple[Rollout, Rollout]:
-    """Both arms in fp32, with the weights as they were rounded, along the same tokens."""
+def _run_wide(run: PromptRun, found: Difference) -> tuple[Rollout, Rollout] | None:
+    """Both arms in fp32 with the weights as they were rounded, along the same tokens; None if numbers break off."""
     arms = make_arms(run.model.checkpoint, make_precision("fp32"), run.sampler)
     with run.phase("both arms in fp32"):
         state, tokens = arms.prepare(run.model.state), np.asarray(found.cached.tokens)
         cached = arms.run_cached(state, tokens, force(found.rows, found.cached), found.layout)
         uncached = arms.run_forced(state, found.cached, found.rows, found.layout, run.spec.uncached_length)
-        return jax.block_until_ready((cached, uncached))
+        both = jax.block_until_ready((cached, uncached))
+    return both if all(int(one.nonfinite_step[0]) < 0 for one in both) else None

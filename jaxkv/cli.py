@@ -125,6 +125,8 @@ def expand_flagfiles(arguments: Sequence[str]) -> list[str]:
     rest = iter(arguments)
     for argument in rest:
         name, _, path = argument.partition("=")
+        if argument == "--":  # what follows is no flag
+            return [*found, argument, *rest]
         if name not in (FLAGFILE, FLAGFILE[1:]):
             found.append(argument)
         elif path := path or next(rest, ""):
@@ -152,7 +154,9 @@ def parse_flags(argv: Sequence[str], found: flags.FlagValues = flags.FLAGS) -> l
       UserError: an unknown flag, a value that it cannot have, or what `read_flagfile` raises.
     """
     try:
-        return found([*argv[:1], *map(_spell, expand_flagfiles(argv[1:]))])
+        given = expand_flagfiles(argv[1:])
+        flagged = given.index("--") if "--" in given else len(given)
+        return found([*argv[:1], *map(_spell, given[:flagged]), *given[flagged:]])
     except flags.Error as error:
         raise UserError(f"{error}; see --help") from error
 

@@ -22,7 +22,7 @@ class _Line(msgspec.Struct):
 
 def read_prompts(given: Sequence[str], file: str | None) -> list[str]:
     """The prompts of a command line: as they stand, `-` for stdin, and of --file. Raises UserError if there is none."""
-    prompts = [sys.stdin.read().rstrip("\n") if text == "-" else text for text in given]
+    prompts = [_read_stdin() if text == "-" else text for text in given]
     if file is not None and pathlib.PurePath(file).suffix == ".jsonl":
         lines = [line for line in read_text(file).splitlines() if line.strip()]
         prompts += [decode_json(line, _Line, f"{file} line {n}").prompt for n, line in enumerate(lines, start=1)]
@@ -30,7 +30,16 @@ def read_prompts(given: Sequence[str], file: str | None) -> list[str]:
         prompts.append(read_text(file).rstrip("\n"))
     if not all(prompt.strip() for prompt in prompts or [""]):
         raise UserError('a prompt is missing or empty; write jaxkv compare "PROMPT", --file=FILE, or - for stdin')
+    if any("\ud800" <= letter <= "\udfff" for prompt in prompts for letter in prompt):
+        raise UserError("a prompt is not UTF-8; save it as UTF-8")
     return prompts
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.read().rstrip("\n")
+    except UnicodeDecodeError:
+        raise UserError("the prompt on stdin is not UTF-8; save it as UTF-8") from None
 
 
 def compare_command(arguments: Sequence[str]) -> int:
@@ -65,7 +74,12 @@ def _compare(prompts: Sequence[str], given: dict[str, Any]) -> Iterator[Comparis
 
         tell(f"loading {given['checkpoint'] or given['model'] or 'a model that ships with jaxkv'}")
         from jaxkv import api
+        from jaxkv.sampling import make_sampler
+        from jaxkv.side_by_side import read_beside
 
+        make_sampler(given["sampler"], given["temperature"], given["top_k"], given["top_p"])
+        if given["with"] is not None:
+            read_beside(given["with"])
         parts = {name: given[name] for name in ("residual", "accumulation", "cache", "scores")}
         model = api.load(
             given["model"], given["checkpoint"], precision=given["precision"], revision=given["revision"],

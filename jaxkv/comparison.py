@@ -3,12 +3,15 @@
 Imports neither jax nor flax: records of `jaxkv compare --json` are read back by `msgspec.convert(line, Comparison)`.
 """
 
+import dataclasses
+import fractions
 import html
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
+from rich.cells import cell_len, set_cell_size
 
 from jaxkv.errors import UserError, nearest
 from jaxkv.experiments.divergence.cause import CANNOT_TELL, EQUAL, FAULT, ROUNDING
@@ -45,11 +48,13 @@ class Parting(msgspec.Struct, frozen=True):
     Attributes:
       step: from 0, of the new tokens.
       candidates: what the first side chose, and what the second.
-      margin: by how much the first side prefers its choice to the other's, in logits.
+      margin: by how much the first side prefers its choice to the other's, in logits, the sampler's noise counted.
       perturbation: by how much this gap is another on the second side.
       unit: spacing of the dtype's numbers at the top logit; None where the sides have other dtypes.
-      tie: whether the two logits are exactly equal on a side: then the lowest id wins.
+      tie: whether the two are exactly equal on a side: then the lowest id wins.
       begin: characters of both texts before it.
+      noise: how much of the gap is the sampler's noise, which both sides share; 0 if greedy.
+      cut: whether top_k or top_p decides: it leaves a token out on one side that would have won there.
     """
 
     step: int
@@ -59,10 +64,19 @@ class Parting(msgspec.Struct, frozen=True):
     unit: float | None
     tie: bool
     begin: int
+    noise: float = 0.0
+    cut: bool = False
 
 
 class Wider(msgspec.Struct, frozen=True):
-    """Both arms in fp32 with the same weights along the same tokens, at the step asked about."""
+    """Both arms in fp32 with the same weights along the same tokens, where the texts part or margins are narrowest.
+
+    Attributes:
+      choices: what the arm with the cache chooses, and the other.
+      margin: in logits, between the two tokens of the parting (negative where fp32 prefers the second side's), or
+        between the top two.
+      perturbation: by how much this gap is another in the other arm.
+    """
 
     choices: tuple[str, str]
     margin: float
@@ -77,7 +91,7 @@ class Checks(msgspec.Struct, frozen=True):
       aligned_fault: where they differ.
       wider: what fp32 says; None in fp32 itself.
       falls: whether the difference falls from 16 bits to fp32 as the dtypes' units do.
-      distance: of both arms to a float64 run, in words; None where it does not fit into memory.
+      distance: of both arms to an fp32 or a float64 run, in words; None if neither was run or fits into memory.
     """
 
     aligned: int | None
@@ -134,7 +148,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     def sentence(self) -> str:
         """What a person can repeat."""
         first, second = (side.name for side in self.sides)
-        what = self.model if first == f"in {self.setting}" else f"{self.model} in {self.setting}"
+        model, (precision, _, sampler) = _flat(self.model), self.setting.partition(" ")
+        what = f"{model} {sampler}".rstrip() if first == f"in {precision}" else f"{model} in {self.setting}"
         count = len(self.sides[0].tokens)
         if self.status == "invalid":
             return f"INVALID: {what} meets a number that is not finite ({self.invalid}); the texts say nothing."
@@ -144,22 +159,26 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         elif self.status == EQUAL:
             return f"{what} writes the same {count} tokens {first} and {second}, and every logit has the same bits."
         else:
-            said = f"{what} writes the same {count} tokens {first} and {second}, though not the same logits"
+            equal = self.columns is not None and all(self.columns.bit_equal)
+            logits = "with the same logits" if equal else "though not the same logits"
+            said = f"{what} writes the same {count} tokens {first} and {second}, {logits}"
         return f"{said}: {self._explain()}."
 
     def _explain(self) -> str:
         parting = self.first_divergence
         if self.status == FAULT:
-            return "this is a FAULT, no rounding"
-        if parting is None:
-            left = "" if self.status != ROUNDING else ", which is rounding"
-            return f"no difference is large enough to change a token{left}"
-        sizes = (
-            f"a difference of {_size(parting.perturbation)} decides between two tokens {_size(parting.margin)} apart"
-        )
-        if parting.tie:
-            sizes = "the two tokens are exactly tied on one side"
+            aligned = self.checks is not None and self.checks.aligned_fault is not None
+            return f"{'arms that round alike differ too, and ' * aligned}this is a FAULT, no rounding"
         endings = {ROUNDING: ", and it is rounding", CANNOT_TELL: "; whether it is rounding cannot be told"}
+        sizes = "no difference is large enough to change a token"
+        if parting is not None:
+            noise = ", noise counted" if parting.noise else ""
+            moved, apart = _size(parting.perturbation), _size(parting.margin)
+            sizes = f"a difference of {moved} decides between two tokens {apart} apart{noise}"
+            if parting.cut:
+                sizes = "the sampler leaves one of the two tokens out on one side"
+            elif parting.tie:
+                sizes = f"the two tokens are exactly tied {self.sides[int(parting.margin != 0)].name}"
         return sizes + endings.get(self.status, "")
 
     def lines(self, verbose: bool = False) -> Iterator[str]:
@@ -169,10 +188,12 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         wide = max(map(len, names))
         begin = 0 if self.first_divergence is None else self.first_divergence.begin
         for side in self.sides if begin or self.first_divergence else self.sides[:1]:
-            before, after = _flat(side.text[:begin])[-BEFORE:], _flat(side.text[begin:])
-            line = f"{side.name:{wide}}  {'...' if len(before) == BEFORE else ''}{before}{'|' * bool(before)}{after}"
-            yield line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..."
+            shared = _flat(side.text[:begin])
+            before = shared if cell_len(shared) <= BEFORE else f"...{_crop(shared[::-1], BEFORE)[::-1]}"
+            yield _fit(f"{side.name:{wide}}  {before}{'|' * bool(before)}{_flat(side.text[begin:])}")
         if self.first_divergence is not None:
+            if len({side.text for side in self.sides}) == 1:
+                yield "the texts are the same: the tokens differ in how they are cut, or after its end"
             yield ""
             yield from _describe_parting(self.first_divergence, names)
         if self.checks is not None:
@@ -182,7 +203,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
     def _more(self) -> Iterator[str]:
         for side in self.sides:
-            yield from ("", f"{side.name}:", side.text)
+            yield from ("", f"{side.name}:", "\n".join(map(_flat, side.text.split("\n"))))
         yield ""
         if (columns := self.columns) is not None:
             count = len(columns.flip)
@@ -217,13 +238,22 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def show(text: str) -> str:
-    """A token's text in quotes, control characters escaped."""
-    return f"'{_flat(text)}'"
+    """A token's text in quotes, control characters escaped; of a long one, as of many spaces, the beginning."""
+    return f"'{_fit(_flat(text), 24)}'"
 
 
 def _flat(text: str) -> str:
     """On one line: line breaks and what a terminal would act on, escaped."""
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
+def _crop(line: str, width: int) -> str:
+    """As much of a line as fits into columns of a terminal; letters of Chinese take two."""
+    return set_cell_size(line, min(width, cell_len(line))).rstrip(" ") if cell_len(line) > width else line
+
+
+def _fit(line: str, width: int = WIDTH) -> str:
+    return line if cell_len(line) <= width else f"{_crop(line, width - 3)}..."
 
 
 def _size(value: float) -> str:
@@ -232,39 +262,45 @@ def _size(value: float) -> str:
 
 def _describe_parting(parting: Parting, names: list[str]) -> Iterator[str]:
     tokens = [show(one.text) for one in parting.candidates]
-    wide, cell = max(map(len, names)), max(20, *map(len, tokens))
-    yield f"{'logit (probability)':{max(wide, 19)}}  " + "  ".join(f"{token:>{cell}}" for token in tokens)
+    wide, cell = max(map(len, names)), max(20, *map(cell_len, tokens))
+    heads = (" " * (cell - cell_len(token)) + token for token in tokens)
+    yield f"{'logit (probability)':{max(wide, 19)}}  {'  '.join(heads)}"
     for side, name in enumerate(names):
         cells = [f"{one.logits[side]:.5g} ({one.probabilities[side]:.3g})" for one in parting.candidates]
         yield f"{name:{max(wide, 19)}}  " + "  ".join(f"{text:>{cell}}" for text in cells)
     a, b = parting.margin, 0.0 - (parting.margin + parting.perturbation)  # never -0
     unit = "" if parting.unit is None else f"; a unit of the dtype is {_size(parting.unit)}"
-    tie = "; an exact tie, in which the lower id wins" if parting.tie else ""
-    yield f"margins {a:.3g} and {b:.3g}, perturbation {_size(parting.perturbation)}{unit}{tie}"
+    yield f"margins {a:.3g} and {b:.3g}, perturbation {_size(parting.perturbation)}{unit}"
+    if parting.tie:
+        yield f"an exact tie {names[int(parting.margin != 0)]}, in which the lower id wins"
+    if parting.noise:
+        yield f"of the margins {parting.noise:.3g} is the sampler's noise, which both sides share"
+    if parting.cut:
+        yield "top_k or top_p leaves one of the two out on one side, where it would have won"
 
 
 def _describe_checks(checks: Checks, parting: Parting | None) -> Iterator[str]:
     if checks.aligned_fault is not None:
-        yield f"aligned arms: {checks.aligned_fault}"
+        yield f"FAULT, in arms that round alike: {checks.aligned_fault}"
     elif checks.aligned is not None:
         yield f"aligned arms: every bit equal at {checks.aligned} of {checks.aligned} steps, the cache on"
     if (wider := checks.wider) is not None:
-        same = (
-            f"both arms choose {show(wider.choices[0])}"
-            if len(set(wider.choices)) == 1
-            else (f"the arms choose {show(wider.choices[0])} and {show(wider.choices[1])}")
-        )
+        verb, choices = "prefer" if parting is None else "choose", list(map(show, wider.choices))
+        same = f"both arms {verb} {choices[0]}"
+        if len(set(wider.choices)) > 1:
+            same = f"the arms {verb} {' and '.join(choices)}"
         where = "there" if parting is not None else "at the narrowest margin"
         falls = {True: "", False: " (does NOT fall as rounding does)", None: ""}[checks.falls]
         yield f"fp32 {where}: {same}, margin {_size(wider.margin)}, perturbation {_size(wider.perturbation)}{falls}"
     if checks.distance is not None:
-        yield f"distance to float64: {checks.distance}"
+        yield f"distance {checks.distance}"
 
 
 MEASURES = ("flips", "kl", "diverged", "bits")
 
 
-class Condition(msgspec.Struct, frozen=True):
+@dataclasses.dataclass(frozen=True)
+class Condition:
     """What --fail-if asks: a measure over all prompts, and the bound that it must not pass.
 
     `flips` and `bits` are shares of steps (other top token; any other bit), `diverged` of texts, `kl` the mean in nats.
@@ -272,11 +308,11 @@ class Condition(msgspec.Struct, frozen=True):
 
     measure: str
     least: bool  # >= instead of >
-    bound: float
+    bound: fractions.Fraction  # as it was written: 7 of 1000 tokens are not more than 0.7 %
     text: str
 
     def failed(self, found: list[Comparison]) -> float | None:
-        """The measure where it passes the bound, else None."""
+        """The measure where it passes the bound, else None. Prompts whose numbers broke off do not count."""
         columns = [one.columns for one in found if one.columns is not None]
         flips, kl, equal = ([x for one in columns for x in getattr(one, n)] for n in ("flip", "kl", "bit_equal"))
         values: dict[str, list[float]] = {
@@ -284,15 +320,23 @@ class Condition(msgspec.Struct, frozen=True):
             "diverged": [one.first_divergence is not None for one in found if one.columns is not None],
         }  # fmt: skip
         counted = values[self.measure]
-        value = sum(counted) / max(len(counted), 1)
-        return value if value > self.bound or (self.least and value == self.bound) else None
+        if not counted:
+            return None
+        value = sum(counted) / len(counted)
+        # A share is a fraction of whole numbers, and the bound nearest to it may be of other bits.
+        apart = (
+            value - float(self.bound)
+            if self.measure == "kl"
+            else fractions.Fraction(int(sum(counted)), len(counted)) - self.bound
+        )
+        return value if apart > 0 or (self.least and apart == 0) else None
 
 
 def read_condition(text: str) -> Condition:
     """Reads --fail-if. Raises UserError on what is not understood."""
-    match = re.fullmatch(r"\s*([a-z_]+)\s*(>=?)\s*([0-9.]+(?:e-?[0-9]+)?)\s*(%?)\s*", text)
+    match = re.fullmatch(r"\s*([a-z_]+)\s*(>=?)\s*([0-9.]+(?:[eE][+-]?[0-9]{1,2})?)\s*(%?)\s*", text)
     try:
-        bound = float(match[3]) if match else None
+        bound = fractions.Fraction(match[3]) / (100 if match[4] else 1) if match else None
     except ValueError:
         bound = None
     if match is None or bound is None:
@@ -303,4 +347,7 @@ def read_condition(text: str) -> Condition:
         )
     if match[4] and match[1] == "kl":
         raise UserError(f"--fail-if={text}: KL is in nats and has no %; drop it")
-    return Condition(match[1], match[2] == ">=", bound / 100 if match[4] else bound, text.strip())
+    least = match[2] == ">="
+    if match[1] != "kl" and (bound > 1 or (bound == 1 and not least)):
+        raise UserError(f"--fail-if={text}: {match[1]} is a share, at most 1, so that this never holds; write e.g. 5%")
+    return Condition(match[1], least, bound, text.strip())

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.checkpoints import Checkpoint, load
@@ -18,7 +19,7 @@ from jaxkv.errors import UserError, nearest
 from jaxkv.experiments.batches import Batch, Item, RunSpec, lay_out
 from jaxkv.models.families import get_preset
 from jaxkv.rollout import Layout, Rollout, Rows
-from jaxkv.sampling import Sampler
+from jaxkv.sampling import Gap, Sampler, measure_gap
 
 PRECISIONS = ("fp16", "bf16", "fp32")
 Tell = Callable[[str], None]
@@ -142,6 +143,12 @@ class PromptRun:
     def lay_out(self) -> tuple[Layout, np.ndarray, Rows]:
         """Layout, token buffer [1, S] and rows."""
         return lay_out(Batch((self.item,), False, False), self.spec, self.model.checkpoint.config)
+
+    def measure_gap(self, rollout: Rollout, step: int, tokens: tuple[int, int]) -> Gap:
+        """How a rollout prefers one token to another at a step."""
+        position = len(self.item.prompt) + step
+        logits = jnp.asarray(rollout.logits[0, step])
+        return measure_gap(logits, self.sampler, self.spec.seed, self.item.problem, position, tokens)
 
     def take(self, rollout: Rollout) -> list[int]:
         """A rollout's new tokens."""

@@ -145,7 +145,7 @@ def make_layout(
     if longest + new_tokens > config.context_length:
         raise UserError(
             f"a prompt of {longest} tokens and {new_tokens} new ones exceed the context of {config.context_length} "
-            f"of {config.name}; use fewer shots (--shots) or a smaller --max_new_tokens"
+            f"of {config.name}; use a shorter prompt (or fewer --shots) or a smaller --max_new_tokens"
         )
     if odd := sorted({i for prompt in prompts for i in prompt if not 0 <= i < config.vocab_size}):
         raise UserError(

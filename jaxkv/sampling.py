@@ -111,6 +111,36 @@ def first_argmax(x: jax.Array) -> jax.Array:
     return jnp.min(at_top, axis=-1)
 
 
+@dataclasses.dataclass(frozen=True)
+class Gap:
+    """How two tokens stand to each other where one is drawn.
+
+    Attributes:
+      size: by how much the first is ahead, in logits, the noise of both counted.
+      noise: how much of that the noise makes.
+      may: whether each may be drawn at all: top_k and top_p leave tokens out.
+    """
+
+    size: float
+    noise: float
+    may: tuple[bool, bool]
+
+
+def measure_gap(
+    logits: jax.Array, sampler: Sampler, seed: int, problem: int, position: int, tokens: tuple[int, int]
+) -> Gap:
+    """Which of two tokens `choose` prefers, and by how much; logits [V], the rest as there."""
+    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    a, b = (float(wide[token]) for token in tokens)
+    if sampler.kind == "greedy":
+        return Gap(a - b, 0.0, (True, True))
+    scaled = wide / sampler.temperature
+    drawn = scaled + gumbel_noise(jnp.asarray(seed), jnp.asarray(problem), jnp.asarray(position), logits.shape[-1])
+    size = (float(drawn[tokens[0]]) - float(drawn[tokens[1]])) * sampler.temperature
+    kept = _kept(scaled[None], sampler)[0]
+    return Gap(size, size - (a - b), (bool(kept[tokens[0]]), bool(kept[tokens[1]])))
+
+
 def choose(
     logits: jax.Array, sampler: Sampler, seed: jax.Array, problems: jax.Array, positions: jax.Array
 ) -> jax.Array:

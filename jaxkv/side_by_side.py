@@ -52,17 +52,27 @@ def compare_prompt(run: PromptRun, beside: str | None) -> Comparison:
     Raises:
       UserError: anything the user can mend.
     """
-    kind, _, value = (beside or "").partition(":")
     if beside is None:
         return _compare_with_none(run)
-    if kind not in KINDS or not value:
-        known = ", ".join(f"{one}:..." for one in KINDS)
-        raise UserError(f"--with={beside} is not understood{nearest(kind, list(KINDS))}; write one of {known}")
+    kind, value = read_beside(beside)
     if kind == "precision":
         return _describe(run, _pair_precision(run, value), "changed")
     if kind == "framework":
-        return _describe(run, _pair_framework(run, value), "changed")
+        return _describe(run, _pair_framework(run), "changed")
     return _describe(run, _pair_change(run, kind, value), "changed")
+
+
+def read_beside(beside: str) -> tuple[str, str]:
+    """What to compare with, and which. Raises UserError on what is not understood, a SPEC of a cache left aside."""
+    kind, _, value = beside.partition(":")
+    if kind not in KINDS or not value:
+        known = ", ".join(f"{one}:..." for one in KINDS)
+        raise UserError(f"--with={beside} is not understood{nearest(kind, list(KINDS))}; write one of {known}")
+    if kind == "precision" and value not in PRECISIONS:
+        raise UserError(f"--with={beside} is not known{nearest(value, list(PRECISIONS))}: {', '.join(PRECISIONS)}")
+    if kind == "framework" and value != "torch":
+        raise UserError(f"--with={beside} is not known; known: torch")
+    return kind, value
 
 
 def generate_text(run: PromptRun, cache: bool) -> str:
@@ -115,20 +125,14 @@ def _describe_fault(op: str, position: int, layer: int | None, value: str, **res
 
 def _pair_precision(run: PromptRun, value: str) -> _Pair:
     """The cached arm in another precision, its weights rounded from the file's to it."""
-    if value not in PRECISIONS:
-        raise UserError(
-            f"--with=precision:{value} is not known{nearest(value, list(PRECISIONS))}: {', '.join(PRECISIONS)}"
-        )
     with run.phase(f"loading in {value}"):
         other = load_model(precision=value, **run.model.source)
     usual, arms = f"in {run.model.precision.name}", other.arms(run.sampler)
     return _pair(run, usual, f"in {value}", lambda *given: arms.run_cached(other.state, *given))
 
 
-def _pair_framework(run: PromptRun, value: str) -> _Pair:
+def _pair_framework(run: PromptRun) -> _Pair:
     """The cached arm through transformers' model."""
-    if value != "torch":
-        raise UserError(f"--with=framework:{value} is not known; known: torch")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from jaxkv.torch_model import check_torch, import_torch
     from jaxkv.torch_path import TorchArms
@@ -155,7 +159,7 @@ def _pair(run: PromptRun, usual: str, name: str, other: Callable[[np.ndarray, Ro
     with run.phase(name, first=True):
         forced = jax.block_until_ready(other(np.asarray(first.tokens), force(rows, first), layout))
         free = jax.block_until_ready(other(tokens, rows, layout))
-    return _Pair((usual, name), first, forced, free)
+    return _Pair((usual, name), first, forced, free, _audit(run, (first,), rows))
 
 
 def _pair_change(run: PromptRun, kind: str, value: str) -> _Pair:
@@ -178,8 +182,11 @@ def _describe(
     """The comparison of a pair; its columns are made here unless they are given."""
     tokens = [run.take(one) for one in (pair.first, pair.free)]
     sides = [Side(n, t, run.model.decode(run.item.prompt, t)) for n, t in zip(pair.names, tokens, strict=True)]
-    broke = [one for one in (pair.first, pair.free, pair.forced) if int(one.nonfinite_step[0]) >= 0]
-    invalid = pair.invalid or (f"the logits of token {int(broke[0].nonfinite_step[0]) + 1}" if broke else None)
+    runs = zip((pair.first, pair.free, pair.forced), (*pair.names, pair.names[1]), strict=True)
+    broke = [
+        f"the logits of token {step + 1} {name}" for one, name in runs if (step := int(one.nonfinite_step[0])) >= 0
+    ]
+    invalid = pair.invalid or next(iter(broke), None)
     parting = None
     if invalid is not None:
         status, columns = "invalid", None
@@ -223,10 +230,15 @@ def _describe_parting(run: PromptRun, pair: _Pair, sides: list[Side], step: int,
         )
         for token in tokens
     )  # fmt: skip
-    margin, other = (float(one[tokens[0]] - one[tokens[1]]) for one in logits)
+    gap, other = (run.measure_gap(one, step, (tokens[0], tokens[1])) for one in (pair.first, pair.forced))
+    cut = (gap.size < 0 and not gap.may[1]) or (other.size > 0 and not other.may[0])
     same = pair.first.logits.dtype == pair.forced.logits.dtype
     unit = columns.unit[step] if same and isinstance(columns.unit, list) else None
     begin = len(run.model.decode(run.item.prompt, shared))
-    if sides[0].text[:begin] != sides[1].text[:begin]:  # a character of several tokens is cut
-        begin = next(i for i, pair in enumerate(zip(sides[0].text, sides[1].text, strict=False)) if len(set(pair)) > 1)
-    return Parting(step, (first, second), margin, other - margin, unit, 0.0 in (margin, other), begin)
+    texts = [side.text for side in sides]
+    while texts[0][:begin] != texts[1][:begin]:  # a character of several tokens is cut
+        begin -= 1
+    return Parting(
+        step, (first, second), gap.size, other.size - gap.size, unit, not cut and 0.0 in (gap.size, other.size),
+        min(begin, *map(len, texts)), gap.noise, cut,
+    )  # fmt: skip

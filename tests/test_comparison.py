@@ -10,10 +10,13 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
+from absl import flags
+from rich.cells import cell_len
 
 from jaxkv import api, prompt_model
+from jaxkv.cli import parse_flags
 from jaxkv.compare_prompts import compare_command, read_prompts
-from jaxkv.comparison import Comparison, Side, read_condition
+from jaxkv.comparison import Candidate, Checks, Comparison, Parting, Side, read_condition
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
 from jaxkv.experiments.record_parts import Comparison as StepColumns
@@ -188,14 +191,111 @@ def test_conditions():
     )  # fmt: skip
     for text, failed in (
         ("flips>0.25", None), ("flips>=25%", 0.25), ("flips > 24 %", 0.25), ("kl>1e-1", None), ("kl>=0.1", 0.1),
-        ("bits>49%", 0.5), ("diverged>0", None), ("diverged>=0", 0.0),
+        ("bits>49%", 0.5), ("diverged>0", None), ("diverged>=0", 0.0), ("kl>1E-2", 0.1),
     ):  # fmt: skip
         value = read_condition(text).failed([one])
         assert value == (failed if failed is None else pytest.approx(failed)), text
-    for text, told in (("flip>0", "did you mean 'flips'"), ("flips<1", "not understood"), ("kl>1%", "nats")):
+    seven = msgspec.convert({n: [c[i] for i in [3] * 7 + [0] * 993] for n, c in columns.items()}, StepColumns)
+    assert read_condition("flips>0.7%").failed([msgspec.structs.replace(one, columns=seven)]) is None  # 7 of 1000
+    assert read_condition("flips>=0").failed([msgspec.structs.replace(one, status="invalid", columns=None)]) is None
+    for text, told in (
+        ("flip>0", "did you mean 'flips'"), ("flips<1", "not understood"), ("kl>1%", "nats"), ("flips>5", "at most 1"),
+        ("bits>1..2", "not understood"),
+    ):  # fmt: skip
         with pytest.raises(UserError, match=r"--fail-if=") as caught:
             read_condition(text)
         assert told in str(caught.value)
+
+
+def two_sides(status="rounding", texts=("a b", "a c"), equal=False, margin=0.5, perturbation=-0.5, **more):
+    columns = {name: [float(not equal)] for name in ("kl", "kl_reverse", "js", "max_abs", "mean_abs", "margin")}
+    columns |= {"flip": [False], "bit_equal": [equal]}
+    parting = None
+    if texts[0] != texts[1]:
+        ours, theirs = (Candidate(n, text[1:], (1.0, 1.0), (0.5, 0.5)) for n, text in enumerate(texts))
+        parting = Parting(0, (ours, theirs), margin, perturbation, None, 0.0 in (margin, margin + perturbation), 1)
+    names = ("with its cache", "without it")
+    sides = tuple(Side(name, [1], text) for name, text in zip(names, texts, strict=True))
+    return Comparison(
+        model="m", setting="bf16", prompt="p", status=status, sides=sides, first_divergence=parting,
+        columns=msgspec.convert(columns, StepColumns), **more,
+    )  # fmt: skip
+
+
+def test_sentences_say_which_side_and_no_more_than_is_known():
+    assert "exactly tied without it, and it is rounding." in two_sides().sentence
+    assert "exactly tied with its cache" in two_sides(margin=0.0).sentence
+    fault = Checks(aligned=None, aligned_fault="cached and uncached differ", wider=None, falls=None, distance=None)
+    told = two_sides("fault", ("a", "a"), equal=True, checks=fault).sentence
+    assert "with the same logits: arms that round alike differ too, and this is a FAULT" in told
+    assert "not the same logits: this is a FAULT" in two_sides("fault", ("a", "a")).sentence
+
+
+def test_a_terminal_is_sent_no_control_characters_and_no_line_too_long():
+    """Chinese letters take two columns."""
+    one = two_sides(texts=("\x1b[31m" + "\u732b" * 60 + "\nb", "\x1b[31m" + "\u732b" * 60 + "\tc"))
+    lines = "\n".join(one.lines(verbose=True)).split("\n")
+    assert all(line.isprintable() for line in lines)
+    shown = list(one.lines())
+    assert max(map(cell_len, shown[2:])) <= 80
+    assert cell_len(shown[2]) > 70
+
+
+@pytest.mark.parametrize("sampler", ["temperature", "top_p"])
+def test_a_drawn_token_is_explained_by_its_noise(model, sampler):
+    """The noise and the gap from their definition: the largest of logit / T + noise is drawn."""
+    asked = {"sampler": sampler, "temperature": 0.7, "seed": 3, **SHAPES}
+    asked |= {"top_p": 0.9} if sampler == "top_p" else {}
+    prompts = [f"{n} birds" for n in range(4)]
+    found = api.compare(model, prompts, "cache_error:normal:0,1", **asked)
+    parted = [one for one in found if one.first_divergence is not None]
+    assert parted
+    for one in parted:
+        parting, vocab = one.first_divergence, model.checkpoint.config.vocab_size
+        position = len(model.encode(one.prompt)) + parting.step
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(3, impl="threefry2x32"), 0), position)
+        noise = np.asarray(jax.random.gumbel(key, (vocab,)), np.float64)
+        a, b = parting.candidates
+        gaps = [a.logits[n] - b.logits[n] + 0.7 * (noise[a.token] - noise[b.token]) for n in range(2)]
+        assert parting.margin == pytest.approx(gaps[0], abs=1e-5)
+        assert parting.margin + parting.perturbation == pytest.approx(gaps[1], abs=1e-5)
+        assert parting.cut or gaps[0] > 0 > gaps[1]
+        assert sampler == "top_p" or not parting.cut
+        assert not parting.tie
+        assert "noise counted" in one.sentence or parting.cut
+
+
+def test_what_is_asked_is_checked_before_anything_runs(model):
+    for asked, told in (
+        ({"temprature": 1.0}, "known: "), ({"max_new_tokens": 0}, "max_new_tokens=0"), ({"seed": 2**40}, "seed="),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=told):
+            api.compare(model, "7 birds", **asked)
+
+
+def test_the_figures_are_said_to_be_beside_what_was_run(model):
+    one = api.compare(model, "7 birds", **SHAPES)
+    ran = "float64" if "float64" in one.seconds else "fp32"
+    assert one.checks.distance is None or one.checks.distance.startswith(f"to {ran}: ")
+
+
+def test_programs_are_kept_where_the_last_load_said(tmp_path):
+    kept = jax.config.jax_compilation_cache_dir
+    try:
+        api.load("test-llama2", "random:0", compilation_cache=str(tmp_path))
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path)
+        api.load("test-llama2", "random:0", compilation_cache="none")
+        assert jax.config.jax_compilation_cache_dir is None
+    finally:
+        api.load("test-llama2", "random:0", compilation_cache=kept or "none")
+
+
+def test_a_prompt_may_begin_with_dashes_and_must_be_utf8(monkeypatch):
+    assert parse_flags(["jaxkv compare", "--", "--a-b = ?"], flags.FlagValues()) == ["jaxkv compare", "--a-b = ?"]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8"))
+    for given in (["-"], ["\udcff"]):
+        with pytest.raises(UserError, match="UTF-8"):
+            read_prompts(given, None)
 
 
 def test_prompts_come_from_files_and_an_empty_one_is_refused(tmp_path):

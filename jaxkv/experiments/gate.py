@@ -33,6 +33,21 @@ from jaxkv.experiments.probe import probe_state, probe_tolerance
 from jaxkv.rollout import Layout, Rollout, Rows, force, start_rollout
 
 
+class GateError(UserError):
+    """The gate failed.
+
+    Attributes:
+      found: what differs from what, and where.
+    """
+
+    def __init__(self, why: str, found: str):
+        super().__init__(
+            f"the gate failed: {why}{found}; the cache has a bug and no figure would mean anything: report it, or run "
+            "anyway with --gate=off"
+        )
+        self.found = found
+
+
 def _set_beside(x: jax.Array, y: jax.Array, counted: np.ndarray, tolerance: float) -> Gap:
     """x and y [B, T, ...] where `counted` [B, T]; a distance within tolerance times the largest there is none."""
     gap = compare_values(x, y)
@@ -121,10 +136,7 @@ def _compare(
         steps_of = [f"{x.name} at {n}" for x in (arm, reference) if (n := int(x.run.nonfinite_step[row])) >= 0]
         where.append(f"in the step at which problem {problems[row]} stops being finite ({', '.join(steps_of)})")
     if where:
-        raise UserError(
-            f"the gate failed: {why}, yet {arm.name} and {reference.name} differ {', '.join(where)}; the cache has a "
-            "bug and no figure would mean anything: report it, or run anyway with --gate=off"
-        )
+        raise GateError(f"{why}, yet ", f"{arm.name} and {reference.name} differ {', '.join(where)}")
 
 
 def _check_aligned(cached_arms: Arms, uncached_arms: Arms, state: nnx.State, batch: Batch, spec: RunSpec) -> Rollout:
@@ -178,11 +190,8 @@ def _check_plain(plain: Arms, aligned: Arms, batch: Batch, spec: RunSpec, new_to
         _compare(arm, uncached, plain.precision.cache, rows, layout, why, tolerance)
     beyond = np.asarray(cached.cache.positions)[:, layout.prompt + steps - 1 :]
     for row, slot in np.argwhere(beyond != EMPTY)[:1]:
-        raise UserError(
-            f"the gate failed: cached fills slot {layout.prompt + steps - 1 + slot} of problem {rows.problems[row]}, "
-            "where no token was fed; the cache has a bug and no figure would mean anything: report it, or run anyway "
-            "with --gate=off"
-        )
+        filled = layout.prompt + steps - 1 + slot
+        raise GateError("", f"cached fills slot {filled} of problem {rows.problems[row]}, where no token was fed")
     return {"passed": True, "tolerance": tolerance, "steps": steps * len(batch.items)}
 
 

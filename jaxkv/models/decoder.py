@@ -16,7 +16,7 @@ from jaxkv.models.layers import MLP, Attend, Attention, RMSNorm, init_weight, no
 class DecoderLayer(nnx.Module):
     """Pre-norm attention and MLP on the residual stream, with post norms where the config has them."""
 
-    def __init__(self, config: ModelConfig, precision: Precision, layer: int, rngs: nnx.Rngs, attend: Attend):
+    def __init__(self, config: ModelConfig, precision: Precision, layer: int, rngs: nnx.Rngs | None, attend: Attend):
         self.precision, self.layer = precision, layer
         D = config.model_dim
         self.attn_norm = RMSNorm(D, config, precision)
@@ -59,7 +59,7 @@ class DecoderLayer(nnx.Module):
 class Decoder(nnx.Module):
     """Causal language model: token ids and a cache in, final hidden rows and the new cache out."""
 
-    def __init__(self, config: ModelConfig, precision: Precision, rngs: nnx.Rngs, attention: str = "eager"):
+    def __init__(self, config: ModelConfig, precision: Precision, rngs: nnx.Rngs | None, attention: str = "eager"):
         self.config, self.precision, attend = config, precision, ATTENTIONS[attention]
         V, D = config.vocab_size, config.model_dim
         self.embed = init_weight(rngs, (V, D), D, precision)
@@ -146,5 +146,5 @@ def abstract_decoder(
     config: ModelConfig, precision: Precision, attention: str = "eager"
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """Shapes and dtypes of a decoder without allocating it: graphdef and a State of ShapeDtypeStructs."""
-    model = nnx.eval_shape(lambda: Decoder(config, precision, nnx.Rngs(0), attention))
+    model = nnx.eval_shape(lambda: Decoder(config, precision, None, attention))
     return nnx.split(model)

@@ -143,7 +143,10 @@ class RMSNorm(nnx.Module):
         return (y * (weight.astype(norm) + config.norm_offset)).astype(out)
 
 
-def init_weight(rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: int, precision: Precision) -> nnx.Param:
+def init_weight(rngs: nnx.Rngs | None, shape: tuple[int, ...], fan_in: int, precision: Precision) -> nnx.Param:
+    """A weight of normal noise; of zeros without `rngs`, where the shape is all (drawing is slow to trace)."""
+    if rngs is None:
+        return nnx.Param(jnp.zeros(shape, precision.param))
     value = jax.random.normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5
     return nnx.Param(value.astype(precision.param))
 
@@ -184,7 +187,7 @@ def eager(q, k, v, seen, config: ModelConfig, precision: Precision, layer: int, 
 class Attention(nnx.Module):
     """Grouped-query attention over a cache. q [N,H,D], k v [K,H,D], o [D,N,H]; q_bias [N,H], k_bias v_bias [K,H]."""
 
-    def __init__(self, config: ModelConfig, precision: Precision, layer: int, rngs: nnx.Rngs, attend: Attend):
+    def __init__(self, config: ModelConfig, precision: Precision, layer: int, rngs: nnx.Rngs | None, attend: Attend):
         self.config, self.precision, self.layer, self.attend = config, precision, layer, attend
         D, N, K, H = config.model_dim, config.num_query_heads, config.num_kv_heads, config.head_dim
         self.q = init_weight(rngs, (N, H, D), D, precision)
@@ -261,7 +264,7 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """Gated MLP: down(act(gate x) * up x). gate up [F,D], down [D,F]."""
 
-    def __init__(self, config: ModelConfig, precision: Precision, layer: int, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, precision: Precision, layer: int, rngs: nnx.Rngs | None):
         self.config, self.precision, self.layer = config, precision, layer
         D, F = config.model_dim, config.mlp_dim
         self.gate = init_weight(rngs, (F, D), D, precision)

@@ -19,10 +19,10 @@ from jaxkv import records
 from jaxkv.comparison import Comparison
 from jaxkv.errors import UserError, nearest
 from jaxkv.experiments.batches import Item, RunSpec
+from jaxkv.options import OPTIONS
 from jaxkv.prompt_model import Model, PromptRun, load_model
 from jaxkv.sampling import make_sampler
 from jaxkv.side_by_side import compare_prompt, generate_text
-from jaxkv.usage import COMPARE_OPTIONS
 
 COMPILATION_CACHE = "~/.cache/jaxkv/xla"
 Tell = Callable[[str], None]
@@ -100,7 +100,7 @@ def _start(model: Model, prompt: str, asked: Asked) -> PromptRun:
     if odd := sorted(set(asked) - set(Asked.__annotations__)):
         known = list(Asked.__annotations__)
         raise UserError(f"{odd[0]} is not known{nearest(odd[0], known)}; known: {', '.join(known)}")
-    for option in COMPARE_OPTIONS:
+    for option in OPTIONS:
         value: Any = asked.get(option.flag)
         if option.kind is int and value is not None and not option.low <= value <= option.high:
             raise UserError(f"{option.flag}={value} is out of range; give one from {option.low} to {option.high}")

@@ -43,7 +43,7 @@ class RunSpec:
       batch_size: rows of a batch.
       padding: 'equal' batches prompts of one length only; 'left' batches neighbours and pads them on the left.
       bucket: prompts are padded to a multiple of this many rows in the prefill, and the arms' buffers with them.
-      uncached_length: 'padded' or 'bucket:M' (decode.uncached_lengths).
+      uncached_length: 'padded' or 'bucket:M' (rollout.uncached_lengths).
       control_problems: the controls run on this many of the first batches' problems, at least one batch if above 0.
       uncached: 'draft' has the uncached arm by draft and check, 'stepwise' by recomputing the prefix at every step.
       stepwise_problems: with 'draft', brute force runs beside it on this many problems, as with control_problems.

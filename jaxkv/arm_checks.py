@@ -5,6 +5,7 @@ tells: by rounding a difference falls from 16 bits to fp32 as the dtypes' units 
 from fp32. Where that leaves a doubt, and in fp32 itself, float64 is run.
 """
 
+import concurrent.futures
 import dataclasses
 from collections.abc import Mapping
 
@@ -49,13 +50,19 @@ class Difference:
 
 def explain(run: PromptRun, found: Difference) -> tuple[str, Checks]:
     """The verdict, one of jaxkv.experiments.divergence.cause, and what it is made of."""
-    aligned, fault = _run_aligned(run, found.step)
     differs = not all(found.columns.bit_equal)
-    own = falls = said = None
+    own = falls = said = wide = None
     beside = ""
     distances: list[cause.Distance | None] = []
     arms = (found.cached, found.uncached)
-    wide = _run_wide(run, found) if differs and run.model.precision.name != "fp32" else None
+    if differs and run.model.precision.name != "fp32":
+        with run.phase("both arms in fp32, and aligned"), concurrent.futures.ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(_run_wide, run, found)  # one is traced while the other computes
+            aligned, fault = _run_aligned(run, found.step)
+            wide = asked.result()
+    else:
+        with run.phase("aligned arms"):
+            aligned, fault = _run_aligned(run, found.step)
     if wide is not None:
         apart = compare_logits(wide[1].logits[0], wide[0].logits[0], len(found.columns.flip))
         name = run.model.precision.name.partition("+")[0]
@@ -102,20 +109,18 @@ def _fits(run: PromptRun, layout: Layout) -> bool:
 def _run_aligned(run: PromptRun, step: int) -> tuple[int | None, str | None]:
     """Steps of which the aligned arms agree in every bit, or where they differ."""
     arms = run.model.arms(run.sampler, TILE)
-    with run.phase("aligned arms"):
-        try:
-            found = run_gate(arms, arms, run.model.state, [run.item], run.spec, 1, max(FEWEST, step + 1))
-        except GateError as error:
-            return None, error.found
+    try:
+        found = run_gate(arms, arms, run.model.state, [run.item], run.spec, 1, max(FEWEST, step + 1))
+    except GateError as error:
+        return None, error.found
     return found["steps"], None
 
 
 def _run_wide(run: PromptRun, found: Difference) -> tuple[Rollout, Rollout] | None:
     """Both arms in fp32 with the weights as they were rounded, along the same tokens; None if numbers break off."""
     arms = make_arms(run.model.checkpoint, make_precision("fp32"), run.sampler)
-    with run.phase("both arms in fp32"):
-        state, tokens = arms.prepare(run.model.state), np.asarray(found.cached.tokens)
-        cached = arms.run_cached(state, tokens, force(found.rows, found.cached), found.layout)
-        uncached = arms.run_forced(state, found.cached, found.rows, found.layout, run.spec.uncached_length)
-        both = jax.block_until_ready((cached, uncached))
+    state, tokens = arms.prepare(run.model.state), np.asarray(found.cached.tokens)
+    cached = arms.run_cached(state, tokens, force(found.rows, found.cached), found.layout)
+    uncached = arms.run_forced(state, found.cached, found.rows, found.layout, run.spec.uncached_length)
+    both = jax.block_until_ready((cached, uncached))
     return both if all(int(one.nonfinite_step[0]) < 0 for one in both) else None

@@ -5,7 +5,8 @@ A figure stands between two marks that say where it comes from, and is filled by
     <!--q study/report.md | Every run | smollm2-135m bf16 greedy | valid-->...<!--/q--> page, section, row, column
     <!--q decode_speed_h100.json | results.0.ms_a_step-->...<!--/q--> a value of a JSON file
 
-`| figure` as a last part quotes a cell without its interval.
+`| figure` as a last part quotes a cell without its interval. A .jsonl file holds a record of `jaxkv compare --json`, and
+what the command prints of it is quoted.
 """
 
 import functools
@@ -13,6 +14,10 @@ import itertools
 import json
 import pathlib
 import re
+
+import msgspec
+
+from jaxkv.comparison import Comparison
 
 HERE = pathlib.Path(__file__).parent
 QUOTERS = (HERE.parent / "README.md", HERE / "README.md")
@@ -54,9 +59,11 @@ def look_up(where: str) -> str:
     """The figure that a mark names. Raises LookupError if there is none, or more than one."""
     file, *parts = (part.strip() for part in where.split("|"))
     text = _read(HERE / file)
-    bare = parts[-1] == "figure"
+    bare = parts[-1:] == ["figure"]
     if bare:
         parts.pop()
+    if file.endswith(".jsonl"):
+        return "\n".join(["", "```", *msgspec.json.decode(text, type=Comparison).lines(), "```", ""])
     if file.endswith(".json"):
         value = json.loads(text)
         for key in parts[0].split("."):

@@ -5,8 +5,8 @@ A figure stands between two marks that say where it comes from, and is filled by
     <!--q study/report.md | Every run | smollm2-135m bf16 greedy | valid-->...<!--/q--> page, section, row, column
     <!--q decode_speed_h100.json | results.0.ms_a_step-->...<!--/q--> a value of a JSON file
 
-`| figure` as a last part quotes a cell without its interval. A .jsonl file holds a record of `jaxkv compare --json`; what
-the command prints of it is quoted.
+`| figure` as a last part quotes a cell without its interval. A .jsonl file holds a record of `jaxkv compare --json`:
+what the command prints of it is quoted.
 """
 
 import functools

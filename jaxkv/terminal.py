@@ -57,11 +57,15 @@ def _make_row(name: str, summary: Mapping[str, Any]) -> list[str]:
 
 
 def _say_controls(summaries: Sequence[Mapping[str, Any]]) -> str:
-    """The gate and every control of all runs, in a line."""
+    """The gate and every control of all runs, in a line: those without a flip together, the others by name."""
     gates = [one["gate"] for one in summaries if one["gate"] and one["gate"].get("passed")]
-    said = [f"aligned arms equal bit for bit in {len(gates)} of {len(summaries)} runs"] if gates else []
+    said = [f"aligned arms bit-equal in {len(gates)} of {len(summaries)} runs"] if gates else []
+    sums = {}
     for name, label in LABELS.items():
         found = [control["flips"] for one in summaries if (control := one["controls"].get(name))]
         if found:
-            said.append(f"{label}: {sum(f['count'] for f in found)} of {sum(f['total'] for f in found)} flip")
+            sums[label] = (sum(f["count"] for f in found), sum(f["total"] for f in found))
+    said += [f"{label}: {count} of {total} flip" for label, (count, total) in sums.items() if count]
+    if quiet := [total for count, total in sums.values() if not count]:
+        said.append(f"{len(quiet)} of arms run again: 0 of {sum(quiet)} flip")
     return f"controls: {'; '.join(said)}" if said else ""

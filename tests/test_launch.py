@@ -61,7 +61,9 @@ def test_without_v_a_sentence_comes_first_and_the_controls_are_a_line(finished, 
     said = " ".join(" ".join(lines).split())
     assert "texts that part" in said
     assert "0 of 5" in said
-    assert "controls: aligned arms equal bit for bit in 1 of 1 runs; cached again: 0 of 6 flip" in said
+    (controls,) = [line for line in lines if line.startswith("controls:")]
+    assert controls.startswith("controls: aligned arms bit-equal in 1 of 1 runs; ")
+    assert controls.endswith(" of arms run again: 0 of 22 flip")
 
 
 def test_chosen_problems_keep_their_numbers_and_results(finished, cache, tmp_path):

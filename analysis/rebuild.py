@@ -82,7 +82,14 @@ def keep(name: str, runs: Sequence[pathlib.Path]) -> pathlib.Path:
 def unpack(name: str, into: pathlib.Path) -> list[pathlib.Path]:
     """The run directories kept under NAME, unpacked below `into`."""
     with tarfile.open(HERE / name / "runs.tar.xz") as tar:
-        tar.extractall(into / name, filter="data")
+        for member in tar:  # extractall's filter came with Python 3.11.4
+            path = (
+                into / name / pathlib.PurePosixPath(member.name).parent.name / pathlib.PurePosixPath(member.name).name
+            )
+            path.parent.mkdir(parents=True, exist_ok=True)
+            packed = tar.extractfile(member)
+            assert packed is not None, member.name
+            path.write_bytes(packed.read())
     return sorted((into / name).iterdir())
 
 

@@ -67,5 +67,5 @@ def _say_controls(summaries: Sequence[Mapping[str, Any]]) -> str:
             sums[label] = (sum(f["count"] for f in found), sum(f["total"] for f in found))
     said += [f"{label}: {count} of {total} flip" for label, (count, total) in sums.items() if count]
     if quiet := [total for count, total in sums.values() if not count]:
-        said.append(f"{len(quiet)} of arms run again: 0 of {sum(quiet)} flip")
+        said.append(f"{len(quiet)} others: 0 of {sum(quiet)} flip")
     return f"controls: {'; '.join(said)}" if said else ""

@@ -63,7 +63,7 @@ def test_without_v_a_sentence_comes_first_and_the_controls_are_a_line(finished, 
     assert "0 of 5" in said
     (controls,) = [line for line in lines if line.startswith("controls:")]
     assert controls.startswith("controls: aligned arms bit-equal in 1 of 1 runs; ")
-    assert controls.endswith(" of arms run again: 0 of 22 flip")
+    assert controls.endswith("; 4 others: 0 of 24 flip")
 
 
 def test_chosen_problems_keep_their_numbers_and_results(finished, cache, tmp_path):

@@ -100,7 +100,7 @@ def test_what_is_refused(request):
         _ = Work(model="test-llama2").changed
     with pytest.raises(UserError, match="give --checkpoint"):
         Work().load()
-    with pytest.raises(UserError, match="1, 128"):
+    with pytest.raises(UserError, match="1 and 128"):
         time_blocks(request.getfixturevalue("small_work")("kivi:2"))
 
 

@@ -17,6 +17,7 @@ from jaxkv.config import Precision, make_precision
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError, nearest
 from jaxkv.experiments.batches import Batch, Item, RunSpec, lay_out
+from jaxkv.experiments.driver import share_arms
 from jaxkv.models.families import get_preset
 from jaxkv.rollout import Layout, Rollout, Rows
 from jaxkv.sampling import Gap, Sampler, measure_gap
@@ -76,14 +77,7 @@ class Model:
 
 def make_arms(checkpoint: Checkpoint, precision: Precision, sampler: Sampler, tile: int | None = None) -> Arms:
     """Arms that prompts and models of a process share if they would compile the same."""
-    return _share_arms(checkpoint.config, precision, sampler, tuple(checkpoint.tokenizer.eos_ids), tile)
-
-
-@functools.lru_cache(maxsize=8)
-def _share_arms(
-    config: Any, precision: Precision, sampler: Sampler, stop_ids: tuple[int, ...], tile: int | None
-) -> Arms:
-    return Arms(config, precision, sampler, stop_ids, tile=tile)
+    return share_arms(checkpoint.config, precision, sampler, tuple(checkpoint.tokenizer.eos_ids), tile)
 
 
 def load_model(

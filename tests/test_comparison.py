@@ -13,12 +13,13 @@ import pytest
 from absl import flags
 from rich.cells import cell_len
 
-from jaxkv import api, prompt_model
+from jaxkv import api
 from jaxkv.cli import parse_flags
 from jaxkv.compare_prompts import compare_command, read_prompts
 from jaxkv.comparison import Candidate, Checks, Comparison, Parting, Side, read_condition
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
+from jaxkv.experiments import driver
 from jaxkv.experiments.record_parts import Comparison as StepColumns
 
 MODEL = [
@@ -127,13 +128,13 @@ def test_a_planted_bug_of_the_cache_is_a_fault(monkeypatch, where):
                 cache = jax.tree.map(lambda a, b: jnp.where(pick, a, b), cache, spoil(cache))
             return run, cache
 
-    monkeypatch.setattr(prompt_model, "Arms", Faulty)
-    prompt_model._share_arms.cache_clear()
+    monkeypatch.setattr(driver, "Arms", Faulty)
+    driver.share_arms.cache_clear()
     try:
         model = api.load("test-llama2", "random:0", precision="bf16", compilation_cache=None)
         one = api.compare(model, "7 birds", max_new_tokens=16, bucket=16)
     finally:
-        prompt_model._share_arms.cache_clear()
+        driver.share_arms.cache_clear()
     assert one.status == "fault"
     assert "FAULT" in one.sentence
     assert (one.checks.aligned_fault is not None) == (where == "every program")

@@ -1,6 +1,7 @@
 """GGUF checkpoints (llama.cpp's format): every block type that `gguf` dequantizes."""
 
 import dataclasses
+import importlib.util
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 from jaxkv import files
 from jaxkv.checkpoints.checkpoint import Checkpoint, ConfigCheck, Progress, Provenance, Sharding
 from jaxkv.checkpoints.fill import SourceTensor, count_dtypes, fill_state, flat_paths, match_tensors
-from jaxkv.checkpoints.gguf_header import find_parts, model_name
+from jaxkv.checkpoints.gguf_header import StoredTensor, find_parts, model_name
 from jaxkv.checkpoints.gguf_tokenizer import build_tokenizer
 from jaxkv.checkpoints.hf_tokenizer import check_template
 from jaxkv.checkpoints.manifest import hash_files, unchanged
@@ -227,18 +228,12 @@ def read_gguf(
     Raises:
       UserError: anything wrong with the file, in one line.
     """
-    try:
-        import gguf
-    except ImportError:
-        raise UserError("reading a .gguf file needs the package gguf; pip install 'jaxkv[gguf]'") from None
-    paths = find_parts(path)
+    if importlib.util.find_spec("gguf") is None:
+        raise UserError("reading a .gguf file needs the package gguf; pip install 'jaxkv[gguf]'")
+    paths = list(parts := find_parts(path))
     with unchanged(paths):
-        with reading(name):
-            readers = [gguf.GGUFReader(part) for part in paths]
-            fields = {key: field.contents() for key, field in readers[0].fields.items()}
-        for reader in readers:
-            reader.fields.clear()  # a large vocabulary takes most of a gigabyte here
-        stored = [tensor for reader in readers for tensor in reader.tensors]
+        fields = parts[paths[0]].fields
+        stored = [tensor for part in parts.values() for tensor in part.tensors]
         config = _config_of(fields, stored, preset, model_name(path), name)
         if check is not None:
             config = check(config)
@@ -265,7 +260,7 @@ def read_gguf(
 
 
 def _config_of(
-    fields: dict[str, Any], stored: Sequence[Any], preset: ModelConfig | None, label: str, where: str
+    fields: dict[str, Any], stored: Sequence[StoredTensor], preset: ModelConfig | None, label: str, where: str
 ) -> ModelConfig:
     """The config, under the file's name. Raises UserError on what is not implemented or contradicts the tensors."""
     from gguf.quants import dequantize
@@ -280,10 +275,10 @@ def _config_of(
     factors = None
     if (freqs := tensors.get(_ROPE_FREQS)) is not None:
         with reading(f"{where}: tensor {_ROPE_FREQS}", kinds=(NotImplementedError,)):
-            factors = dequantize(freqs.data, freqs.tensor_type)
+            factors = dequantize(freqs.data, freqs.type)
     config = read_config(
         fields,
-        int(tensors["token_embd.weight"].shape[1]),
+        tensors["token_embd.weight"].shape[0],
         "output.weight" not in tensors,
         preset,
         where,
@@ -297,26 +292,26 @@ def _config_of(
     return dataclasses.replace(config, name=label)
 
 
-def _source(tensor: Any, name: str, arch: str, config: ModelConfig) -> SourceTensor:
+def _source(tensor: StoredTensor, name: str, arch: str, config: ModelConfig) -> SourceTensor:
     """A stored tensor under its Hugging Face name `name`, read by rows.
 
     Dequantizing takes several times its result, and the copy keeps pages of the mapped file out of JAX.
     """
     from gguf.quants import dequantize
 
-    shape = tuple(int(n) for n in tensor.shape[::-1])
+    shape = tensor.shape
 
     def read() -> np.ndarray:
         values = np.empty(shape, np.float32)
         if len(shape) == 1:
-            values[:] = dequantize(tensor.data, tensor.tensor_type)
+            values[:] = dequantize(tensor.data, tensor.type)
         else:
             step = max(1, _BLOCK // shape[1])
             for start in range(0, shape[0], step):
-                values[start : start + step] = dequantize(tensor.data[start : start + step], tensor.tensor_type)
+                values[start : start + step] = dequantize(tensor.data[start : start + step], tensor.type)
         return _undo(arch, tensor.name, config)(values)
 
-    return SourceTensor(name, shape, tensor.tensor_type.name, read)
+    return SourceTensor(name, shape, tensor.type.name, read)
 
 
 def _hf_names(arch: str, config: ModelConfig) -> dict[str, str]:

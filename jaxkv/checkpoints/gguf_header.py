@@ -8,6 +8,8 @@ import re
 import struct
 from typing import Any
 
+import numpy as np
+
 from jaxkv.checkpoints.fill import shorten
 from jaxkv.errors import UserError
 from jaxkv.files import AGAIN
@@ -19,17 +21,29 @@ _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 @dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as it lies in the file: its shape, outermost dimension first, block type and bytes by rows [..., B]."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: Any  # gguf.GGMLQuantizationType
+    data: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
 class Header:
     """What a header says of the file.
 
     Attributes:
-      tensors: names in the order of the file.
+      fields: metadata: numbers, strings and lists of them.
+      tensors: in the order of the file.
       part: number of this file among those of a split model, from 0.
       parts: how many files the model is split into; 0 or 1 if it is not.
       total: number of tensors in all parts.
     """
 
-    tensors: tuple[str, ...]
+    fields: dict[str, Any]
+    tensors: tuple[StoredTensor, ...]
     part: int
     parts: int
     total: int
@@ -39,7 +53,7 @@ class _Bytes:
     """A file read from its start; a length past its end is an error, not an allocation."""
 
     def __init__(self, data: mmap.mmap):
-        self.data, self.place, self.order = data, 0, "<"
+        self.data, self.place = data, 0
 
     def skip(self, count: int) -> int:
         start, self.place = self.place, self.place + count
@@ -47,9 +61,12 @@ class _Bytes:
             raise ValueError(f"a length of {count} bytes at byte {start} goes past its end")
         return start
 
+    def numbers(self, letter: str, count: int = 1) -> tuple[Any, ...]:
+        start = self.skip(count * struct.calcsize("<" + letter))
+        return struct.unpack_from(f"<{count}{letter}", self.data, start)
+
     def number(self, letter: str) -> Any:
-        code = self.order + letter
-        return struct.unpack_from(code, self.data, self.skip(struct.calcsize(code)))[0]
+        return self.numbers(letter)[0]
 
     def text(self) -> str:
         size = self.number("Q")
@@ -57,18 +74,15 @@ class _Bytes:
         return self.data[start : start + size].decode()
 
     def value(self, kind: int) -> Any:
-        """A number, a string, or None for an array, which is passed over."""
+        """A number, a string, or a list of either."""
         if kind == _STRING:
             return self.text()
         if kind != _ARRAY:
             return self.number(_NUMBERS[kind])
         item, count = self.number("I"), self.number("Q")
         if item == _STRING:
-            for _ in range(count):
-                self.skip(self.number("Q"))
-        else:
-            self.skip(count * struct.calcsize(self.order + _NUMBERS[item]))
-        return None
+            return [self.text() for _ in range(count)]
+        return list(self.numbers(_NUMBERS[item], count))
 
 
 def read_header(path: pathlib.Path) -> Header:
@@ -79,7 +93,7 @@ def read_header(path: pathlib.Path) -> Header:
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _walk(_Bytes(data))
+            return _walk(_Bytes(data), np.memmap(path, mode="r"))
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); check the path") from error
     except KeyError as error:
@@ -88,12 +102,13 @@ def read_header(path: pathlib.Path) -> Header:
         raise UserError(f"{path} is truncated or no GGUF file ({error}); {AGAIN}") from error
 
 
-def _walk(data: _Bytes) -> Header:
+def _walk(data: _Bytes, stored: np.ndarray) -> Header:
     if data.data[:4] != _MAGIC:
         raise ValueError(f"it begins with {data.data[:4]!r}")
     data.skip(4)
-    if data.number("I") & 0xFFFF == 0:  # a version as the other byte order has it
-        data.order = ">"
+    if (version := data.number("I")) not in (2, 3):
+        other = " of big-endian machines" if version & 0xFFFF == 0 else f" {version}"
+        raise ValueError(f"format{other}, not 2 or 3")
     tensors, entries = data.number("Q"), data.number("Q")
     fields: dict[str, Any] = {}
     for _ in range(entries):
@@ -104,46 +119,55 @@ def _walk(data: _Bytes) -> Header:
     alignment = fields.get("general.alignment", 32)
     if alignment not in [1 << bit for bit in range(32)]:
         raise ValueError(f"an alignment of {alignment} bytes")
-    names, end = _walk_tensors(data, tensors, alignment)
+    places, end = _walk_tensors(data, tensors, alignment)
     begin = data.place + -data.place % alignment
-    if begin + end > len(data.data):
-        raise ValueError(f"{len(data.data)} bytes of {begin + end}")
+    if begin + end > len(stored):
+        raise ValueError(f"{len(stored)} bytes of {begin + end}")
+    found = []
+    for name, (shape, kind, offset, rows) in places.items():
+        held = stored[begin + offset : begin + offset + math.prod(rows)].reshape(rows)
+        found.append(StoredTensor(name, shape, kind, held))
     split = [int(fields.get(f"split.{key}", 0)) for key in ("no", "count", "tensors.count")]
-    return Header(tuple(names), *split)
+    return Header(fields, tuple(found), *split)
 
 
-def _walk_tensors(data: _Bytes, count: int, alignment: int) -> tuple[dict[str, None], int]:
-    """Names of the tensors, and where the last one ends: each begins where the one before it ended, aligned."""
+def _walk_tensors(data: _Bytes, count: int, alignment: int) -> tuple[dict[str, tuple[Any, ...]], int]:
+    """Each tensor's shape, block type, offset and shape in bytes, and where the last ends.
+
+    Each begins where the one before it ended, aligned.
+    """
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    names: dict[str, None] = {}
+    found: dict[str, tuple[Any, ...]] = {}
     due = end = 0
     for _ in range(count):
         name = data.text()
         dims = data.number("I")
-        if name in names or not 1 <= dims <= 4:
-            raise ValueError(f"tensor {name} occurs twice" if name in names else f"tensor {name} has {dims} dimensions")
-        names[name] = None
-        shape = [data.number("Q") for _ in range(dims)]
-        block, size = GGML_QUANT_SIZES[GGMLQuantizationType(data.number("I"))]
-        if 0 in shape or shape[0] % block:
-            raise ValueError(f"tensor {name} has the shape {shape} in blocks of {block}")
+        if name in found or not 1 <= dims <= 4:
+            raise ValueError(f"tensor {name} occurs twice" if name in found else f"tensor {name} has {dims} dimensions")
+        shape = data.numbers("Q", dims)[::-1]
+        kind = GGMLQuantizationType(data.number("I"))
+        block, size = GGML_QUANT_SIZES[kind]
+        if 0 in shape or shape[-1] % block:
+            raise ValueError(f"tensor {name} has the shape {list(shape)} in blocks of {block}")
         if (offset := data.number("Q")) != due:
             raise ValueError(f"tensor {name} begins at {offset}, not at {due}")
-        end = due + math.prod(shape) // block * size
+        rows = (*shape[:-1], shape[-1] // block * size)
+        found[name] = (shape, kind, offset, rows)
+        end = due + math.prod(rows)
         due = end + -end % alignment
-    return names, end
+    return found, end
 
 
-def find_parts(path: pathlib.Path) -> list[pathlib.Path]:
-    """All files of the model that a GGUF file is or is a part of, in their order.
+def find_parts(path: pathlib.Path) -> dict[pathlib.Path, Header]:
+    """The header of each file of the model that a GGUF file is or is a part of, in their order.
 
     Raises:
       UserError: a file is broken, a part is missing or another model's, or the parts hold other tensors than they say.
     """
     first = read_header(path)
     if first.parts < 2:
-        return [path]
+        return {path: first}
     match = _PART.fullmatch(path.name)
     if match is None or (int(match["number"]), int(match["count"])) != (first.part + 1, first.parts):
         raise UserError(
@@ -160,14 +184,14 @@ def find_parts(path: pathlib.Path) -> list[pathlib.Path]:
                 f"{part} says that it is part {header.part + 1} of {header.parts}, not {number + 1} of {first.parts}; "
                 "use the parts of one model"
             )
-    names = [name for header in headers for name in header.tensors]
+    names = [tensor.name for header in headers for tensor in header.tensors]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(f"{path}: {shorten(twice)} is in more than one part; download the parts again")
     if len(names) != first.total:
         raise UserError(
             f"{path}: the parts hold {len(names)} tensors of {first.total}; use the parts of one model, or {AGAIN}"
         )
-    return paths
+    return dict(zip(paths, headers, strict=True))
 
 
 def model_name(path: pathlib.Path) -> str:

@@ -13,6 +13,7 @@ import math
 import os
 import pathlib
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
@@ -90,6 +91,7 @@ def _forgotten_writes() -> Iterator[None]:
 
     sys.unraisablehook = drop
     tasks.setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)  # one that had not begun
     yield
     sys.unraisablehook = hook
     tasks.setLevel(level)

@@ -80,7 +80,7 @@ class Condition:
         return self.arms.prepare_in_place(self.checkpoint.state)
 
 
-@functools.lru_cache(maxsize=2)  # the two regimes
+@functools.lru_cache(maxsize=4)  # two regimes, fp32 beside them and another precision: all that one comparison asks for
 def share_arms(
     config: ModelConfig,
     precision: Precision,

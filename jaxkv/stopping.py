@@ -71,10 +71,9 @@ _watch = _Watch()
 
 
 def watch(rest: str = _REST) -> None:
-    """Has this process end as the module says. For the first lines of an entry module, before its slow imports.
+    """Has this process end as the module says; `rest` is what the line says of what is lost and how to go on.
 
-    Args:
-      rest: what the line says of what is lost and how to go on.
+    For the first lines of an entry module, before its slow imports.
     """
     _watch.rest = rest
     pipe, writing = os.pipe()

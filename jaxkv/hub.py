@@ -5,7 +5,6 @@ where the clients would retry for half a minute, and it names the commit and the
 """
 
 import contextlib
-import dataclasses
 import os
 import pathlib
 import re
@@ -28,20 +27,15 @@ TIMEOUT = 10.0  # seconds that the first question may take
 _PATTERNS = ["*.json", "*.jinja", "tokenizer.model", "model.safetensors", "model-*.safetensors"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """What the hub knows of a repository at a revision."""
+def ask(hub_id: str, revision: str | None, kind: Kind = "model") -> tuple[str, dict[str, int]]:
+    """Asks the hub, once and for at most `TIMEOUT`, for the commit of a revision, and bytes of each file by its name.
 
-    commit: str  # the revision was resolved to
-    sizes: Mapping[str, int]  # bytes of each file by its name
-
-
-def ask(hub_id: str, revision: str | None, kind: Kind = "model") -> Answer:
-    """Asks the hub for a repository, once and for at most `TIMEOUT`. Raises whatever the hub's client does."""
+    Raises whatever the hub's client does.
+    """
     api = huggingface_hub.HfApi()
     read = api.model_info if kind == "model" else api.dataset_info
     found = read(hub_id, revision=revision, files_metadata=True, timeout=TIMEOUT)
-    return Answer(str(found.sha), {file.rfilename: file.size or 0 for file in found.siblings or ()})
+    return str(found.sha), {file.rfilename: file.size or 0 for file in found.siblings or ()}
 
 
 def describe_failure(error: Exception, hub_id: str, revision: str | None, kind: Kind = "model") -> str:
@@ -80,12 +74,12 @@ def download(hub_id: str, revision: str | None = None, tell: Tell | None = None)
     """
     huggingface_hub.logging.set_verbosity_error()  # its retries would be a dozen lines before ours
     try:
-        answer = ask(hub_id, revision)
+        commit, sizes = ask(hub_id, revision)
     except Exception as error:  # each HTTP stack has its own classes
         return _find_cached(hub_id, revision, error)
-    patterns, wanted = _choose_files(hub_id, answer)
+    patterns, wanted = _choose_files(hub_id, sizes)
     folder = f"models--{hub_id.replace('/', '--')}"
-    target = pathlib.Path(constants.HF_HUB_CACHE, folder, "snapshots", answer.commit)
+    target = pathlib.Path(constants.HF_HUB_CACHE, folder, "snapshots", commit)
     missing = {name: size for name, size in wanted.items() if not (target / name).exists()}
     _check_space(hub_id, sum(missing.values()))
     bars = _make_bars(hub_id, target, missing, tell or (lambda text: None))
@@ -138,21 +132,21 @@ def _cached_revisions(hub_id: str) -> list[str]:
     ]
 
 
-def _choose_files(hub_id: str, answer: Answer) -> tuple[list[str], dict[str, int]]:
+def _choose_files(hub_id: str, sizes: Mapping[str, int]) -> tuple[list[str], dict[str, int]]:
     """What we read of a model, as patterns and with bytes, and not its weights in other forms.
 
     Raises UserError without weights.
     """
     from huggingface_hub.utils import filter_repo_objects
 
-    weights = [name for name in answer.sizes if name.endswith(".safetensors")]
+    weights = [name for name in sizes if name.endswith(".safetensors")]
     if not weights:
-        if any(name.endswith(".gguf") for name in answer.sizes):
+        if any(name.endswith(".gguf") for name in sizes):
             raise UserError(f"{hub_id} holds GGUF files; download one of them and give its path with --checkpoint")
         raise UserError(f"{hub_id} has no safetensors weights; choose a repository that has, or convert them first")
     usual = any(filter_repo_objects(weights, allow_patterns=_PATTERNS))
     patterns = _PATTERNS if usual else [*_PATTERNS, "*.safetensors"]
-    return patterns, {name: answer.sizes[name] for name in filter_repo_objects(answer.sizes, allow_patterns=patterns)}
+    return patterns, {name: sizes[name] for name in filter_repo_objects(sizes, allow_patterns=patterns)}
 
 
 def _check_space(hub_id: str, size: int) -> None:

@@ -25,7 +25,7 @@ def write_atomically(path: pathlib.Path, text: str) -> None:
     Raises UserError if the directory is not writable or the disk is full.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
+    with _write(path):
         try:
             with open(temporary, "w", encoding="utf-8") as file:
                 file.write(text)
@@ -35,8 +35,6 @@ def write_atomically(path: pathlib.Path, text: str) -> None:
             _sync_directory(path.parent)
         finally:
             temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise write_error(path, error) from error
 
 
 def _sync_directory(path: pathlib.Path) -> None:
@@ -57,6 +55,14 @@ def write_error(path: pathlib.Path, error: OSError) -> UserError:
 
 
 @contextlib.contextmanager
+def _write(path: pathlib.Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise write_error(path, error) from error
+
+
+@contextlib.contextmanager
 def new_directories(path: pathlib.Path) -> Iterator[None]:
     """Makes a directory with its parents; those that it made and that are empty are gone again if the body fails.
 
@@ -64,10 +70,8 @@ def new_directories(path: pathlib.Path) -> Iterator[None]:
     """
     missing = [place for place in (path, *path.parents) if not place.exists()]
     try:
-        try:
+        with _write(path):
             path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise write_error(path, error) from error
         yield
     except BaseException:
         with contextlib.suppress(OSError):
@@ -83,12 +87,10 @@ def check_writable(path: pathlib.Path) -> None:
         """Has the directory removed."""
 
     with contextlib.suppress(Undo), new_directories(path):
-        try:
+        with _write(path):
             probe = path / f".probe.{os.getpid()}"
             probe.write_bytes(b"jaxkv")
             probe.unlink()
-        except OSError as error:
-            raise write_error(path, error) from error
         raise Undo
 
 
@@ -146,13 +148,11 @@ class Lines:
         self.path = path
         complete = read_complete(path)
         self._length, self._digest = len(complete), hashlib.sha256(complete)
-        try:
+        with _write(path):
             self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             os.ftruncate(self._file, self._length)
             os.fsync(self._file)
             _sync_directory(path.parent)
-        except OSError as error:
-            raise write_error(path, error) from error
 
     def append(self, line: bytes) -> None:
         """Writes a line and waits for the disk; on failure the file is cut back to its complete lines."""
@@ -193,10 +193,8 @@ class Busy(UserError):
 @contextlib.contextmanager
 def take_lock(directory: pathlib.Path, name: str) -> Iterator[None]:
     """Holds a lock file of a directory. Raises Busy if another process holds it, UserError if it cannot be had."""
-    try:
+    with _write(directory):
         lock = os.open(directory / name, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise write_error(directory, error) from error
     try:
         for left in reversed(range(LOCK_TRIES)):
             try:

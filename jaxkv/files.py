@@ -42,15 +42,9 @@ BROKEN = (
 
 @contextlib.contextmanager
 def reading(where: Path, remedy: str = AGAIN, kinds: tuple[type[BaseException], ...] = BROKEN) -> Iterator[None]:
-    """Turns what a foreign decoder raises on a broken file into one line.
+    """Turns what a foreign decoder raises on a broken file (`kinds`) into a UserError that names file and remedy.
 
-    Args:
-      where: the file as the user gave it.
-      remedy: what to do about it.
-      kinds: what the decoder raises, where it has classes of its own.
-
-    Raises:
-      UserError: the decoder failed. One that was raised inside stays as it is.
+    A UserError that was raised inside stays as it is.
     """
     try:
         yield
@@ -101,16 +95,9 @@ def unzip(content: bytes, where: Path) -> bytes:
 
 
 def decode_json(content: bytes | str, kind: type[T], where: Path, remedy: str = AGAIN) -> T:
-    """One JSON value of a type.
+    """One JSON value of a type, e.g. dict[str, Any] or a msgspec.Struct with bounds.
 
-    Args:
-      content: the text.
-      kind: the type it must have, e.g. dict[str, Any] or a msgspec.Struct with bounds.
-      where: the file, and the line where there are several values.
-      remedy: what to do about a fault.
-
-    Raises:
-      UserError: not JSON, or not of that type.
+    Raises UserError if it is not JSON or not of that type; `where` is the file, and the line if there are several.
     """
     content = content.encode(errors="surrogatepass") if isinstance(content, str) else content
     try:
@@ -137,8 +124,7 @@ def convert(value: Any, kind: type[T], where: Path, remedy: str = AGAIN) -> T:
 def check(value: Any, kind: type[T]) -> T:
     """A plain value as one of a type whose `__post_init__` begin their messages with the field at fault and a colon.
 
-    Raises:
-      ValueError: it is none; starts with the dotted name of the field at fault.
+    Raises ValueError if it is none, which starts with the dotted name of the field at fault.
     """
     try:
         return msgspec.convert(value, kind)

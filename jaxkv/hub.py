@@ -5,8 +5,6 @@ where the clients would retry for half a minute, and it names the commit and the
 """
 
 import contextlib
-import dataclasses
-import fnmatch
 import os
 import pathlib
 import re
@@ -15,6 +13,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
+import huggingface_hub
+from huggingface_hub import constants
+from rich.filesize import decimal
+
 from jaxkv.errors import UserError, offline_example
 from jaxkv.files import explain
 
@@ -22,35 +24,22 @@ Kind = Literal["model", "dataset"]
 Tell = Callable[[str], None]
 
 TIMEOUT = 10.0  # seconds that the first question may take
-_PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "model.safetensors", "model-*.safetensors")
+_PATTERNS = ["*.json", "*.jinja", "tokenizer.model", "model.safetensors", "model-*.safetensors"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """What the hub knows of a repository at a revision.
+def ask(hub_id: str, revision: str | None, kind: Kind = "model") -> tuple[str, dict[str, int]]:
+    """Asks the hub, once and for at most `TIMEOUT`, for the commit of a revision, and bytes of each file by its name.
 
-    Attributes:
-      commit: the revision was resolved to.
-      sizes: bytes of each file by its name.
+    Raises whatever the hub's client does.
     """
-
-    commit: str
-    sizes: Mapping[str, int]
-
-
-def ask(hub_id: str, revision: str | None, kind: Kind = "model") -> Answer:
-    """Asks the hub for a repository, once and for at most `TIMEOUT`. Raises whatever the hub's client does."""
-    import huggingface_hub
-
     api = huggingface_hub.HfApi()
     read = api.model_info if kind == "model" else api.dataset_info
     found = read(hub_id, revision=revision, files_metadata=True, timeout=TIMEOUT)
-    return Answer(str(found.sha), {file.rfilename: file.size or 0 for file in found.siblings or ()})
+    return str(found.sha), {file.rfilename: file.size or 0 for file in found.siblings or ()}
 
 
 def describe_failure(error: Exception, hub_id: str, revision: str | None, kind: Kind = "model") -> str:
     """What a failure of the hub's client means and what to do about it, in one line."""
-    import huggingface_hub
     from huggingface_hub import errors
 
     what = {"model": "model", "dataset": "data set"}[kind]
@@ -77,36 +66,20 @@ def describe_failure(error: Exception, hub_id: str, revision: str | None, kind: 
 
 
 def download(hub_id: str, revision: str | None = None, tell: Tell | None = None) -> tuple[pathlib.Path, str]:
-    """Fetches a model's files from the hub, or finds them in the local cache.
+    """Fetches a model's files from the hub, or finds them in the local cache: their directory, and the commit it is.
 
-    A file whose download was cut, or that lies truncated or changed in the cache, is fetched again.
-
-    Args:
-      hub_id: owner/name.
-      revision: branch, tag or commit; None is the main branch.
-      tell: called about once a second with what is being downloaded, and bytes of how many.
-
-    Returns:
-      The directory and the commit it was resolved to.
-
-    Raises:
-      UserError: no network and nothing cached, a gated or unknown repository, an unknown revision, a full disk.
+    A file whose download was cut, or that lies truncated or changed in the cache, is fetched again. `tell` is called
+    about once a second with what is being downloaded, and bytes of how many. Raises UserError: no network and nothing
+    cached, a gated or unknown repository, an unknown revision, a full disk.
     """
-    import huggingface_hub
-
     huggingface_hub.logging.set_verbosity_error()  # its retries would be a dozen lines before ours
     try:
-        answer = ask(hub_id, revision)
+        commit, sizes = ask(hub_id, revision)
     except Exception as error:  # each HTTP stack has its own classes
         return _find_cached(hub_id, revision, error)
-    patterns = _choose_patterns(hub_id, answer)
-    wanted = {
-        name: size
-        for name, size in answer.sizes.items()
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-    }
+    patterns, wanted = _choose_files(hub_id, sizes)
     folder = f"models--{hub_id.replace('/', '--')}"
-    target = pathlib.Path(huggingface_hub.constants.HF_HUB_CACHE, folder, "snapshots", answer.commit)
+    target = pathlib.Path(constants.HF_HUB_CACHE, folder, "snapshots", commit)
     missing = {name: size for name, size in wanted.items() if not (target / name).exists()}
     _check_space(hub_id, sum(missing.values()))
     bars = _make_bars(hub_id, target, missing, tell or (lambda text: None))
@@ -123,15 +96,11 @@ def download(hub_id: str, revision: str | None = None, tell: Tell | None = None)
 
 def _find_cached(hub_id: str, revision: str | None, failure: Exception) -> tuple[pathlib.Path, str]:
     """A model's files in the cache. Raises UserError with what is cached instead, or with why the hub gave nothing."""
-    import huggingface_hub
     from huggingface_hub import errors
 
     try:
-        path = pathlib.Path(
-            huggingface_hub.snapshot_download(
-                hub_id, revision=revision, allow_patterns=list(_PATTERNS), local_files_only=True
-            )
-        )
+        options: dict[str, Any] = {"allow_patterns": _PATTERNS, "local_files_only": True}
+        path = pathlib.Path(huggingface_hub.snapshot_download(hub_id, revision=revision, **options))
     except errors.LocalEntryNotFoundError as error:
         told = describe_failure(failure, hub_id, revision)
         if isinstance(failure, errors.HfHubHTTPError):  # the hub is there and says no
@@ -139,7 +108,7 @@ def _find_cached(hub_id: str, revision: str | None, failure: Exception) -> tuple
         state = "the local copy is incomplete" if "is incomplete" in str(error) else "no local copy is cached"
         problem = f"{told.rpartition('; ')[0]} and {state}"
         wanted = revision or "main"
-        if others := [line for commit, line in _cached_revisions(hub_id).items() if wanted not in line]:
+        if others := [line for line in _cached_revisions(hub_id) if wanted not in line]:
             raise UserError(f"{problem} of revision {wanted}; cached is {' or '.join(others)}") from failure
         raise UserError(
             f"{problem}; give local weights with --checkpoint, or run offline with {_offline_options(hub_id)}"
@@ -149,52 +118,47 @@ def _find_cached(hub_id: str, revision: str | None, failure: Exception) -> tuple
     return path, path.name
 
 
-def _cached_revisions(hub_id: str) -> dict[str, str]:
+def _cached_revisions(hub_id: str) -> list[str]:
     """Commits of a model that are cached with a config, the newest first, and how to use each."""
-    import huggingface_hub
-
     try:
         repos = huggingface_hub.scan_cache_dir().repos
     except huggingface_hub.CacheNotFound:
-        return {}
+        return []
     revisions = [one for repo in repos if (repo.repo_id, repo.repo_type) == (hub_id, "model") for one in repo.revisions]
     found = [one for one in revisions if any(file.file_name == "config.json" for file in one.files)]
-    lines = {}
-    for one in sorted(found, key=lambda one: one.last_modified, reverse=True):
-        called = ", ".join([*sorted(one.refs), f"commit {one.commit_hash}"])
-        lines[one.commit_hash] = f"{called} (use it with --revision={one.commit_hash})"
-    return lines
+    return [
+        f"{', '.join([*sorted(one.refs), f'commit {one.commit_hash}'])} (use it with --revision={one.commit_hash})"
+        for one in sorted(found, key=lambda one: one.last_modified, reverse=True)
+    ]
 
 
-def _choose_patterns(hub_id: str, answer: Answer) -> list[str]:
-    """Files to fetch: what we read of a model, and not its weights in other forms. Raises UserError without weights."""
-    weights = [name for name in answer.sizes if name.endswith(".safetensors")]
+def _choose_files(hub_id: str, sizes: Mapping[str, int]) -> tuple[list[str], dict[str, int]]:
+    """What we read of a model, as patterns and with bytes, and not its weights in other forms.
+
+    Raises UserError without weights.
+    """
+    from huggingface_hub.utils import filter_repo_objects
+
+    weights = [name for name in sizes if name.endswith(".safetensors")]
     if not weights:
-        if any(name.endswith(".gguf") for name in answer.sizes):
+        if any(name.endswith(".gguf") for name in sizes):
             raise UserError(f"{hub_id} holds GGUF files; download one of them and give its path with --checkpoint")
         raise UserError(f"{hub_id} has no safetensors weights; choose a repository that has, or convert them first")
-    usual = any(fnmatch.fnmatchcase(name, pattern) for name in weights for pattern in _PATTERNS)
-    return [*_PATTERNS] if usual else [*_PATTERNS, "*.safetensors"]
+    usual = any(filter_repo_objects(weights, allow_patterns=_PATTERNS))
+    patterns = _PATTERNS if usual else [*_PATTERNS, "*.safetensors"]
+    return patterns, {name: sizes[name] for name in filter_repo_objects(sizes, allow_patterns=patterns)}
 
 
 def _check_space(hub_id: str, size: int) -> None:
     """Raises UserError if the cache's disk cannot take this many bytes."""
-    from huggingface_hub import constants
-
     folder = pathlib.Path(constants.HF_HUB_CACHE)
     there = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(there).free
     if size > free:
         raise UserError(
-            f"downloading {hub_id} takes {_show(size)} and {folder} has {_show(free)} free; "
+            f"downloading {hub_id} takes {decimal(size)} and {folder} has {decimal(free)} free; "
             "free some, or set HF_HOME to another disk"
         )
-
-
-def _show(size: int) -> str:
-    """Bytes as people read them, in decimal units as the hub shows them."""
-    scale, unit = next(((s, u) for s, u in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")) if size >= s), (1, "bytes"))
-    return f"{size / scale:.1f} {unit}" if scale > 1 else f"{size} {unit}"
 
 
 def _make_bars(hub_id: str, target: pathlib.Path, missing: Mapping[str, int], tell: Tell) -> type:
@@ -203,7 +167,7 @@ def _make_bars(hub_id: str, target: pathlib.Path, missing: Mapping[str, int], te
 
     total, told = sum(missing.values()), time.monotonic()
     if missing:
-        tell(f"downloading {hub_id}: {_show(total)} in {len(missing)} files")
+        tell(f"downloading {hub_id}: {decimal(total)} in {len(missing)} files")
 
     class Bars(tqdm):
         def __init__(self, *args: Any, **options: Any) -> None:
@@ -219,7 +183,7 @@ def _make_bars(hub_id: str, target: pathlib.Path, missing: Mapping[str, int], te
                 told = time.monotonic()
                 left = [name for name in missing if not (target / name).exists()]
                 more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-                tell(f"downloading {', '.join(left[:1])}{more}: {_show(self.bytes)} of {_show(total)}")
+                tell(f"downloading {', '.join(left[:1])}{more}: {decimal(self.bytes)} of {decimal(total)}")
 
     return Bars
 
@@ -242,14 +206,9 @@ def _find_damaged(directory: pathlib.Path, sizes: Mapping[str, int]) -> list[str
 
 
 def check_digests(directory: pathlib.Path, digests: Mapping[str, str]) -> None:
-    """Compares what was read with what the hub published.
+    """Compares the SHA-256 of what was read of a snapshot, by file name, with what the hub published.
 
-    Args:
-      directory: of the snapshot.
-      digests: SHA-256 of its files by name.
-
-    Raises:
-      UserError: a large file was changed in the cache.
+    Raises UserError if a large file was changed in the cache.
     """
     for name, digest in digests.items():
         blob = (directory / name).resolve().name
@@ -269,7 +228,6 @@ def _offline_options(hub_id: str) -> str:
 def offline() -> Iterator[None]:
     """Has the clients of models and data sets look into their caches alone."""
     import datasets
-    from huggingface_hub import constants
 
     kept = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True

@@ -1,51 +1,40 @@
-"""A condition with its model and problems loaded, as its experiments take it.
-
-What takes long to import comes after what a typo can break.
-"""
+"""A condition with its model and problems loaded, as its experiments take it."""
 
 import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jax
 from rich.console import Console
 from rich.status import Status
 
+from jaxkv import checkpoints
+from jaxkv.checkpoints.checkpoint import Checkpoint
+from jaxkv.checkpoints.tokenizer import check_ids
 from jaxkv.condition import check_lengths, is_of, load_problems, prompt_spec, read_precision, read_sampler
+from jaxkv.experiments.batches import Item, RunSpec
+from jaxkv.experiments.driver import Condition
+from jaxkv.experiments.perplexity.run import tokenize
+from jaxkv.models.families import get_preset
 from jaxkv.options import Options
-
-if TYPE_CHECKING:
-    from jaxkv.checkpoints.checkpoint import Checkpoint
-    from jaxkv.experiments.batches import Item
-    from jaxkv.experiments.driver import Condition
-    from jaxkv.rollout import Layout
-    from jaxkv.tasks.perplexity import Window
-    from jaxkv.tasks.task import Task
+from jaxkv.rollout import Layout, make_layout, uncached_lengths
+from jaxkv.tasks.continuation import load_text
+from jaxkv.tasks.perplexity import Window, plan_windows
+from jaxkv.tasks.task import Task
 
 LOG_SECONDS = 30.0  # between lines about a download in a log
 
 
-def load_condition(options: Options, console: Console) -> "Condition":
-    """Loads model and problems, and finds out whether they fit together.
-
-    Raises:
-      UserError: anything the user can mend.
-    """
-    import jax
-
-    from jaxkv.checkpoints import load
-    from jaxkv.experiments.batches import RunSpec
-    from jaxkv.experiments.driver import Condition
-    from jaxkv.models.families import get_preset
-    from jaxkv.rollout import make_layout
-
+def load_condition(options: Options, console: Console) -> Condition:
+    """Loads model and problems. Raises UserError if they do not fit together, or on what else the user can mend."""
     asked, data = options.model, options.data
     precision, sampler = read_precision(options.precision), read_sampler(options)
     preset = get_preset(asked.name) if asked.name else None
     source: Any = asked.checkpoint or asked.name
     with console.status(f"loading {source}") as status, _weights_device(options):
-        checkpoint = load(
+        checkpoint = checkpoints.load(
             source, precision=precision, config=preset, revision=asked.revision, tell=_teller(console, status)
         )
     task: Task | Text
@@ -89,46 +78,31 @@ def _weights_device(options: Options) -> contextlib.AbstractContextManager:
     """Where JAX holds the weights: beside torch, which has a copy of its own, out of its way."""
     if options.run.framework != "torch":
         return contextlib.nullcontext()
-    import jax
-
     from jaxkv.torch_path import find_host
 
     return jax.default_device(find_host())
 
 
-def _check_uncached(options: Options, layout: "Layout") -> None:
+def _check_uncached(options: Options, layout: Layout) -> None:
     """Raises UserError on an uncached length that is none of the framework's."""
     if options.run.framework == "torch":
         from jaxkv.torch_path import segments
 
         segments(options.decoding.uncached_length, layout)
     else:
-        from jaxkv.rollout import uncached_lengths
-
         uncached_lengths(options.decoding.uncached_length, layout)
 
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """A text in windows, in the place of a task.
+    """A text in windows, in the place of a task."""
 
-    Attributes:
-      windows: of jaxkv.tasks.perplexity.
-      provenance: as a task's.
-    """
-
-    windows: "list[Window]"
+    windows: list[Window]
     provenance: dict[str, Any]
 
 
-def _load_windows(options: Options, checkpoint: "Checkpoint") -> "tuple[Text, list[Item]]":
+def _load_windows(options: Options, checkpoint: Checkpoint) -> tuple[Text, list[Item]]:
     """The text's windows, and each as an item whose prompt is what it is given."""
-    from jaxkv.checkpoints.tokenizer import check_ids
-    from jaxkv.experiments.batches import Item
-    from jaxkv.experiments.perplexity.run import tokenize
-    from jaxkv.tasks.continuation import load_text
-    from jaxkv.tasks.perplexity import plan_windows
-
     tokenizer = checkpoint.tokenizer
     text, origin = load_text(options.data.data)
     ids, ends = tokenize(tokenizer, text)
@@ -141,11 +115,8 @@ def _load_windows(options: Options, checkpoint: "Checkpoint") -> "tuple[Text, li
     return Text(windows, {"problems": origin, "shots": None, "prompt": cut}), items
 
 
-def _items(task: "Task", checkpoint: "Checkpoint", chosen: Sequence[int]) -> "list[Item]":
+def _items(task: Task, checkpoint: Checkpoint, chosen: Sequence[int]) -> list[Item]:
     """The chosen problems as token ids."""
-    from jaxkv.checkpoints.tokenizer import check_ids
-    from jaxkv.experiments.batches import Item
-
     tokenizer = checkpoint.tokenizer
     items = []
     for problem in (task.problems[index] for index in chosen):

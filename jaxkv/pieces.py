@@ -5,30 +5,22 @@ It lies beside samples.jsonl, whose bytes are those of the numbers alone; a dire
 
 import json
 import pathlib
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from jaxkv.files import read_json
 from jaxkv.writing import write_atomically
 
+if TYPE_CHECKING:
+    from jaxkv.checkpoints.tokenizer import AnyTokenizer
+
 FILE = "tokens.json"
 
 
-class Tokens(Protocol):
-    """What makes ids of a text, and text of ids."""
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text."""
-
-    def decode_new(self, prompt: Sequence[int], new: Sequence[int]) -> str:
-        """Text that new ids add to that of a prompt."""
-
-
-def write_pieces(directory: pathlib.Path, ids: Iterable[int], tokenizer: Tokens) -> None:
+def write_pieces(directory: pathlib.Path, ids: Iterable[int], tokenizer: "AnyTokenizer") -> None:
     """Writes the text of each id, as it is after a letter; special tokens have none, cut characters are U+FFFD.
 
-    Raises:
-      UserError: the directory cannot be written.
+    Raises UserError if the directory cannot be written.
     """
     before = tokenizer.encode("a")
     pieces = {str(number): tokenizer.decode_new(before, [number]) for number in sorted(set(ids))}

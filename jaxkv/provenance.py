@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.errors import UserError
+from jaxkv.files import reading
 
 PACKAGES = ("jaxkv", "jax", "jaxlib", "flax", "orbax-checkpoint", "transformers", "numpy")
 # Environment variables that change what is computed.
@@ -27,11 +27,8 @@ VARIABLES = (
 
 def sha256_file(path: str | os.PathLike[str]) -> str:
     """SHA-256 of a file's bytes, in hex. Raises UserError if it cannot be read."""
-    try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; check the path") from error
+    with reading(path, "check the path"), open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def hash_tokens(ids: Sequence[int] | np.ndarray) -> str:

@@ -36,9 +36,8 @@ from jaxkv.errors import UserError
 from jaxkv.experiments.experiment import EXPERIMENTS
 from jaxkv.experiments.record_parts import Record
 from jaxkv.files import check, decode_json
-from jaxkv.locks import Busy, is_locked, take_lock
 from jaxkv.run_file import FORMAT, check_samples, read_run_file
-from jaxkv.writing import Lines, new_directories, read_complete
+from jaxkv.writing import Busy, Lines, is_locked, new_directories, read_complete, take_lock
 from jaxkv.writing import write_atomically as write_atomically
 
 Key = tuple[str | int, ...]

@@ -30,20 +30,15 @@ class _Watch:
         self._told = False
         self._telling = threading.RLock()  # a signal may come while the main thread tells of another
 
-    def tell(self) -> None:
-        """Writes the line, once for all threads."""
+    def end(self) -> NoReturn:
+        """Writes the line, once for all threads, and ends the process here and now."""
         with self._telling:
-            if self._told:
-                return
             terminal = "\r\x1b[K\x1b[?25h" if sys.__stderr__ and sys.__stderr__.isatty() else ""  # of a progress bar
             line = f"{terminal}error: {SAID[signal.Signals(self.received or signal.SIGINT)]}; {self.rest}\n"
             with contextlib.suppress(OSError):
-                os.write(2, line.encode())
+                if not self._told:
+                    os.write(2, line.encode())
             self._told = True
-
-    def end(self) -> NoReturn:
-        """Ends the process here and now."""
-        self.tell()
         os._exit(128 + (self.received or signal.SIGINT))
 
     def handle(self, number: int, frame: object) -> None:
@@ -71,10 +66,9 @@ _watch = _Watch()
 
 
 def watch(rest: str = _REST) -> None:
-    """Has this process end as the module says. For the first lines of an entry module, before its slow imports.
+    """Has this process end as the module says; `rest` is what the line says of what is lost and how to go on.
 
-    Args:
-      rest: what the line says of what is lost and how to go on.
+    For the first lines of an entry module, before its slow imports.
     """
     _watch.rest = rest
     pipe, writing = os.pipe()

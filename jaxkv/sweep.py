@@ -22,14 +22,13 @@ from jaxkv import stopping
 from jaxkv.condition import name_condition, run_path
 from jaxkv.errors import UserError, describe_memory
 from jaxkv.files import read_json
-from jaxkv.locks import Busy, is_locked, take_lock
 from jaxkv.options import Options
 from jaxkv.overview.page import write_study
 from jaxkv.records import find_foreign, fingerprint, write_atomically
 from jaxkv.reporting.document import Paragraph, Table, to_markdown, to_terminal
 from jaxkv.study import run_study
 from jaxkv.terminal import show_briefly
-from jaxkv.writing import new_directories
+from jaxkv.writing import Busy, is_locked, new_directories, take_lock
 
 WAITING, RUNNING, ELSEWHERE, DONE, FAILED = "waiting", "running", "running elsewhere", "done", "failed"
 STATUSES = (WAITING, RUNNING, ELSEWHERE, DONE, FAILED)

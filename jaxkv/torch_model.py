@@ -18,7 +18,6 @@ from jaxkv.checkpoints.fill import cast, flat_paths, tensor_names
 from jaxkv.checkpoints.hf_config import transformers_config
 from jaxkv.config import ModelConfig, Precision, make_precision
 from jaxkv.errors import UserError, nearest
-from jaxkv.models.families import key_table
 from jaxkv.models.tables import source_shape
 
 ATTENTIONS = ("eager", "sdpa")
@@ -164,7 +163,7 @@ class TorchModel:
         """Copies every weight by the table that exports them."""
         leaves = flat_paths(checkpoint.state)
         shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
-        names = tensor_names(self.config, shapes, key_table(self.config.family))
+        names = tensor_names(self.config, shapes)
         parameters = dict(self.net.named_parameters())
         if odd := sorted(set(parameters) ^ set(names)):
             raise UserError(f"{self.config.name}: transformers' model has other weights than ours: {', '.join(odd)}")

@@ -1,6 +1,11 @@
 """Checkpoints beside the state dicts that transformers has of them, and loads that must end in one line."""
 
+import contextlib
+import os
+import pathlib
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -10,20 +15,53 @@ from jaxkv.checkpoints import load
 from jaxkv.checkpoints.fill import flat_paths
 from jaxkv.config import make_precision
 from jaxkv.errors import UserError
-from jaxkv.models.families import key_table
+from jaxkv.models.families import FAMILIES, get_preset, key_table
 
 FP32, FP16 = make_precision("fp32"), make_precision("fp16")
+VARIABLES = {
+    "JAXKV_SMOLLM2_GGUF": "the GGUF file of SmolLM2-135M-Instruct",
+    "JAXKV_GEMMA3_GGUF": "the GGUF file of Gemma-3 270M",
+    "JAXKV_QWEN_GGUF": "the GGUF file of Qwen2.5-Coder-0.5B-Instruct",
+    "JAXKV_GSM8K_DIR": "a folder with gsm8k_test.jsonl and gsm8k_train.jsonl",
+}
+KEY = "tokenizer.ggml."
 WORDS = ["<unk>", "<s>", "</s>", "hello", "world", "go", "<end>"]
+
+
+@contextlib.contextmanager
+def refused(words):
+    """The body ends in an error of one line that holds `words`."""
+    with pytest.raises(UserError) as caught:
+        yield caught
+    message = str(caught.value)
+    assert "\n" not in message
+    assert re.search(words, message), message
 
 
 def fails(path, words, precision=FP32, **options):
     """The error of a load: one line that holds `words`."""
-    with pytest.raises(UserError) as caught:
+    with refused(words) as caught:
         load(str(path), precision=precision, **options)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert re.search(words, message), message
-    return message
+    return str(caught.value)
+
+
+def make_random(preset="test-llama2", precision=FP16, seed=1, **options):
+    """Random weights of a preset."""
+    return load(f"random:{seed}", precision=precision, config=get_preset(preset), **options)
+
+
+def new_model(family, **sizes):
+    """transformers' model of a family, of these sizes."""
+    import transformers
+
+    config = transformers.AutoConfig.for_model(FAMILIES[family].model_type, **sizes)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def run_module(command, *arguments):
+    """The command convert or export in a process of its own."""
+    done = [sys.executable, "-m", f"jaxkv.checkpoints.{command}", *map(str, arguments)]
+    return subprocess.run(done, capture_output=True, text=True)
 
 
 def assert_same_bits(checkpoint, state_dict):
@@ -43,9 +81,10 @@ def assert_same_bits(checkpoint, state_dict):
     assert not left
 
 
-def weights(checkpoint):
-    """Dtype, shape and bytes of each parameter."""
+def weights(checkpoint, dtype=None):
+    """Dtype, shape and bytes of each parameter, rounded to a dtype if one is given."""
     arrays = {path: np.asarray(leaf[...]) for path, leaf in flat_paths(checkpoint.state).items()}
+    arrays = {path: array if dtype is None else array.astype(dtype) for path, array in arrays.items()}
     return {path: (array.dtype, array.shape, array.tobytes()) for path, array in arrays.items()}
 
 
@@ -55,6 +94,25 @@ def finish_gguf(writer):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def named_file(variable):
+    """The real file that an environment variable names; without it the test is skipped."""
+    if not os.environ.get(variable):
+        pytest.skip(f"set {variable} to {VARIABLES[variable]}")
+    return pathlib.Path(os.environ[variable])
+
+
+def make_fields(**columns):
+    """The metadata of a tokenizer as a GGUF file has it."""
+    return {KEY + name: column for name, column in columns.items()}
+
+
+def read_fields(path):
+    """The metadata of a GGUF file."""
+    import gguf
+
+    return {key: field.contents() for key, field in gguf.GGUFReader(path).fields.items()}
 
 
 def make_tokenizer(*, adds_bos=True, template=None, kind=None):

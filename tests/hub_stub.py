@@ -15,7 +15,6 @@ import re
 import threading
 import time
 import urllib.parse
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,12 +24,7 @@ _FILE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
 
 class Blob:
-    """A file as the hub keeps it, by its hash.
-
-    Attributes:
-      size: in bytes.
-      etag: git's hash of a small file, SHA-256 of a large one.
-    """
+    """A file as the hub keeps it: `etag` is git's hash of a small file, SHA-256 of a large one."""
 
     def __init__(self, name: str, content: bytes | pathlib.Path):
         self.content = content
@@ -59,24 +53,14 @@ class Blob:
 
 @dataclasses.dataclass
 class Repo:
-    """A repository and the faults planted in it.
+    """A repository and the faults planted in it."""
 
-    Attributes:
-      commits: files by name, by commit.
-      refs: commits by branch or tag.
-      status: answers everything with this status, where it is set.
-      file_status: answers files alone with it: the hub tells everybody what a gated repository holds.
-      token: that must come along, else the repository is gated.
-      wait: seconds before every answer.
-      cuts: bytes after which the connection is closed, by file, and how many times.
-    """
-
-    commits: dict[str, dict[str, Blob]]
-    refs: dict[str, str]
-    status: int | None = None
-    file_status: int | None = None
-    token: str | None = None
-    wait: float = 0.0
+    commits: dict[str, dict[str, Blob]]  # files by name, by commit
+    refs: dict[str, str]  # commits by branch or tag
+    status: int | None = None  # answers everything with this status
+    token: str | None = None  # must come along, else the repository is gated: its files, for the hub lists them to all
+    wait: float = 0.0  # seconds before every answer
+    # Bytes after which the connection is closed, by file, and how many times.
     cuts: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     def resolve(self, revision: str) -> str | None:
@@ -85,19 +69,14 @@ class Repo:
 
 
 class Hub(http.server.ThreadingHTTPServer):
-    """The server. As a context manager it runs in a thread of its own.
-
-    Attributes:
-      repos: by kind and id, e.g. ("models", "owner/name").
-      log: every request: method, path and headers.
-    """
+    """The server. As a context manager it runs in a thread of its own."""
 
     daemon_threads = True
 
-    def __init__(self, port: int = 0):
-        super().__init__(("127.0.0.1", port), _Handler)
-        self.repos: dict[tuple[str, str], Repo] = {}
-        self.log: list[tuple[str, str, dict[str, str]]] = []
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.repos: dict[tuple[str, str], Repo] = {}  # by kind and id, e.g. ("models", "owner/name")
+        self.log: list[tuple[str, str, dict[str, str]]] = []  # every request: method, path and headers
 
     def __enter__(self):
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
@@ -110,11 +89,6 @@ class Hub(http.server.ThreadingHTTPServer):
     def handle_error(self, *_):
         """Says nothing of a client that went away."""
 
-    @property
-    def address(self) -> str:
-        """What HF_ENDPOINT takes."""
-        return f"http://127.0.0.1:{self.server_port}"
-
     def add(self, name: str, files: Mapping[str, bytes | pathlib.Path], commit: str, kind="models", **faults) -> Repo:
         """Adds a repository whose main branch is at a commit."""
         blobs = {path: Blob(path, content) for path, content in files.items()}
@@ -124,7 +98,8 @@ class Hub(http.server.ThreadingHTTPServer):
     def environment(self, home: pathlib.Path, **more: str) -> dict[str, str]:
         """Variables for a process whose hub this is, and which keeps its files in `home`."""
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
-        return kept | {"HF_ENDPOINT": self.address, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1"} | more
+        endpoint = f"http://127.0.0.1:{self.server_port}"
+        return kept | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1"} | more
 
     def count(self, method: str = "GET", words: str = "") -> int:
         """Requests of a method whose path has these words."""
@@ -138,16 +113,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *_):
         pass
 
-    def do_HEAD(self):
-        self._answer()
-
     def do_GET(self):
-        self._answer()
-
-    def do_POST(self):
-        self._answer()
-
-    def _answer(self):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.server.log.append((self.command, self.path, {k.lower(): v for k, v in self.headers.items()}))
         path = urllib.parse.urlsplit(self.path).path
@@ -165,16 +131,20 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         else:
             self._fail(404)
 
-    def _fail(self, status: int, code: str = "", message: str = ""):
-        content = json.dumps({"error": message}).encode()
+    do_HEAD = do_POST = do_GET
+
+    def _send(self, status: int, headers: Mapping[str, str], content: bytes = b"", size: int | None = None):
         self.send_response(status)
-        for key, value in {"X-Error-Code": code, "X-Error-Message": message}.items():
-            if value:
-                self.send_header(key, value)
-        self.send_header("Content-Length", str(len(content)))
+        for key, value in {**headers, "Content-Length": str(len(content) if size is None else size)}.items():
+            self.send_header(key, value)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(content)
+
+    def _fail(self, status: int, code: str = "", message: str = ""):
+        headers = {"X-Error-Code": code, "X-Error-Message": message}
+        content = json.dumps({"error": message}).encode()
+        self._send(status, {key: value for key, value in headers.items() if value}, content)
 
     def _find(self, kind: str, name: str, revision: str, file: bool = False) -> tuple[Repo, str] | None:
         """The repository and the commit; None if a fault was answered."""
@@ -182,7 +152,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if repo is None:
             return self._fail(404, "RepoNotFound", "Repository not found")
         time.sleep(repo.wait)
-        status = repo.status or (repo.file_status if file else None)
+        status = repo.status
         if repo.token and file and self.headers.get("Authorization") != f"Bearer {repo.token}":
             status = 403 if "Authorization" in self.headers else 401
         if status in (401, 403):
@@ -211,12 +181,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         else:
             siblings = [{"rfilename": path, "size": blob.size, "blobId": blob.etag} for path, blob in files.items()]
             answer = {"id": name, "sha": commit, "siblings": siblings, "private": False, "tags": [], "downloads": 0}
-        content = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
+        self._send(200, {"Content-Type": "application/json"}, json.dumps(answer).encode())
 
     def _send_file(self, kind: str, name: str, revision: str, path: str):
         found = self._find(kind, name, revision, file=True)
@@ -226,30 +191,21 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         blob = repo.commits[commit].get(path)
         headers = {"X-Repo-Commit": commit}
         if blob is None:
-            self.send_response(404)
-            for key, value in (headers | {"X-Error-Code": "EntryNotFound", "Content-Length": "0"}).items():
-                self.send_header(key, value)
-            self.end_headers()
+            self._send(404, headers | {"X-Error-Code": "EntryNotFound"})
         elif blob.large:
-            self.send_response(302)
             place = f"http://localhost:{self.server.server_port}/cdn/{kind}/{name}/{commit}/{path}"
             linked = {"X-Linked-Etag": f'"{blob.etag}"', "X-Linked-Size": str(blob.size), "Location": place}
-            for key, value in (headers | linked | {"Content-Length": "0"}).items():
-                self.send_header(key, value)
-            self.end_headers()
+            self._send(302, headers | linked)
         else:
             self._send_blob(repo, path, blob, headers)
 
     def _send_blob(self, repo: Repo, path: str, blob: Blob, headers: dict[str, str]):
         wanted = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or "")
         start = int(wanted[1]) if wanted else 0
-        self.send_response(206 if wanted else 200)
+        headers = headers | {"ETag": f'"{blob.etag}"', "Accept-Ranges": "bytes"}
         if wanted:
-            self.send_header("Content-Range", f"bytes {start}-{blob.size - 1}/{blob.size}")
-        for key, value in (headers | {"ETag": f'"{blob.etag}"', "Accept-Ranges": "bytes"}).items():
-            self.send_header(key, value)
-        self.send_header("Content-Length", str(blob.size - start))
-        self.end_headers()
+            headers["Content-Range"] = f"bytes {start}-{blob.size - 1}/{blob.size}"
+        self._send(206 if wanted else 200, headers, size=blob.size - start)
         if self.command == "HEAD":
             return
         left, times = repo.cuts.get(path, (blob.size, 0))
@@ -261,8 +217,3 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if times and left <= 0:
                 self.close_connection = True
                 return
-
-
-def requests_by_token(hub: Hub) -> Counter[str | None]:
-    """How many requests came with which Authorization."""
-    return Counter(headers.get("authorization") for _, _, headers in hub.log)

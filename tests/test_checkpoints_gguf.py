@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import os
 import sys
 
 import gguf
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from checkpoint_files import FP32, assert_same_bits, fails, finish_gguf
+from checkpoint_files import FP32, assert_same_bits, fails, finish_gguf, named_file, new_model
 from gguf import GGMLQuantizationType as QuantType
 
 from jaxkv.checkpoints import load
@@ -23,53 +22,29 @@ TOKENS += ["\u2581a", "he", "ll", "llo", "hello", "\u2581hello"]
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %} b{% endif %}"
 )
-CONFIGS = {
-    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-    "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
-    "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
-    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-}
+ARCHES = ("llama", "gemma2", "gemma3", "qwen2", "qwen3")
 GEMMA = ("gemma2", "gemma3")
 HEAD_DIMS = {"gemma2": 32, "gemma3": 32, "qwen3": 128}  # transformers reads no other from a GGUF of Qwen3
 
 
 def write_gguf(
-    path,
-    arch="llama",
-    quant=QuantType.F32,
-    *,
-    permute=1,
-    trained=False,
-    change=None,
-    skip=(),
-    extra=(),
-    split=0,
-    **settings,
-):
+    path, arch="llama", quant=QuantType.F32, *,
+    permute=1, trained=False, change=None, skip=(), extra=(), split=0, **settings,
+):  # fmt: skip
     """A tiny model as llama.cpp's converter would write it; returns the state dict of the same model in transformers.
 
-    Args:
-      path: the file.
-      arch: one of CONFIGS.
-      quant: block type of the matrices.
-      permute: how often q and k rows are permuted; once is right for llama.
-      trained: gives q and k rows the norms that training leaves.
-      change: edits the writer before tensors are added.
-      skip: GGUF names left out.
-      extra: tensors added, (name, array).
-      split: tensors a part, as gguf's own writer splits them; 0 writes one file.
-      settings: for the transformers config.
+    `quant` is of the matrices. q and k rows are permuted `permute` times (once is right for llama), and have the norms
+    that training leaves if `trained`. `change` edits the writer before tensors are added, names in `skip` are left out,
+    `extra` are added, `split` is tensors a part, and `settings` go to the transformers config.
     """
-    config_class, model_class = CONFIGS[arch]
     sizes = {
         "vocab_size": len(TOKENS), "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": HEAD_DIMS.get(arch, 16),
         "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
     }  # fmt: skip
-    config = config_class(**(sizes | settings))
     torch.manual_seed(0)
-    state = {name: torch.randn_like(value) * 0.3 for name, value in model_class(config).state_dict().items()}
+    model = new_model(arch, **(sizes | settings))
+    config, state = model.config, {name: torch.randn_like(value) * 0.3 for name, value in model.state_dict().items()}
     for name in state:
         if trained and name.endswith(("q_proj.weight", "k_proj.weight")):  # rows of a frequency share their norm
             scale = torch.linspace(2.0, 0.5, config.head_dim // 2).repeat(state[name].shape[0] * 2 // config.head_dim)
@@ -132,7 +107,7 @@ def read_by_transformers(path):
 
 
 @pytest.mark.parametrize("quant", [QuantType.F32, QuantType.F16, QuantType.BF16, QuantType.Q8_0, QuantType.Q4_1])
-@pytest.mark.parametrize("arch", CONFIGS)
+@pytest.mark.parametrize("arch", ARCHES)
 def test_same_bits_as_transformers(tmp_path, arch, quant):
     path = tmp_path / "tiny.gguf"
     state = write_gguf(path, arch, quant)
@@ -251,6 +226,10 @@ def test_a_head_of_its_own_beside_a_tied_preset(tmp_path):
         ("llama.rope.freq_base", -1.0, "field rope.freq_base"),
         ("llama.context_length", None, "missing required field `context_length`"),
         ("llama.attention.sliding_window", 8, "sliding_window=8"),
+        ("llama.rope.scaling.type", "yarn", "llama.rope.scaling.type='yarn' is not implemented"),
+        ("llama.rope.scaling.factor", 4.0, "llama.rope.scaling.factor=4.0 is not implemented"),
+        ("llama.expert_count", 8, "llama.expert_count=8"),
+        ("llama.rope.dimension_count", 8, "llama.rope.dimension_count=8"),
     ],
 )
 def test_metadata_of_another_type(tmp_path, key, value, words):
@@ -289,20 +268,11 @@ def test_permuted_once_or_else_told(tmp_path, permute, monkeypatch):
 
 def test_faults(tmp_path):
     path = tmp_path / "tiny.gguf"
-    write_gguf(
-        path, skip=("blk.1.ffn_up.weight", "output_norm.weight"), extra=[("blk.0.attn_q.bias", np.zeros(64, "f"))]
-    )
+    bias = ("blk.0.attn_q.bias", np.zeros(64, "f"))
+    write_gguf(path, skip=("blk.1.ffn_up.weight", "output_norm.weight"), extra=[bias])
     fails(path, "2 missing: model.layers.1.mlp.up_proj.weight, model.norm.weight; 1 unknown: blk.0.attn_q.bias")
     write_gguf(path, extra=[("rope_factors_long.weight", np.ones(8, "f"))])
     fails(path, "rope_factors_long.weight .*not implemented")
-    write_gguf(path, change=lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN))
-    fails(path, "llama.rope.scaling.type='yarn' is not implemented")
-    write_gguf(path, change=lambda w: w.add_rope_scaling_factor(4.0))
-    fails(path, "llama.rope.scaling.factor=4.0 is not implemented")
-    write_gguf(path, change=lambda w: w.add_expert_count(8))
-    fails(path, "llama.expert_count=8")
-    write_gguf(path, change=lambda w: w.add_rope_dimension_count(8))
-    fails(path, "llama.rope.dimension_count=8")
     write_gguf(path)
     fails(path, "is not a test-llama2: .*model_dim 64", config=get_preset("test-llama2"))
 
@@ -360,11 +330,7 @@ def test_bos_rule_of_the_file(tmp_path, add_bos):
     ],
 )
 def test_real_file(variable, preset, add_bos):
-    import pathlib
-
-    if variable not in os.environ:
-        pytest.skip(f"{variable} names no file")
-    path = pathlib.Path(os.environ[variable])
+    path = named_file(variable)
     checkpoint = load(str(path), precision=FP32, config=get_preset(preset))  # its RoPE layout is checked on the way
     theirs, config = read_by_transformers(path)
     assert_same_bits(checkpoint, theirs)

@@ -10,35 +10,22 @@ import numpy as np
 import pytest
 import transformers
 from cases import daily
-from checkpoint_files import FP16, make_tokenizer
+from checkpoint_files import FP16, fails, make_random, make_tokenizer, refused, run_module, weights
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxkv.checkpoints import ByteTokenizer, Tokenizer, load, orbax
-from jaxkv.checkpoints.fill import flat_paths
 from jaxkv.checkpoints.hf_tokenizer import load_tokenizer
 from jaxkv.config import make_precision
-from jaxkv.errors import UserError
 from jaxkv.models.families import get_preset
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    checkpoint = load("random:1", precision=FP16, config=get_preset("test-gemma3"))
+    checkpoint = make_random("test-gemma3")
     path = tmp_path_factory.mktemp("orbax") / "dest"
     orbax.save(checkpoint, path)
     return path, checkpoint
-
-
-def arrays(checkpoint):
-    return {path: np.asarray(leaf[...]) for path, leaf in flat_paths(checkpoint.state).items()}
-
-
-def assert_same_bits(a, b):
-    assert set(a) == set(b)
-    for path in a:
-        assert a[path].dtype == b[path].dtype
-        np.testing.assert_array_equal(a[path].view(np.uint8), b[path].view(np.uint8), err_msg=path)
 
 
 ROUND_TRIPS = [("test-mistral", name) for name in ("fp16", "bf16", "fp32")]
@@ -48,10 +35,10 @@ ROUND_TRIPS += [(f"test-{family}", "bf16") for family in ("llama3", "qwen2", "qw
 @pytest.mark.parametrize(("model", "name"), daily([("test-mistral", "fp32"), ("test-qwen2", "bf16")], ROUND_TRIPS))
 def test_round_trip_is_bit_exact(tmp_path, model, name):
     precision = make_precision(name)
-    checkpoint = load("random:1", precision=precision, config=get_preset(model))
+    checkpoint = make_random(model, precision)
     orbax.save(checkpoint, tmp_path / "dest")
     again = load(str(tmp_path / "dest"), precision=precision, config=get_preset(model))
-    assert_same_bits(arrays(again), arrays(checkpoint))
+    assert weights(again) == weights(checkpoint)
     assert again.config == checkpoint.config
     assert again.tokenizer.to_json() == checkpoint.tokenizer.to_json()
     assert again.generation == checkpoint.generation
@@ -66,16 +53,14 @@ def test_round_trip_is_bit_exact(tmp_path, model, name):
 def test_restores_to_another_dtype(saved, name):
     path, checkpoint = saved
     wanted = make_precision(name)
-    again = arrays(load(str(path), precision=wanted))
-    assert_same_bits(again, {key: value.astype(wanted.param) for key, value in arrays(checkpoint).items()})
+    assert weights(load(str(path), precision=wanted)) == weights(checkpoint, wanted.param)
 
 
 def test_restore_that_overflows_names_the_tensor(tmp_path):
-    checkpoint = load("random:1", precision=make_precision("fp32"), config=get_preset("test-llama2"))
+    checkpoint = make_random(precision=make_precision("fp32"))
     checkpoint.state["layers"][1]["mlp"]["up"][...] = checkpoint.state["layers"][1]["mlp"]["up"][...] * 1e6
     orbax.save(checkpoint, tmp_path / "dest")
-    with pytest.raises(UserError, match=r"layers/1/mlp/up: the weight .* float16"):
-        load(str(tmp_path / "dest"), precision=FP16)
+    fails(tmp_path / "dest", r"layers/1/mlp/up: the weight .* float16", FP16)
 
 
 DEVICES = """
@@ -113,28 +98,15 @@ def test_restores_on_other_device_counts(saved, tmp_path, count):
     out = tmp_path / "out.npz"
     env = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={count}", "JAX_PLATFORMS": "cpu"}
     subprocess.run([sys.executable, "-c", DEVICES, str(count), str(path), str(out)], env=env, check=True)
-    assert_same_bits({key.replace(".", "/"): value for key, value in np.load(out).items()}, arrays(checkpoint))
+    found = {key.replace(".", "/"): (array.dtype, array.shape, array.tobytes()) for key, array in np.load(out).items()}
+    assert found == weights(checkpoint)
 
 
 def test_saves_a_sharded_state(tmp_path):
     mesh = jax.make_mesh((1,), ("model",), axis_types=(AxisType.Auto,))
-    sharding = NamedSharding(mesh, PartitionSpec("model"))
-    checkpoint = load("random:1", precision=FP16, config=get_preset("test-llama2"), sharding=sharding)
+    checkpoint = make_random(sharding=NamedSharding(mesh, PartitionSpec("model")))
     orbax.save(checkpoint, tmp_path / "dest")
-    assert_same_bits(arrays(load(str(tmp_path / "dest"), precision=FP16)), arrays(checkpoint))
-
-
-def test_destination_must_be_empty(saved, tmp_path):
-    path, checkpoint = saved
-    with pytest.raises(UserError, match="exists and is not empty"):
-        orbax.save(checkpoint, path)
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    orbax.save(checkpoint, empty)
-    assert orbax.is_checkpoint(empty)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="exists and is not empty"):
-        orbax.save(checkpoint, tmp_path / "file")
+    assert weights(load(str(tmp_path / "dest"), precision=FP16)) == weights(checkpoint)
 
 
 def test_a_crash_leaves_nothing_under_the_name(saved, tmp_path, monkeypatch):
@@ -147,45 +119,20 @@ def test_a_crash_leaves_nothing_under_the_name(saved, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_damaged_and_foreign_checkpoints(saved, tmp_path):
-    import shutil
-
+def test_foreign_checkpoints(tmp_path):
     import orbax.checkpoint as ocp
 
-    broken = tmp_path / "broken"
-    shutil.copytree(saved[0], broken)
-    shutil.rmtree(next((broken / "params").glob("embed*")))
-    with pytest.raises(UserError, match=r"not as it was written .2 missing: params/embed"):
-        load(str(broken), precision=FP16)
     with ocp.StandardCheckpointer() as writer:
         writer.save(tmp_path / "foreign" / "params", {"a": np.zeros(3)})
-    with pytest.raises(UserError, match="not one of jaxkv's"):
-        load(str(tmp_path / "foreign"), precision=FP16)
-
-
-def test_stored_config_of_another_version(saved, tmp_path):
-    import shutil
-
-    old = tmp_path / "old"
-    shutil.copytree(saved[0], old)
-    file = old / "params" / "_CHECKPOINT_METADATA"
-    file.write_text(file.read_text().replace('"qk_norm"', '"query_norm"').replace('"format": 2', '"format": 1'))
-    (old / "manifest.json").unlink()
-    with pytest.raises(UserError, match="qk_norm, query_norm"):
-        load(str(old), precision=FP16)
-
-
-def run_convert(*arguments):
-    command = [sys.executable, "-m", "jaxkv.checkpoints.convert", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
+    fails(tmp_path / "foreign", "not one of jaxkv's", FP16)
 
 
 def test_convert_command(tmp_path):
-    done = run_convert("random:3", tmp_path / "dest", "--model=test-gemma2", "--dtype=bf16")
+    done = run_module("convert", "random:3", tmp_path / "dest", "--model=test-gemma2", "--dtype=bf16")
     assert done.returncode == 0, done.stderr
     bf16 = make_precision("bf16")
-    expected = load("random:3", precision=bf16, config=get_preset("test-gemma2"))
-    assert_same_bits(arrays(load(str(tmp_path / "dest"), precision=bf16)), arrays(expected))
+    expected = make_random("test-gemma2", bf16, seed=3)
+    assert weights(load(str(tmp_path / "dest"), precision=bf16)) == weights(expected)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +150,7 @@ def test_convert_command(tmp_path):
 def test_convert_faults_are_one_line(tmp_path, arguments, words):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").write_text("kept")
-    done = run_convert(*[str(tmp_path / a) if a in ("taken", "dest") else a for a in arguments])
+    done = run_module("convert", *[tmp_path / a if a in ("taken", "dest") else a for a in arguments])
     assert done.returncode == 2
     assert words in done.stderr
     assert done.stderr.strip().count("\n") == 0, done.stderr
@@ -213,6 +160,7 @@ def test_convert_faults_are_one_line(tmp_path, arguments, words):
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}go{% endif %}"
 )
+HELLO = [{"role": "user", "content": "hello"}]
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])
@@ -225,8 +173,7 @@ def test_tokenizer_honours_the_original(adds_bos):
     assert tokenizer.decode([1, 3, 4, 2]) == hf.decode([3, 4])
     assert tokenizer.eos_ids == (2, 6)
     assert (tokenizer.bos_id, tokenizer.vocab_size) == (1, 7)
-    assert tokenizer.chat([{"role": "user", "content": "hello"}]) == [1, 3, 5]
-    assert tokenizer.chat([{"role": "user", "content": "<s> hello"}]) == [1, 3, 5]
+    assert tokenizer.chat(HELLO) == tokenizer.chat([{"role": "user", "content": "<s> hello"}]) == [1, 3, 5]
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])
@@ -234,23 +181,18 @@ def test_tokenizer_is_saved_whole(tmp_path, adds_bos):
     tokenizer = Tokenizer(make_tokenizer(adds_bos=not adds_bos, template=TEMPLATE), add_bos=adds_bos, eos_ids=[6])
     tokenizer.save(tmp_path)
     again = load_tokenizer(tmp_path)
-    messages = [{"role": "user", "content": "hello world"}]
     assert again.to_json() == tokenizer.to_json()
     assert again.encode("hello world") == tokenizer.encode("hello world") == [1] * adds_bos + [3, 4]
-    assert again.chat(messages) == tokenizer.chat(messages)
+    assert again.chat(HELLO) == tokenizer.chat(HELLO)
 
 
-def test_no_chat_template():
-    for tokenizer in (Tokenizer(make_tokenizer(adds_bos=True)), ByteTokenizer()):
+def test_templates_that_give_nothing():
+    for tokenizer in (Tokenizer(make_tokenizer()), ByteTokenizer()):
         assert not tokenizer.has_chat_template
-        with pytest.raises(UserError, match="no chat template"):
-            tokenizer.chat([{"role": "user", "content": "hello"}])
-
-
-def test_template_that_refuses():
-    tokenizer = Tokenizer(make_tokenizer(adds_bos=True, template="{{ raise_exception('no system role') }}"))
-    with pytest.raises(UserError, match="no system role"):
-        tokenizer.chat([{"role": "system", "content": "hello"}])
+        with refused("no chat template"):
+            tokenizer.chat(HELLO)
+    with refused("no system role"):
+        Tokenizer(make_tokenizer(template="{{ raise_exception('no system role') }}")).chat(HELLO)
 
 
 def test_bytes(tmp_path):
@@ -260,7 +202,7 @@ def test_bytes(tmp_path):
     assert tokenizer.decode([*ids, *tokenizer.eos_ids, tokenizer.pad_id]) == "h\u00e9\n"
     tokenizer.save(tmp_path)
     assert load_tokenizer(tmp_path).to_json() == tokenizer.to_json()
-    with pytest.raises(UserError, match=r"nowhere/jaxkv_tokenizer.json cannot be read .*; convert"):
+    with refused(r"nowhere/jaxkv_tokenizer.json cannot be read .*; convert"):
         load_tokenizer(tmp_path / "nowhere")
 
 
@@ -269,10 +211,10 @@ def test_generation_config_is_kept_and_stop_ids_gathered(tmp_path):
         vocab_size=7, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, eos_token_id=2
     )
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "hf")
-    make_tokenizer(adds_bos=True, template=TEMPLATE).save_pretrained(tmp_path / "hf")
+    make_tokenizer(template=TEMPLATE).save_pretrained(tmp_path / "hf")
     values = {"temperature": 0.6, "top_p": 0.9, "do_sample": True, "eos_token_id": [2, 6]}
     (tmp_path / "hf" / "generation_config.json").write_text(json.dumps(values))
-    done = run_convert(tmp_path / "hf", tmp_path / "dest")
+    done = run_module("convert", tmp_path / "hf", tmp_path / "dest")
     assert done.returncode == 0, done.stderr
     for source in ("hf", "dest"):
         checkpoint = load(str(tmp_path / source), precision=FP16)

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 from absl import flags
+from checkpoint_files import FP32, make_random
 from commands import parse, run_process
 from malformed import Generator
 from sample_records import make_sample
@@ -14,7 +15,6 @@ from test_checkpoints_gguf import write_gguf
 from jaxkv import launch
 from jaxkv.checkpoints import load, orbax
 from jaxkv.checkpoints.export import export
-from jaxkv.config import make_precision
 from jaxkv.errors import UserError
 from jaxkv.experiments.changes import make_changes
 from jaxkv.models.families import get_preset
@@ -22,17 +22,8 @@ from jaxkv.overview.page import report_run
 from jaxkv.records import RunDirectory
 from jaxkv.tasks.gsm8k import load_problems
 
-FP32 = make_precision("fp32")
 SECONDS = 10  # that one of them may take on a machine with other work
 CONFIG = {"experiments": ["divergence"], "model": {"name": "tiny"}, "precision": {"name": "fp16"}}
-
-
-def read_checkpoint(path):
-    load(path, precision=FP32)
-
-
-def read_run(path):
-    report_run(pathlib.Path(path))
 
 
 def read_flagfile(path):
@@ -45,24 +36,12 @@ def read_flagfile(path):
         launch.launch(["launch"])
 
 
-def read_cache_quant(text):
-    make_changes([], [text], get_preset("test-gemma2"), FP32)
-
-
-def read_cache_error(text):
-    make_changes([text], [], get_preset("test-gemma2"), FP32)
-
-
-READERS = {
-    "config": read_checkpoint,
-    "safetensors": read_checkpoint,
-    "gguf": read_checkpoint,
-    "orbax": read_checkpoint,
+READERS = dict.fromkeys(("config", "safetensors", "gguf", "orbax"), lambda path: load(path, precision=FP32)) | {
     "data": load_problems,
-    "runs": read_run,
+    "runs": lambda path: report_run(pathlib.Path(path)),
     "flagfiles": read_flagfile,
-    "cache_quant": read_cache_quant,
-    "cache_error": read_cache_error,
+    "cache_quant": lambda text: make_changes([], [text], get_preset("test-gemma2"), FP32),
+    "cache_error": lambda text: make_changes([text], [], get_preset("test-gemma2"), FP32),
 }
 
 
@@ -71,15 +50,14 @@ def generator(tmp_path_factory):
     """The generator, with valid inputs that every reader takes."""
     folder = tmp_path_factory.mktemp("malformed")
     bases = {name: folder / name for name in ("safetensors", "orbax", "run")} | {"gguf": folder / "base.gguf"}
-    checkpoint = load("random:0", precision=FP32, config=get_preset("test-llama2"))
+    checkpoint = make_random(precision=FP32)
     export(checkpoint, str(bases["safetensors"]), dtype="fp32")
     orbax.save(checkpoint, bases["orbax"])
     write_gguf(bases["gguf"])
     with RunDirectory.open(bases["run"], CONFIG, "--shots=0\n", {"versions": {}}) as run:
         run.append(make_sample(3))
-    for kind in ("safetensors", "orbax", "gguf"):
-        read_checkpoint(str(bases[kind]))
-    read_run(str(bases["run"]))
+    for kind, reader in {"safetensors": "config", "orbax": "orbax", "gguf": "gguf", "run": "runs"}.items():
+        READERS[reader](str(bases[kind]))
     for report in ("report.md", "report.html", "summary.json"):
         (bases["run"] / report).unlink(missing_ok=True)
     return Generator(folder, bases)

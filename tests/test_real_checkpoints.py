@@ -6,8 +6,6 @@ promises (tests/test_quantizers.py) holds on keys and values of SmolLM2.
 
 import dataclasses
 import itertools
-import os
-from pathlib import Path
 
 import gguf
 import jax
@@ -16,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from checkpoint_files import named_file
 from kv_inputs import PRECISION, prefill_kv, relative, repacks_alike, run
 from small_models import same_bits
 from test_quantizers import SPECS, make, programs
@@ -29,12 +28,6 @@ from jaxkv.interventions.quantizers.llama_cpp import BITS, LlamaCpp
 from jaxkv.rollout import make_layout, make_rows
 from jaxkv.tasks.gsm8k import PromptSpec, build_prompt, choose_shots, load_problems
 
-VARIABLES = {
-    "JAXKV_SMOLLM2_GGUF": "the GGUF file of SmolLM2-135M-Instruct",
-    "JAXKV_GEMMA3_GGUF": "the GGUF file of Gemma-3 270M",
-    "JAXKV_QWEN_GGUF": "the GGUF file of Qwen2.5-Coder-0.5B-Instruct",
-    "JAXKV_GSM8K_DIR": "a folder with gsm8k_test.jsonl and gsm8k_train.jsonl",
-}
 # fp32 sums of real logits differ by about this between any two programs. A closer choice is nobody's fault, and this
 # test fails on it all the same: someone is to look at it.
 NEAR_TIE = 1e-4
@@ -60,28 +53,13 @@ CASES = {
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """What transformers generates.
-
-    Attributes:
-      case: what was asked.
-      checkpoint: our reading of the same file.
-      prompts: ids of each prompt.
-      tokens: for each prompt the ids generated, the stop id included.
-      margins: for each prompt and step, how far the best logit is above the second.
-    """
+    """What transformers generates."""
 
     case: Case
-    checkpoint: Checkpoint
-    prompts: list[list[int]]
-    tokens: list[list[int]]
-    margins: list[list[float]]
-
-
-def environment(*variables):
-    missing = [name for name in variables if not os.environ.get(name)]
-    if missing:
-        pytest.skip("; ".join(f"set {name} to {VARIABLES[name]}" for name in missing))
-    return [Path(os.environ[name]) for name in variables]
+    checkpoint: Checkpoint  # our reading of the same file
+    prompts: list[list[int]]  # ids
+    tokens: list[list[int]]  # for each prompt the ids generated, the stop id included
+    margins: list[list[float]]  # for each prompt and step, how far the best logit is above the second
 
 
 def make_prompts(case, tokenizer, folder):
@@ -95,7 +73,7 @@ def make_prompts(case, tokenizer, folder):
 @pytest.fixture(scope="session", params=CASES)
 def expected(request):
     case = CASES[request.param]
-    path, folder = environment(case.variable, "JAXKV_GSM8K_DIR")
+    path, folder = named_file(case.variable), named_file("JAXKV_GSM8K_DIR")
     checkpoint = load(str(path), precision=make_precision("fp32"))
     stops = list(checkpoint.tokenizer.eos_ids)
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -175,7 +153,7 @@ BOTH = pytest.mark.parametrize("side", ["k", "v"])
 @pytest.fixture(scope="module")
 def smollm2_kv():
     """Keys and values [3, 256, 3, 64] of three layers over a GSM8K text, as an fp16 cache holds them."""
-    path, folder = environment("JAXKV_SMOLLM2_GGUF", "JAXKV_GSM8K_DIR")
+    path, folder = named_file("JAXKV_SMOLLM2_GGUF"), named_file("JAXKV_GSM8K_DIR")
     checkpoint = load(str(path), precision=PRECISION)
     (prompt,) = make_prompts(Case("JAXKV_SMOLLM2_GGUF", PromptSpec("few_shot", 8), 1, 0), checkpoint.tokenizer, folder)
     found = prefill_kv(checkpoint, prompt[:256])

@@ -263,7 +263,7 @@ def test_provenance_has_what_it_promises(tmp_path):
     assert environment["packages"]["numpy"] == np.__version__
     (tmp_path / "f").write_bytes(b"abc")
     assert provenance.sha256_file(tmp_path / "f").startswith("ba7816bf8f01cfea414140de5dae2223")
-    with pytest.raises(UserError, match="cannot read"):
+    with pytest.raises(UserError, match="cannot be read"):
         provenance.sha256_file(tmp_path / "none")
 
 

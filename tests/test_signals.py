@@ -13,15 +13,21 @@ from commands import SMALL, run_in_process
 
 from jaxkv import sweep
 from jaxkv.errors import UserError
-from jaxkv.locks import take_lock
 from jaxkv.records import RunDirectory
+from jaxkv.writing import take_lock
 
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 LAUNCH = [sys.executable, "-m", "jaxkv.launch"]
 
 
-def start(command, **options):
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, **options)
+def start(command):
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def start_stuck(name, watch="watch()"):
+    """A command that is stuck already."""
+    process = start([sys.executable, "-c", STUCK.replace("{name}", name).replace("watch()", watch)])
+    assert process.stderr.readline() == "ready\n"
     return process
 
 
@@ -51,64 +57,53 @@ def test_while_modules_are_imported(tmp_path, number, seconds):
 STUCK = """
 from jaxkv import stopping
 stopping.watch()
-import sys, time
-from absl import flags
+import ctypes, sys, time
 from jaxkv.cli import run_command
 
-def swallow(argv):
-    print("ready", file=sys.stderr, flush=True)
-    while True:
-        try:
-            time.sleep(60)
-        except KeyboardInterrupt:
-            pass
-
-class Collected:
-    def __del__(self):
-        time.sleep(60)
-
-def collect(argv):
-    print("ready", file=sys.stderr, flush=True)
-    Collected()
-    time.sleep(60)
-
-def compile(argv):
-    import ctypes
-    print("ready", file=sys.stderr, flush=True)
-    ctypes.CDLL(None).sleep(60)
-    ctypes.CDLL(None).sleep(60)
-
-def translate(argv):
-    print("ready", file=sys.stderr, flush=True)
-    try:
-        time.sleep(60)
-    except KeyboardInterrupt:
-        raise RuntimeError("the callback failed")
-
-def ignore(argv):
-    print("ready", file=sys.stderr, flush=True)
+def sleep():
     try:
         time.sleep(60)
     except KeyboardInterrupt:
         pass
 
-run_command({name})
+def swallow():
+    while True:
+        sleep()
+
+class Collected:
+    def __del__(self):
+        time.sleep(60)
+
+def collect():
+    Collected()
+    time.sleep(60)
+
+def compile():
+    ctypes.CDLL(None).sleep(60)
+    ctypes.CDLL(None).sleep(60)
+
+def translate():
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        raise RuntimeError("the callback failed")
+
+def command(argv):
+    print("ready", file=sys.stderr, flush=True)
+    {name}()
+
+run_command(command)
 """
 
 
 @pytest.mark.parametrize("number", CODES)
-@pytest.mark.parametrize("name", ["swallow", "collect", "compile", "translate", "ignore"])
+@pytest.mark.parametrize("name", ["swallow", "collect", "compile", "translate", "sleep"])
 def test_what_swallows_an_exception_is_ended(number, name):
-    process = start([sys.executable, "-c", STUCK.replace("{name}", name)])
-    assert process.stderr.readline() == "ready\n"
-    assert end(process, number) < 10
+    assert end(start_stuck(name), number) < 10
 
 
 def test_a_second_signal_does_not_wait():
-    process = start(
-        [sys.executable, "-c", STUCK.replace("{name}", "swallow").replace("watch()", "watch(); stopping.GRACE = 600")]
-    )
-    assert process.stderr.readline() == "ready\n"
+    process = start_stuck("swallow", "watch(); stopping.GRACE = 600")
     process.send_signal(signal.SIGINT)
     time.sleep(0.2)
     assert end(process, signal.SIGINT) < 10
@@ -141,18 +136,20 @@ def wait_for(found, process):
 
 
 def read_statuses(directory):
+    """The status of each condition by its name."""
     try:
-        return [entry["status"] for entry in json.loads((directory / "overview.json").read_text())["conditions"]]
+        conditions = json.loads((directory / "overview.json").read_text())["conditions"]
     except FileNotFoundError:
-        return []
+        return {}
+    return {entry["name"]: entry["status"] for entry in conditions}
 
 
 def test_a_stopped_sweep_says_what_is_left(tmp_path):
     out = tmp_path / "all"
     process = start([*LAUNCH, *SMALL, "--compilation_cache=none", "--precision=fp16,fp32", f"--out={out}"])
-    wait_for(lambda: read_statuses(out) == ["running", "waiting"], process)
+    wait_for(lambda: list(read_statuses(out).values()) == ["running", "waiting"], process)
     end(process, signal.SIGTERM)
-    assert read_statuses(out) == ["waiting", "waiting"]
+    assert list(read_statuses(out).values()) == ["waiting", "waiting"]
     assert sorted(path.name for path in out.iterdir()) == ["overview.json", "overview.md", "sweep.lock"]
 
 
@@ -184,10 +181,10 @@ def test_a_condition_that_another_process_runs_has_not_failed(fake, tmp_path, ca
     with take_lock(tmp_path / name, "lock"), pytest.raises(SystemExit) as caught:
         run_in_process(*command)
     assert caught.value.code == 2
-    assert read_statuses(tmp_path) == ["running elsewhere", "done"]
+    assert list(read_statuses(tmp_path).values()) == ["running elsewhere", "done"]
     assert re.search(rf"error: {name}: another process is at work in", capsys.readouterr().err)
     run_in_process(*command)
-    assert read_statuses(tmp_path) == ["done", "done"]
+    assert list(read_statuses(tmp_path).values()) == ["done", "done"]
 
 
 def test_what_a_killed_sweep_was_at_is_found_out(fake, tmp_path):
@@ -197,10 +194,7 @@ def test_what_a_killed_sweep_was_at_is_found_out(fake, tmp_path):
         (tmp_path / name).mkdir()
     with take_lock(tmp_path / "alive", "lock"):
         run_in_process(f"--out={tmp_path}", "--precision=fp16,fp32")
-    found = {
-        entry["name"]: entry["status"] for entry in json.loads((tmp_path / "overview.json").read_text())["conditions"]
-    }
-    assert found == {
+    assert read_statuses(tmp_path) == {
         "tiny-gemma2-fp16-greedy": "done", "tiny-gemma2-fp32-greedy": "done",
         "killed": "waiting", "alive": "running elsewhere",
     }  # fmt: skip

@@ -69,12 +69,9 @@ def train_problems():
 # The tokenizer.
 
 
-def test_tokenizer_is_the_same_each_time(trained):
+def test_tokenizer_is_the_same_each_time_and_has_single_digits_only(trained):
     assert vocabulary.train_tokenizer(2000).to_str() == trained.to_str()
     assert trained.get_vocab_size() == 1024
-
-
-def test_tokenizer_has_single_digits_only(trained):
     for token in trained.get_vocab():
         assert sum(c.isdecimal() for c in token) == 0 or len(token) == 1, token
     assert trained.encode("1234", add_special_tokens=False).tokens == ["1", "2", "3", "4"]

@@ -11,13 +11,17 @@ import jax
 from flax import nnx
 
 from jaxkv import hub
+from jaxkv.checkpoints import orbax
 from jaxkv.checkpoints.checkpoint import Checkpoint, Progress, Provenance, Sharding
-from jaxkv.checkpoints.fill import flat_paths, with_leaves
+from jaxkv.checkpoints.fill import flat_paths, place, with_leaves
+from jaxkv.checkpoints.gguf import read_gguf
+from jaxkv.checkpoints.hf import read_hf
 from jaxkv.checkpoints.shipped import SHIPPED, find_shipped
 from jaxkv.checkpoints.tokenizer import ByteTokenizer, Tokenizer
 from jaxkv.config import ModelConfig, Precision
 from jaxkv.errors import UserError
 from jaxkv.files import explain
+from jaxkv.models.decoder import Decoder
 from jaxkv.models.families import HUB_IDS, HUB_REVISIONS
 from jaxkv.models.tables import differing_fields
 
@@ -49,15 +53,11 @@ def load(
       progress: called after each tensor with (done, of, name).
       tell: called about once a second of a download with how far it is.
 
-    Returns:
-      The checkpoint.
-
     Raises:
       UserError: one line, the fault and the remedy.
     """
     if source.startswith("random:"):
         return _random(source, precision, config, sharding)
-
     options: dict[str, Any] = {
         "precision": precision,
         "check": functools.partial(_agree, source, config),
@@ -65,17 +65,12 @@ def load(
         "progress": progress,
     }
     path, exists = _find(source)
-    if exists:
-        if revision is not None:
-            raise UserError(f"a revision belongs to a hub id, and {source} is a local path; drop --revision")
-        return _from_disk(source, path, config, **options)
-    if source not in SHIPPED:
+    if not exists and source not in SHIPPED:
         return _from_hub(source, revision, path, tell, **options)
     if revision is not None:
-        raise UserError(f"a revision belongs to a hub id, and {source} ships with jaxkv; drop --revision")
-    from jaxkv.checkpoints.hf import read_hf
-
-    return read_hf(find_shipped(source), name=source, **options)
+        what = "is a local path" if exists else "ships with jaxkv"
+        raise UserError(f"a revision belongs to a hub id, and {source} {what}; drop --revision")
+    return _from_disk(source, path, config, **options) if exists else read_hf(find_shipped(source), source, **options)
 
 
 def _agree(source: str, config: ModelConfig | None, found: ModelConfig) -> ModelConfig:
@@ -108,20 +103,12 @@ def _from_disk(source: str, path: pathlib.Path, config: ModelConfig | None, **op
     if path.is_file():
         if path.suffix != ".gguf":
             raise UserError(f"{source} is a file but no .gguf; give the directory of a safetensors or Orbax checkpoint")
-        from jaxkv.checkpoints.gguf import read_gguf
-
         return read_gguf(path, name=source, preset=config, **options)
     if not path.is_dir():
         raise UserError(f"{source} is neither a file nor a directory; give a checkpoint")
-    from jaxkv.checkpoints import orbax
-
     if (path / "_CHECKPOINT_METADATA").exists():
         raise UserError(f"{source} is the inside of an Orbax checkpoint; give the directory above it")
-    if orbax.is_checkpoint(path):
-        return orbax.restore(path, **options)
-    from jaxkv.checkpoints.hf import read_hf
-
-    return read_hf(path, name=source, **options)
+    return orbax.restore(path, **options) if orbax.is_checkpoint(path) else read_hf(path, source, **options)
 
 
 def _from_hub(
@@ -134,18 +121,13 @@ def _from_hub(
             f"{source} does not exist; give a directory, a .gguf file, a hub id (owner/name), random:SEED or "
             f"a shipped model ({', '.join(SHIPPED)})"
         )
-    from jaxkv.checkpoints.hf import read_hf
-
     directory, commit = hub.download(hub_id, revision or HUB_REVISIONS.get(source), tell)
-    checkpoint = read_hf(directory, name=hub_id, revision=commit, **options)
+    checkpoint = read_hf(directory, hub_id, revision=commit, **options)
     hub.check_digests(directory, checkpoint.provenance.files)
     return checkpoint
 
 
 def _random(source: str, precision: Precision, config: ModelConfig | None, sharding: Sharding) -> Checkpoint:
-    from jaxkv.checkpoints.fill import place
-    from jaxkv.models.decoder import Decoder
-
     seed = source.removeprefix("random:")
     if not re.fullmatch("[0-9]{1,10}", seed) or int(seed) >= 1 << 32:
         raise UserError(f"'{source}' needs a whole number below 2**32 as seed; for example random:0")

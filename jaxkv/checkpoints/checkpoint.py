@@ -17,34 +17,20 @@ ConfigCheck = Callable[[ModelConfig], ModelConfig]  # raises on a config that is
 
 @dataclasses.dataclass(frozen=True)
 class Provenance:
-    """Where weights come from, and what identifies them.
+    """Where weights come from, and what identifies them."""
 
-    Attributes:
-      source: as the user gave it.
-      kind: how it was read.
-      revision: commit of a hub id, or of the code that trained it.
-      files: name -> sha256 of what was read; for an Orbax checkpoint `params` and `tokenizer`, each over the hashes
-        of its files.
-      dtypes: original dtype -> number of tensors.
-      add_bos: whether the tokenizer puts BOS first.
-      note: what a reader must know, as that the weights are random.
-      left_aside: weight files in the same folder that were not read.
-      converted_from: source, kind and files of what an Orbax checkpoint was made from.
-      converted_by: versions of the packages that made it.
-      stored_dtype: of its arrays.
-    """
-
-    source: str
+    source: str  # as the user gave it
     kind: Literal["safetensors", "gguf", "orbax", "random", "trained"]
-    revision: str | None = None
+    revision: str | None = None  # commit of a hub id, or of the code that trained it
+    # Name -> sha256 of what was read; for Orbax `params` and `tokenizer`, each over the hashes of its files.
     files: dict[str, str] = dataclasses.field(default_factory=dict)
-    dtypes: dict[str, int] = dataclasses.field(default_factory=dict)
-    add_bos: bool | None = None
-    note: str | None = None
-    left_aside: tuple[str, ...] = ()
-    converted_from: dict[str, str | dict[str, str]] | None = None
-    converted_by: dict[str, str] | None = None
-    stored_dtype: str | None = None
+    dtypes: dict[str, int] = dataclasses.field(default_factory=dict)  # original dtype -> number of tensors
+    add_bos: bool | None = None  # whether the tokenizer puts BOS first
+    note: str | None = None  # what a reader must know, as that the weights are random
+    left_aside: tuple[str, ...] = ()  # weight files in the same folder that were not read
+    converted_from: dict[str, str | dict[str, str]] | None = None  # source, kind and files of an Orbax checkpoint's
+    converted_by: dict[str, str] | None = None  # versions of the packages that made it
+    stored_dtype: str | None = None  # of its arrays
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for a record; the fields from `note` on only where they say something."""
@@ -60,20 +46,11 @@ class Provenance:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A model ready to run; `nnx.merge(graphdef, state)` is the decoder.
-
-    Attributes:
-      config: architecture.
-      graphdef: structure of the decoder.
-      state: parameters in the precision's param dtype, at the paths of the decoder (embed, layers/0/attn/q, ...).
-      tokenizer: text to ids and back.
-      generation: raw values of the model's generation config, for the record; never applied.
-      provenance: where the weights come from, and their hashes.
-    """
+    """A model ready to run; `nnx.merge(graphdef, state)` is the decoder."""
 
     config: ModelConfig
     graphdef: nnx.GraphDef
-    state: nnx.State
+    state: nnx.State  # in the precision's param dtype, at the paths of the decoder (embed, layers/0/attn/q, ...)
     tokenizer: AnyTokenizer
-    generation: dict[str, Any]
+    generation: dict[str, Any]  # raw values of the model's generation config, for the record; never applied
     provenance: Provenance

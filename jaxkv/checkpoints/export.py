@@ -28,19 +28,17 @@ import numpy as np
 from huggingface_hub import split_state_dict_into_shards_factory
 
 from jaxkv.checkpoints.checkpoint import Checkpoint
-from jaxkv.checkpoints.destination import new_directory
+from jaxkv.checkpoints.convert import run_rewrite
 from jaxkv.checkpoints.fill import SourceTensor, cast, flat_paths, tensor_names
 from jaxkv.checkpoints.hf_config import transformers_config
 from jaxkv.checkpoints.hf_tokenizer import read_tokenizer
-from jaxkv.checkpoints.rewrite import define_flags, rewrite
-from jaxkv.checkpoints.safetensors import SAFETENSORS_CODES
-from jaxkv.checkpoints.tokenizer import AnyTokenizer, ByteTokenizer, write_transformers
-from jaxkv.cli import run_command
+from jaxkv.checkpoints.safetensors import INDEX, SAFETENSORS_CODES
+from jaxkv.checkpoints.tokenizer import ByteTokenizer, write_transformers
 from jaxkv.config import dtype_from_name
 from jaxkv.errors import UserError
 from jaxkv.files import convert
-from jaxkv.models.families import key_table
 from jaxkv.models.tables import source_shape
+from jaxkv.writing import new_directory
 
 _SHARD_BYTES = 5_000_000_000  # more goes into several files with an index
 _SAMPLE = "Of the 12 cafés,\n  which is the largest?  345.6"  # what the written tokenizer must encode as before
@@ -49,19 +47,13 @@ _SAMPLE = "Of the 12 cafés,\n  which is the largest?  345.6"  # what the writte
 def export(checkpoint: Checkpoint, destination: str, *, dtype: str = "fp16") -> None:
     """Writes a directory that transformers loads: AutoModelForCausalLM, AutoTokenizer, GenerationConfig.
 
-    A tensor is read, rounded once if it is stored in another dtype, and written before the next.
-
-    Args:
-      checkpoint: of any family, from any source.
-      destination: a directory that does not exist or is empty.
-      dtype: of the written tensors: 'fp16', 'bf16', 'fp32' or 'fp64'.
-
-    Raises:
-      UserError: the destination is taken or cannot be written, a weight has no finite value in `dtype`, or transformers
-        has no way to say what the config or the tokenizer does.
+    A tensor is read, rounded once if it is not stored in `dtype` ('fp16', 'bf16', 'fp32' or 'fp64'), and written before
+    the next. Raises UserError if the destination is taken or cannot be written, a weight has no finite value in
+    `dtype`, or transformers has no way to say what the config or the tokenizer does.
     """
     settings = transformers_config(checkpoint.config)
-    hf = _transformers_tokenizer(checkpoint.tokenizer)
+    tokenizer = checkpoint.tokenizer
+    hf = tokenizer.to_transformers() if isinstance(tokenizer, ByteTokenizer) else tokenizer.hf
     ids = _special_ids(checkpoint, hf)
     settings.dtype = jnp.dtype(dtype_from_name(dtype)).name
     for name, value in ids.items():
@@ -73,10 +65,6 @@ def export(checkpoint: Checkpoint, destination: str, *, dtype: str = "fp16") -> 
         _name_plain_class(partial / "tokenizer_config.json")
         _check_tokenizer(checkpoint, partial)
         _write_weights(checkpoint, partial, dtype)
-
-
-def _transformers_tokenizer(tokenizer: AnyTokenizer) -> Any:
-    return tokenizer.to_transformers() if isinstance(tokenizer, ByteTokenizer) else tokenizer.hf
 
 
 def _special_ids(checkpoint: Checkpoint, hf: Any) -> dict[str, Any]:
@@ -124,7 +112,7 @@ def _check_tokenizer(checkpoint: Checkpoint, directory: pathlib.Path) -> None:
 
 
 def _write_weights(checkpoint: Checkpoint, directory: pathlib.Path, dtype: str) -> None:
-    leaves, family = flat_paths(checkpoint.state), checkpoint.config.family
+    leaves = flat_paths(checkpoint.state)
     shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
     target = np.dtype(dtype_from_name(dtype))
 
@@ -132,7 +120,7 @@ def _write_weights(checkpoint: Checkpoint, directory: pathlib.Path, dtype: str) 
         shape = source_shape(path, shapes[path])
         return SourceTensor(name, shape, dtype, lambda: cast(np.asarray(leaves[path][...]), shape, target, name))
 
-    names = tensor_names(checkpoint.config, shapes, key_table(family))
+    names = tensor_names(checkpoint.config, shapes)
     tensors = {name: tensor(name, path) for name, path in names.items()}
     split = split_state_dict_into_shards_factory(
         tensors,  # type: ignore[arg-type]
@@ -143,8 +131,7 @@ def _write_weights(checkpoint: Checkpoint, directory: pathlib.Path, dtype: str) 
     for file, part in split.filename_to_tensors.items():
         _write_safetensors(directory / file, [tensors[name] for name in part], target.itemsize)
     if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        _write_json(directory / "model.safetensors.index.json", index)
+        _write_json(directory / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
 
 
 def _write_safetensors(path: pathlib.Path, tensors: Sequence[SourceTensor], itemsize: int) -> None:
@@ -167,15 +154,9 @@ def _write_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
-def main(argv: list[str]) -> None:
-    """Reads the command line. Raises UserError on anything the user can mend."""
-    rewrite(argv, "export", lambda checkpoint, destination, dtype: export(checkpoint, destination, dtype=dtype))
-
-
-def start(arguments: list[str]) -> None:
+def start(arguments: Sequence[str]) -> None:
     """The verb `export`."""
-    define_flags()
-    run_command(main, ["jaxkv export", *arguments])
+    run_rewrite("export", arguments, export)
 
 
 if __name__ == "__main__":

@@ -2,18 +2,19 @@
 
 import collections
 import dataclasses
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
+import ml_dtypes
 import numpy as np
 from flax import nnx
 
 from jaxkv.checkpoints.checkpoint import Progress, Sharding
 from jaxkv.config import DType, ModelConfig
 from jaxkv.errors import UserError
-from jaxkv.models.tables import KeyTable, source_shape
+from jaxkv.models.families import key_table
+from jaxkv.models.tables import source_shape
 
 _BLOCK = 1 << 22  # elements converted at a time, so that no second copy of a tensor lives beside the first
 
@@ -45,45 +46,27 @@ def shorten(items: Sequence[str], most: int = 4) -> str:
     return shown if len(items) <= most else f"{shown} and {len(items) - most} more"
 
 
-def tensor_names(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], keys: KeyTable) -> dict[str, str]:
-    """Hugging Face name -> path of each parameter, in the order of the key table; no head where it is tied.
-
-    Args:
-      config: architecture.
-      shapes: path -> shape of each parameter.
-      keys: key table of the family.
-    """
+def tensor_names(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """Hugging Face name -> path of each parameter in `shapes`, in the order of the family's key table."""
     return {
         pattern.format(i=layer): path.format(i=layer)
-        for pattern, path in keys.items()
+        for pattern, path in key_table(config.family).items()
         for layer in range(config.num_layers if "{i}" in pattern else 1)
         if path.format(i=layer) in shapes
     }
 
 
 def match_tensors(
-    config: ModelConfig,
-    shapes: Mapping[str, tuple[int, ...]],
-    keys: KeyTable,
-    tensors: Iterable[SourceTensor],
-    where: str,
+    config: ModelConfig, abstract: nnx.State, tensors: Iterable[SourceTensor], where: str
 ) -> dict[str, SourceTensor]:
-    """Pairs each parameter with its source tensor: every source used once, every parameter filled once.
+    """Pairs each path of a state with its source tensor: every source used once, every parameter filled once.
 
-    A head stored beside a tied embedding is accepted if it has the same bits.
-
-    Args:
-      config: architecture.
-      shapes: path -> shape of each parameter.
-      keys: key table of the family.
-      tensors: what the source holds, without known harmless buffers.
-      where: the source, for the message.
-
-    Raises:
-      UserError: one line with everything that is missing, left over or mis-shaped.
+    A head stored beside a tied embedding is accepted if it has the same bits. Raises UserError with everything that is
+    missing, left over or mis-shaped; `where` is the source.
     """
     found = {tensor.name: tensor for tensor in tensors}
-    wanted = tensor_names(config, shapes, keys)
+    shapes = {path: leaf.shape for path, leaf in flat_paths(abstract).items()}
+    wanted = tensor_names(config, shapes)
     head_name, embed_name = "lm_head.weight", "model.embed_tokens.weight"
     if config.tie_embeddings and head_name in found and embed_name in found:
         if not _same_bits(found[head_name], found[embed_name]):
@@ -119,17 +102,9 @@ def _same_bits(a: SourceTensor, b: SourceTensor) -> bool:
 
 
 def cast(source: np.ndarray, shape: tuple[int, ...], dtype: DType, name: str, *, read: bool = True) -> np.ndarray:
-    """Our array of `shape` and `dtype` from a source tensor, rounded once (to nearest even).
+    """Our array of `shape` and `dtype` from a source tensor of as many elements, rounded once (to nearest even).
 
-    Args:
-      source: the tensor.
-      shape: of the result, with as many elements.
-      dtype: of the result.
-      name: for the message.
-      read: whether it was just read and is to be looked at; weights that were are handed on as they are.
-
-    Raises:
-      UserError: a weight that was read is NaN or infinite, or one has no finite value in `dtype`.
+    Raises UserError if a weight has no finite value in `dtype`, or if one that was just `read` is NaN or infinite.
     """
     target = np.dtype(dtype)
     if read:
@@ -139,7 +114,7 @@ def cast(source: np.ndarray, shape: tuple[int, ...], dtype: DType, name: str, *,
     rows = source.reshape(source.shape[0], -1)
     out = np.empty(rows.shape, target)
     step = max(1, _BLOCK // max(1, rows.shape[1]))
-    may_overflow = _largest(target) < _largest(source.dtype)
+    may_overflow = float(ml_dtypes.finfo(target).max) < float(ml_dtypes.finfo(source.dtype).max)
     for start in range(0, rows.shape[0], step):
         block = rows[start : start + step]
         with np.errstate(over="ignore"):
@@ -168,12 +143,6 @@ def not_finite(name: str) -> UserError:
     return UserError(f"{name}: a weight is NaN or infinite, so every number would be; download or train it again")
 
 
-def _largest(dtype: np.dtype) -> float:
-    import ml_dtypes
-
-    return float(ml_dtypes.finfo(dtype).max)
-
-
 def place(array: np.ndarray, path: str, sharding: Sharding) -> jax.Array:
     """The array on its device or devices. Raises UserError where JAX would narrow 64 bits to 32."""
     where = sharding(path, array.shape) if callable(sharding) else sharding
@@ -188,13 +157,12 @@ def fill_state(
     plan: Mapping[str, SourceTensor],
     config: ModelConfig,
     where: str,
-    sharding: Sharding = None,
-    progress: Progress | None = None,
+    sharding: Sharding,
+    progress: Progress | None,
 ) -> nnx.State:
     """Reads, casts and places one tensor after another; peak memory is the model and one tensor.
 
-    Raises:
-      UserError: a weight that overflows, or q and k rows in the wrong RoPE layout.
+    Raises UserError on a weight that overflows, or q and k rows in the wrong RoPE layout.
     """
     arrays: dict[str, jax.Array] = {}
     layout = RopeLayout(config.head_dim)
@@ -274,8 +242,3 @@ def reorder(x: np.ndarray, times: int) -> np.ndarray:
 def count_dtypes(tensors: Iterable[SourceTensor]) -> dict[str, int]:
     """Number of tensors by original dtype."""
     return dict(sorted(collections.Counter(tensor.dtype for tensor in tensors).items()))
-
-
-def num_parameters(state: nnx.State) -> int:
-    """Number of weights in a state."""
-    return sum(math.prod(leaf.shape) for leaf in flat_paths(state).values())

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxkv import files
 from jaxkv.checkpoints.checkpoint import Checkpoint, ConfigCheck, Progress, Provenance, Sharding
-from jaxkv.checkpoints.fill import SourceTensor, count_dtypes, fill_state, flat_paths, match_tensors
+from jaxkv.checkpoints.fill import SourceTensor, count_dtypes, fill_state, match_tensors
 from jaxkv.checkpoints.gguf_header import StoredTensor, find_parts, model_name
 from jaxkv.checkpoints.gguf_tokenizer import build_tokenizer
 from jaxkv.checkpoints.hf_tokenizer import check_template
@@ -238,7 +238,6 @@ def read_gguf(
         if check is not None:
             config = check(config)
         graphdef, abstract = abstract_decoder(config, precision)
-        shapes = {key: leaf.shape for key, leaf in flat_paths(abstract).items()}
         arch = fields["general.architecture"]
         names = _hf_names(arch, config)
         tensors = [
@@ -246,7 +245,7 @@ def read_gguf(
             for tensor in stored
             if tensor.name != _ROPE_FREQS
         ]
-        plan = match_tensors(config, shapes, key_table(config.family), tensors, name)
+        plan = match_tensors(config, abstract, tensors, name)
         tokenizer = _read_tokenizer(fields, name)
         check_special_ids(tokenizer, config.vocab_size, name)
         with reading(name, "use another quantization of the model", (NotImplementedError,)):

@@ -28,15 +28,11 @@ _QWEN2 = _LLAMA3.replace("{1,3}", "")  # the same, but every digit stands alone
 
 
 def build_tokenizer(fields: Mapping[str, Any], name: str) -> Any:
-    """A transformers tokenizer from GGUF metadata.
+    """A transformers tokenizer from the metadata of the file `name`, keys as they stand there.
 
-    Args:
-      fields: the metadata, keys as in the file.
-      name: the source as the user gave it.
-
-    Raises:
-      UserError: a kind of tokenizer or a pre-tokenizer not known here, or fields that do not fit together.
+    Raises UserError on a kind of tokenizer or a pre-tokenizer not known here, or fields that do not fit together.
     """
+    from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
 
     kind, kinds = fields.get(f"{KEY}model"), {"llama": _sentencepiece, "gpt2": _byte_level}
@@ -54,45 +50,40 @@ def build_tokenizer(fields: Mapping[str, Any], name: str) -> Any:
             f"{name}: {len(tokens)} tokens, {len(vocab)} distinct, with {len(types)} types; use an intact GGUF file"
         )
     special = {role: _special_id(fields, role, kind, len(tokens), name) for role in _ROLES}
-    built = kinds[kind](fields, vocab, types, special, name)
-    bos = special["bos"] if fields.get(f"{KEY}add_bos_token", built.add_bos) else None
-    built.backend.post_processor = bos_template("" if bos is None else tokens[bos], bos)
     named = {_ROLES[role]: tokens[i] for role, i in special.items() if i is not None}
-    hf = PreTrainedTokenizerFast(tokenizer_object=built.backend, clean_up_tokenization_spaces=False, **named)
-    if built.splitter is not None:  # only now: the class copies its backend, and Python code in it cannot be copied
-        hf.backend_tokenizer.pre_tokenizer = built.splitter
+    backend, splitter = kinds[kind](fields, vocab, types, named.get("unk_token"), name)
+    backend.add_tokens([  # which are cut out of a text before anything else, the longest first
+        AddedToken(token, special=one != _USER, normalized=False)
+        for token, one in zip(tokens, types, strict=True)
+        if one in (_UNKNOWN, _CONTROL, _USER)
+    ])  # fmt: skip
+    puts_bos = kind == "llama" or fields.get(f"{KEY}pre") == "llama-bpe"
+    bos = special["bos"] if fields.get(f"{KEY}add_bos_token", puts_bos) else None
+    backend.post_processor = bos_template("" if bos is None else tokens[bos], bos)
+    hf = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **named)
+    if splitter is not None:  # only now: the class copies its backend, and Python code in it cannot be copied
+        hf.backend_tokenizer.pre_tokenizer = splitter
     return hf
 
 
-@dataclasses.dataclass(frozen=True)
-class _Built:
-    """A tokenizer of the Rust library, whether BOS is its kind's default, and a pre-tokenizer to set at the end."""
-
-    backend: Any
-    add_bos: bool
-    splitter: Any = None
-
-
 def _sentencepiece(
-    fields: Mapping[str, Any], vocab: dict[str, int], types: Sequence[int], special: dict[str, int | None], name: str
-) -> _Built:
-    """The kind `llama`: BPE by score with byte fallback."""
-    from tokenizers import decoders, models, normalizers, pre_tokenizers
+    fields: Mapping[str, Any], vocab: dict[str, int], types: Sequence[int], unknown: str | None, name: str
+) -> tuple[Any, Any]:
+    """The kind `llama`: BPE by score with byte fallback. With it a pre-tokenizer to set at the end, or None."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     scores = _column(fields, "scores", float, name)
-    if len(scores) != len(types) or not all(map(math.isfinite, scores)):
-        finite = sum(map(math.isfinite, scores))
+    finite = sum(map(math.isfinite, scores))
+    if not len(scores) == len(types) == finite:
         raise UserError(
             f"{name}: {len(types)} tokens with {len(scores)} scores, {finite} of them finite; use an intact GGUF file"
         )
-    tokens = list(vocab)
-    unknown = special["unknown"]
     merges = _merges(vocab, scores, types, name)
     model = models.BPE(
         vocab=vocab,
         merges=merges or [],
         ignore_merges=merges is None,  # what the splitter gives are pieces already
-        unk_token=None if unknown is None else tokens[unknown],
+        unk_token=unknown,
         fuse_unk=True,
         byte_fallback=all(byte in vocab for byte in _BYTES),
     )
@@ -100,13 +91,13 @@ def _sentencepiece(
     prefix = bool(fields.get(f"{KEY}add_space_prefix", True))
     spaces = normalizers.Replace(" ", _SPACE)
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend = _backend(model, tokens, types)
+    backend = Tokenizer(model)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefix else spaces
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
     if merges is not None:
-        return _Built(backend, True)
+        return backend, None
     pieces = {token: scores[i] for token, i in vocab.items() if types[i] == _NORMAL}
-    return _Built(backend, True, pre_tokenizers.PreTokenizer.custom(Greedy(pieces)))
+    return backend, pre_tokenizers.PreTokenizer.custom(_Greedy(pieces))
 
 
 def _merges(
@@ -153,16 +144,15 @@ def _is_closed_run(group: Sequence[str], better: Sequence[tuple[str, str]], resu
     return set(group) == runs and not any(part in runs for pair in better for part in pair)
 
 
-class Greedy:
+@dataclasses.dataclass(frozen=True)
+class _Greedy:
     """Sentencepiece's BPE: the adjacent pair that makes the best-scored piece merges first, leftmost among equals.
 
     A pre-tokenizer of the Rust library, in Python: for vocabularies whose pieces share scores in a way that no list of
     merges can say.
     """
 
-    def __init__(self, scores: Mapping[str, float]):
-        """`scores`: of every piece that a merge may make."""
-        self.scores = scores
+    scores: Mapping[str, float]  # of every piece that a merge may make
 
     def pre_tokenize(self, text: Any) -> None:
         """Splits a PreTokenizedString into pieces and characters that are none."""
@@ -197,10 +187,10 @@ _PRE = {"gpt-2": None, "smollm": None, "llama-bpe": _LLAMA3, "qwen2": _QWEN2}
 
 
 def _byte_level(
-    fields: Mapping[str, Any], vocab: dict[str, int], types: Sequence[int], special: dict[str, int | None], name: str
-) -> _Built:
+    fields: Mapping[str, Any], vocab: dict[str, int], types: Sequence[int], unknown: str | None, name: str
+) -> tuple[Any, None]:
     """The kind `gpt2`: byte-level BPE."""
-    from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pre = fields.get(f"{KEY}pre")
     if pre not in _PRE:
@@ -210,8 +200,7 @@ def _byte_level(
     merges = [tuple(merge.split(" ")) for merge in _column(fields, "merges", str, name)]
     if odd := [m for m in merges if len(m) != 2 or not {*m, "".join(m)} <= vocab.keys()]:
         raise UserError(f"{name}: merge {' '.join(odd[0])!r} is not of two tokens into one; use an intact GGUF file")
-    llama3 = pre == "llama-bpe"
-    backend = _backend(models.BPE(vocab=vocab, merges=merges, ignore_merges=llama3), list(vocab), types)
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
     if pre == "qwen2":  # as in the tokenizer.json of every Qwen2 and Qwen3
         backend.normalizer = normalizers.NFC()
     pattern = _PRE[pre]
@@ -222,21 +211,7 @@ def _byte_level(
         steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     backend.decoder = decoders.ByteLevel()
-    return _Built(backend, llama3)
-
-
-def _backend(model: Any, tokens: Sequence[str], types: Sequence[int]) -> Any:
-    """The model with its added tokens, which are cut out of a text before anything else, the longest first."""
-    import tokenizers
-
-    backend = tokenizers.Tokenizer(model)
-    added = [
-        tokenizers.AddedToken(token, special=kind in (_UNKNOWN, _CONTROL), normalized=False)
-        for token, kind in zip(tokens, types, strict=True)
-        if kind in (_UNKNOWN, _CONTROL, _USER)
-    ]
-    backend.add_tokens(added)
-    return backend
+    return backend, None
 
 
 def _special_id(fields: Mapping[str, Any], role: str, kind: str, count: int, name: str) -> int | None:

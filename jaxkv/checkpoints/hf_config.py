@@ -9,11 +9,7 @@ from jaxkv.models.tables import differing_fields
 
 
 def transformers_config(config: ModelConfig) -> Any:
-    """Returns the transformers config of the same architecture.
-
-    Raises:
-      UserError: fields that the family's transformers config cannot express, by name.
-    """
+    """The transformers config of the same architecture. Raises UserError with the fields that it cannot express."""
     settings = _settings(config)
     found = parse_config(settings.to_dict(), config.name)
     odd = differing_fields(found, config)

@@ -18,7 +18,6 @@ from jaxkv.config import ModelConfig
 from jaxkv.errors import UserError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json")
 _SENTENCEPIECE = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")  # these put BOS first unless told not to
 _SAMPLES = (
     "Of the 12 cafés,\n  which is the largest?  345.6",
@@ -40,6 +39,9 @@ class _Named(msgspec.Struct):
     template: str
 
 
+_Templates = str | list[_Named]
+
+
 class _Backend(msgspec.Struct):
     """Of tokenizer.json: what decides about BOS."""
 
@@ -53,7 +55,7 @@ class _Config(msgspec.Struct):
     add_bos_token: bool | None = None
     added_tokens_decoder: dict[int, _Added] = {}
     bos_token: str | _Added | None = None
-    chat_template: str | list[_Named] | None = None
+    chat_template: _Templates | None = None
     eos_token: str | _Added | None = None
     pad_token: str | _Added | None = None
     tokenizer_class: str | None = None
@@ -61,54 +63,38 @@ class _Config(msgspec.Struct):
 
 
 class _Template(msgspec.Struct):
-    chat_template: str | list[_Named]
+    chat_template: _Templates
 
 
 def read_tokenizer(directory: pathlib.Path, config: ModelConfig, eos_ids: Sequence[int]) -> AnyTokenizer:
     """The directory's tokenizer; bytes for a byte-sized vocabulary without one.
 
-    Args:
-      directory: has one of TOKENIZER_FILES.
-      config: of the model: its vocabulary bounds BOS and the stop ids.
-      eos_ids: stop ids of config.json and generation_config.json.
-
-    Raises:
-      UserError: no tokenizer, one of its files is broken, or BOS or a stop id has no embedding.
+    `eos_ids` are the stop ids of config.json and generation_config.json. Raises UserError if there is no tokenizer, one
+    of its files is broken, or BOS or a stop id has no embedding.
     """
     if not any((directory / name).exists() for name in TOKENIZER_FILES):
         if config.vocab_size == ByteTokenizer.vocab_size:
             return ByteTokenizer()
         raise UserError(f"{directory} has no tokenizer ({', '.join(TOKENIZER_FILES)}); download its files too")
+    beside = _read_beside(directory)
+    add_bos = None  # as the tokenizer itself has it
     if (directory / "tokenizer.json").exists():
-        hf = read_plain(directory)
+        hf, backend = _read_plain(directory)
+        add_bos = _puts_bos(hf, backend, beside)
     elif (directory / "tokenizer.model").exists():
-        hf = _read_sentencepiece(directory)
+        hf = _read_sentencepiece(directory, beside)
     else:
-        hf = _read_slow(directory)
-    _add_template(hf, directory)
-    tokenizer = Tokenizer(hf, add_bos=_find_bos(hf, directory), eos_ids=eos_ids)
+        from transformers import AutoTokenizer
+
+        with files.reading(directory / "vocab.json", kinds=(Exception,)):  # by the class that the files name
+            hf = AutoTokenizer.from_pretrained(str(directory))
+    template = directory / "chat_template.json"
+    if not hf.chat_template and template.exists():
+        hf.chat_template = _by_name(files.read_json(template, _Template).chat_template)
+    check_template(hf, str(directory))
+    tokenizer = Tokenizer(hf, add_bos=add_bos, eos_ids=eos_ids)
     check_special_ids(tokenizer, config.vocab_size, str(directory))
     return tokenizer
-
-
-def read_plain(directory: pathlib.Path, remedy: str = files.AGAIN) -> Any:
-    """A transformers tokenizer that runs a directory's tokenizer.json as it stands.
-
-    Raises:
-      UserError: tokenizer.json or a file beside it is broken.
-    """
-    from transformers import PreTrainedTokenizerFast
-
-    files.read_json(directory / "tokenizer.json", _Backend, remedy)
-    _check_beside(directory, remedy)
-    with files.reading(directory / "tokenizer.json", remedy, (Exception,)):  # the Rust library has no class of its own
-        hf = PreTrainedTokenizerFast.from_pretrained(str(directory))
-        hf("a", verbose=False)
-    if hf.bos_token is None and (first := hf("a", verbose=False, return_special_tokens_mask=True))[
-        "special_tokens_mask"
-    ][:1] == [1]:
-        hf.bos_token = hf.convert_ids_to_tokens(first["input_ids"][0])
-    return hf
 
 
 def load_tokenizer(directory: str | pathlib.Path) -> AnyTokenizer:
@@ -117,44 +103,42 @@ def load_tokenizer(directory: str | pathlib.Path) -> AnyTokenizer:
     rules = files.read_json(path / RULES_FILE, Rules, _CONVERT)
     if rules.kind == "bytes":
         return ByteTokenizer(add_bos=rules.add_bos)
-    tokenizer = Tokenizer(read_plain(path, _CONVERT), add_bos=rules.add_bos, eos_ids=rules.eos_ids)
+    _read_beside(path, _CONVERT)
+    tokenizer = Tokenizer(_read_plain(path, _CONVERT)[0], add_bos=rules.add_bos, eos_ids=rules.eos_ids)
     if tokenizer.to_json() != msgspec.to_builtins(rules) | {"eos_ids": list(rules.eos_ids)}:
         raise UserError(f"{path / RULES_FILE} does not fit tokenizer.json beside it; {_CONVERT}")
     return tokenizer
 
 
-def _check_beside(directory: pathlib.Path, remedy: str = files.AGAIN) -> None:
-    for name in _BESIDE:
+def _read_beside(directory: pathlib.Path, remedy: str = files.AGAIN) -> _Config:
+    """tokenizer_config.json. Raises UserError if it or another file that transformers reads is broken."""
+    kinds: dict[str, Any] = {"tokenizer_config.json": _Config, "chat_template.json": _Template}
+    for name in ("special_tokens_map.json", "added_tokens.json", *kinds):
         if (directory / name).exists():
-            kind: Any = {"tokenizer_config.json": _Config, "chat_template.json": _Template}.get(name, dict[str, Any])
-            files.read_json(directory / name, kind, remedy)
+            files.read_json(directory / name, kinds.get(name, dict), remedy)
     if (directory / "chat_template.jinja").exists():
         files.read_text(directory / "chat_template.jinja", remedy)
-
-
-def _read_config(directory: pathlib.Path) -> _Config:
     path = directory / "tokenizer_config.json"
     return files.read_json(path, _Config) if path.exists() else _Config()
 
 
-def _read_slow(directory: pathlib.Path) -> Any:
-    """vocab.json and merges.txt, by the class that the files name."""
-    from transformers import AutoTokenizer
+def _read_plain(directory: pathlib.Path, remedy: str = files.AGAIN) -> tuple[Any, _Backend]:
+    """A transformers tokenizer that runs tokenizer.json as it stands. Raises UserError if it is broken."""
+    from transformers import PreTrainedTokenizerFast
 
-    _check_beside(directory)
-    with files.reading(directory / "vocab.json", kinds=(Exception,)):
-        return AutoTokenizer.from_pretrained(str(directory))
+    path = directory / "tokenizer.json"
+    backend = files.read_json(path, _Backend, remedy)
+    with files.reading(path, remedy, (Exception,)):  # the Rust library has no class of its own
+        hf = PreTrainedTokenizerFast.from_pretrained(str(directory))
+        first = hf("a", verbose=False, return_special_tokens_mask=True)
+    if hf.bos_token is None and first["special_tokens_mask"][:1] == [1]:
+        hf.bos_token = hf.convert_ids_to_tokens(first["input_ids"][0])
+    return hf, backend
 
 
-def _find_bos(hf: Any, directory: pathlib.Path) -> bool | None:
-    """Whether BOS comes first: as tokenizer.json's template does, else as tokenizer_config.json says.
-
-    None leaves it to the tokenizer itself.
-    """
-    if not (directory / "tokenizer.json").exists():
-        return None
-    backend = files.read_json(directory / "tokenizer.json", _Backend)
-    post, config = backend.post_processor or {}, _read_config(directory)
+def _puts_bos(hf: Any, backend: _Backend, config: _Config) -> bool:
+    """Whether BOS comes first: as tokenizer.json's template does, else as tokenizer_config.json says."""
+    post = backend.post_processor or {}
     steps = post.get("processors", []) if post.get("type") == "Sequence" else [post]
     if any(step.get("type") == "TemplateProcessing" for step in steps):
         return bool(hf("a", verbose=False)["input_ids"][:1] == [hf.bos_token_id])
@@ -165,13 +149,8 @@ def _find_bos(hf: Any, directory: pathlib.Path) -> bool | None:
     return config.tokenizer_class.removesuffix("Fast") in _SENTENCEPIECE
 
 
-def _add_template(hf: Any, directory: pathlib.Path) -> None:
-    """Takes chat_template.json where there is no other template, and sees that the template is one at all."""
-    path = directory / "chat_template.json"
-    if not hf.chat_template and path.exists():
-        found = files.read_json(path, _Template).chat_template
-        hf.chat_template = found if isinstance(found, str) else {one.name: one.template for one in found}
-    check_template(hf, str(directory))
+def _by_name(found: _Templates | None) -> str | dict[str, str] | None:
+    return {one.name: one.template for one in found} if isinstance(found, list) else found
 
 
 def check_template(hf: Any, name: str) -> None:
@@ -191,7 +170,7 @@ def check_template(hf: Any, name: str) -> None:
         return
 
 
-def _read_sentencepiece(directory: pathlib.Path) -> Any:
+def _read_sentencepiece(directory: pathlib.Path, config: _Config) -> Any:
     """tokenizer.model alone, with the special tokens and the template of tokenizer_config.json."""
     path = directory / "tokenizer.model"
     try:
@@ -201,13 +180,13 @@ def _read_sentencepiece(directory: pathlib.Path) -> Any:
         raise UserError(
             f"{path} needs sentencepiece: install it with pip install 'jaxkv[sentencepiece]', or add tokenizer.json"
         ) from None
-    _check_beside(directory)
-    config, content = _read_config(directory), files.read_bytes(path)
+    content = files.read_bytes(path)
     with files.reading(path, kinds=(Exception,)):  # protobuf and the library each have a class of their own
         proto = ModelProto.FromString(content)
         processor = sentencepiece.SentencePieceProcessor(model_proto=content)
     hf = build_tokenizer(_model_fields(proto, config, path), str(path))
-    hf.chat_template = _template(config, directory)
+    jinja = directory / "chat_template.jinja"
+    hf.chat_template = files.read_text(jinja) if jinja.exists() else _by_name(config.chat_template)
     for text in _SAMPLES:
         if hf.encode(text, add_special_tokens=False) != processor.encode(text):
             raise UserError(f"{path}: sentencepiece encodes {text!r} otherwise than we would; add a tokenizer.json")
@@ -234,25 +213,18 @@ def _model_fields(proto: Any, config: _Config, path: pathlib.Path) -> dict[str, 
         found = default if content is None else tokens.index(content) if content in tokens else -1
         return found if found >= 0 else None
 
-    return {
-        f"{KEY}model": "llama",
-        f"{KEY}tokens": tokens,
-        f"{KEY}scores": scores,
-        f"{KEY}token_type": types,
-        f"{KEY}add_space_prefix": normalizer.add_dummy_prefix,
-        f"{KEY}remove_extra_whitespaces": normalizer.remove_extra_whitespaces,
-        f"{KEY}precompiled_charsmap": normalizer.precompiled_charsmap,
-        f"{KEY}bos_token_id": find(config.bos_token, trainer.bos_id),
-        f"{KEY}eos_token_id": find(config.eos_token, trainer.eos_id),
-        f"{KEY}unknown_token_id": find(config.unk_token, trainer.unk_id),
-        f"{KEY}padding_token_id": find(config.pad_token, trainer.pad_id),
-        f"{KEY}add_bos_token": config.add_bos_token is not False,
+    fields = {
+        "model": "llama",
+        "tokens": tokens,
+        "scores": scores,
+        "token_type": types,
+        "add_space_prefix": normalizer.add_dummy_prefix,
+        "remove_extra_whitespaces": normalizer.remove_extra_whitespaces,
+        "precompiled_charsmap": normalizer.precompiled_charsmap,
+        "bos_token_id": find(config.bos_token, trainer.bos_id),
+        "eos_token_id": find(config.eos_token, trainer.eos_id),
+        "unknown_token_id": find(config.unk_token, trainer.unk_id),
+        "padding_token_id": find(config.pad_token, trainer.pad_id),
+        "add_bos_token": config.add_bos_token is not False,
     }
-
-
-def _template(config: _Config, directory: pathlib.Path) -> str | dict[str, str] | None:
-    path = directory / "chat_template.jinja"
-    if path.exists():
-        return files.read_text(path)
-    found = config.chat_template
-    return {one.name: one.template for one in found} if isinstance(found, list) else found
+    return {KEY + key: value for key, value in fields.items()}

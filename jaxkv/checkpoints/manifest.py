@@ -16,8 +16,9 @@ import msgspec
 from jaxkv.checkpoints.fill import shorten
 from jaxkv.errors import UserError
 from jaxkv.files import read_json, reading
+from jaxkv.provenance import sha256_file
 
-MANIFEST = "manifest.json"
+FILE = "manifest.json"
 FOLDERS = ("params", "tokenizer")
 _REMEDY = "copy the checkpoint again, or convert the original again"
 
@@ -27,23 +28,16 @@ class _Manifest(msgspec.Struct):
     files: dict[str, str]
 
 
-def hash_file(path: pathlib.Path) -> str:
-    """sha256 of a file. Raises UserError if it cannot be read."""
-    with reading(path), path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def hash_files(paths: Sequence[pathlib.Path]) -> dict[str, str]:
     """sha256 of each file by its name."""
-    return {path.name: hash_file(path) for path in paths}
+    return {path.name: sha256_file(path) for path in paths}
 
 
 @contextlib.contextmanager
 def unchanged(paths: Sequence[pathlib.Path]) -> Iterator[None]:
     """Ties hashes to what is read: size, time of change and inode are the same before and after.
 
-    Raises:
-      UserError: a file is missing, or another program wrote it meanwhile.
+    Raises UserError if a file is missing, or another program wrote it meanwhile.
     """
     before = [_stamp(path) for path in paths]
     yield
@@ -71,18 +65,18 @@ def list_files(directory: pathlib.Path) -> list[pathlib.Path]:
 
 def hash_tree(directory: pathlib.Path) -> dict[str, str]:
     """sha256 of every file under params/ and tokenizer/ by its path in the checkpoint."""
-    return {path.relative_to(directory).as_posix(): hash_file(path) for path in list_files(directory)}
+    return {path.relative_to(directory).as_posix(): sha256_file(path) for path in list_files(directory)}
 
 
 def write_manifest(directory: pathlib.Path) -> None:
     """Writes the manifest of what lies in a directory."""
     content = {"format": 1, "files": hash_tree(directory)}
-    (directory / MANIFEST).write_text(json.dumps(content, indent=1) + "\n")
+    (directory / FILE).write_text(json.dumps(content, indent=1) + "\n")
 
 
 def check_manifest(directory: pathlib.Path, found: Mapping[str, str]) -> None:
     """Compares hashes of what lies there with the manifest. Raises UserError with the files that differ."""
-    written = read_json(directory / MANIFEST, _Manifest, _REMEDY).files
+    written = read_json(directory / FILE, _Manifest, _REMEDY).files
     faults = {
         "missing": [name for name in written if name not in found],
         "changed": [name for name in written if found.get(name, written[name]) != written[name]],

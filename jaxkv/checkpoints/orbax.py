@@ -2,7 +2,7 @@
 
 DEST/params/         Orbax (zarr, one file a tensor); its custom metadata holds config, provenance and versions
 DEST/tokenizer/      tokenizer files
-DEST/manifest.json   sha256 of all these files; format 1 had none
+DEST/manifest.json   sha256 of all these files
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import pathlib
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import jax
 import msgspec
@@ -23,33 +23,23 @@ import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from jaxkv.checkpoints import manifest
 from jaxkv.checkpoints.checkpoint import Checkpoint, ConfigCheck, Progress, Provenance, Sharding
-from jaxkv.checkpoints.destination import new_directory
 from jaxkv.checkpoints.fill import cast, flat_paths, not_finite, place, shorten, with_leaves
 from jaxkv.checkpoints.hf_tokenizer import load_tokenizer
-from jaxkv.checkpoints.manifest import (
-    MANIFEST,
-    check_manifest,
-    hash_tree,
-    list_files,
-    summarize,
-    unchanged,
-    write_manifest,
-)
 from jaxkv.config import ModelConfig, Precision
 from jaxkv.errors import UserError
 from jaxkv.files import convert, read_json, reading
 from jaxkv.models.decoder import abstract_decoder
+from jaxkv.writing import new_directory
 
-_FORMAT = 2
 _REMEDY = "convert the original again"
-_NO_MANIFEST = "stored without a manifest, so changes since then cannot be noticed"
 
 
 class _Metadata(msgspec.Struct):
     """What `save` records in Orbax's custom metadata."""
 
-    format: Literal[1, 2]
+    format: Literal[2]  # 1 had no manifest
     config: dict[str, Any]
     dtype: Literal["float16", "bfloat16", "float32", "float64"]
     generation: dict[str, Any]
@@ -59,18 +49,23 @@ class _Metadata(msgspec.Struct):
 
 def is_checkpoint(path: pathlib.Path) -> bool:
     """Whether a directory is one of ours, whole or not."""
-    return any((path / name).exists() for name in (MANIFEST, "params/_CHECKPOINT_METADATA", "params/_METADATA"))
+    return any((path / name).exists() for name in (manifest.FILE, "params/_CHECKPOINT_METADATA", "params/_METADATA"))
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps Orbax's progress notes off the terminal; its errors are raised."""
+def _checkpointer(largest: int = 0) -> Iterator[Any]:
+    """Orbax's, for arrays of at most so many bytes. Its progress notes stay off the terminal; its errors are raised."""
+    import orbax.checkpoint as ocp
     from absl import logging as notes
 
+    # Compression and OCDBT both keep further copies of the data in memory, and weights hardly compress.
+    limit = math.ceil(largest / 1e9) + 1
+    handler = ocp.PyTreeCheckpointHandler(save_concurrent_gb=limit, use_ocdbt=False, use_compression=False)
     before = notes.get_verbosity()
     notes.set_verbosity(notes.FATAL)
     try:
-        yield
+        with ocp.Checkpointer(handler) as found:
+            yield found
     finally:
         notes.set_verbosity(before)
 
@@ -97,19 +92,10 @@ def _forgotten_writes() -> Iterator[None]:
     tasks.setLevel(level)
 
 
-def _handler(largest: int = 0) -> Any:
-    import orbax.checkpoint as ocp
-
-    # Compression and OCDBT both keep further copies of the data in memory, and weights hardly compress.
-    limit = math.ceil(largest / 1e9) + 1
-    return ocp.PyTreeCheckpointHandler(save_concurrent_gb=limit, use_ocdbt=False, use_compression=False)
-
-
 def save(checkpoint: Checkpoint, directory: str | pathlib.Path) -> None:
     """Writes a checkpoint; `restore` gives back the same bits.
 
-    Raises:
-      UserError: the destination is not empty or cannot be written, or a weight is NaN or infinite.
+    Raises UserError if the destination is not empty or cannot be written, or a weight is NaN or infinite.
     """
     import orbax.checkpoint as ocp
 
@@ -117,7 +103,7 @@ def save(checkpoint: Checkpoint, directory: str | pathlib.Path) -> None:
     for key, array in arrays.items():
         _require_finite(array, key)
     metadata = {
-        "format": _FORMAT,
+        "format": 2,
         "config": checkpoint.config.to_json(),
         "dtype": str(next(iter(arrays.values())).dtype),
         "generation": checkpoint.generation,
@@ -126,17 +112,10 @@ def save(checkpoint: Checkpoint, directory: str | pathlib.Path) -> None:
     }
     with new_directory(directory) as partial:
         checkpoint.tokenizer.save(partial / "tokenizer")
-        with (
-            _quiet(),
-            _forgotten_writes(),
-            ocp.Checkpointer(_handler(max(array.nbytes for array in arrays.values()))) as writer,
-        ):
-            writer.save(
-                partial / "params",
-                args=ocp.args.PyTreeSave(unflatten_dict(arrays, sep="/")),
-                custom_metadata={"jaxkv": metadata},
-            )
-        write_manifest(partial)
+        with _forgotten_writes(), _checkpointer(max(array.nbytes for array in arrays.values())) as writer:
+            tree = ocp.args.PyTreeSave(unflatten_dict(arrays, sep="/"))
+            writer.save(partial / "params", args=tree, custom_metadata={"jaxkv": metadata})
+        manifest.write_manifest(partial)
 
 
 def _require_finite(array: jax.Array, name: str) -> None:
@@ -144,12 +123,10 @@ def _require_finite(array: jax.Array, name: str) -> None:
         raise not_finite(name)
 
 
-def read_metadata(path: pathlib.Path) -> _Metadata:
+def _read_metadata(path: pathlib.Path) -> _Metadata:
     """What `save` recorded. Raises UserError if it is not there, of another format or of another type."""
-    import orbax.checkpoint as ocp
-
     where = path / "params"
-    with reading(where, _REMEDY, (Exception,)), _quiet(), ocp.Checkpointer(_handler()) as reader:
+    with reading(where, _REMEDY, (Exception,)), _checkpointer() as reader:
         found = (reader.metadata(where.absolute()).custom_metadata or {}).get("jaxkv")
     if not found:
         raise UserError(f"{path} is an Orbax checkpoint but not one of jaxkv's; {_REMEDY}")
@@ -166,40 +143,13 @@ def _read_config(metadata: _Metadata, path: pathlib.Path) -> ModelConfig:
 class _Array(msgspec.Struct):
     """.zarray, as zarr's second format has it."""
 
-    shape: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]]
-    chunks: list[Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]]
-    compressor: dict[str, Any] | None
+    shape: tuple[int, ...]
 
 
-def _check_arrays(params: pathlib.Path, itemsize: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of the stored arrays by path, each with all of its chunks: zarr reads zeros where one is missing.
-
-    Raises:
-      UserError: a chunk is missing or is not whole.
-    """
-    stored = {}
-    for folder in sorted(params.iterdir()):
-        if not os.path.lexists(folder / ".zarray"):
-            continue
-        array = read_json(folder / ".zarray", _Array, _REMEDY)
-        chunks = math.prod(-(-size // part) for size, part in zip(array.shape, array.chunks, strict=False))
-        there = [path for path in folder.iterdir() if path.name != ".zarray"]
-        if len(there) != chunks:
-            raise UserError(f"{folder} holds {len(there)} of {chunks} chunks; {_REMEDY}")
-        size = math.prod(array.chunks) * itemsize
-        if array.compressor is None and any(path.stat().st_size != size for path in there):
-            raise UserError(f"{folder} has a chunk that is not {size} bytes long; {_REMEDY}")
-        stored[folder.name.replace(".", "/")] = tuple(array.shape)
-    return stored
-
-
-def _match_arrays(
-    path: pathlib.Path, stored: Mapping[str, tuple[int, ...]], config: ModelConfig, precision: Precision
-) -> tuple[nnx.GraphDef, nnx.State]:
+def _match_arrays(path: pathlib.Path, config: ModelConfig, precision: Precision) -> tuple[nnx.GraphDef, nnx.State]:
     """The decoder whose parameters the stored arrays are, without values. Raises UserError if they are not."""
-    layers = {name.split("/")[1] for name in stored if name.startswith("layers/")}
-    if len(layers) != config.num_layers:  # before a decoder of that many is made
-        raise UserError(f"{path} holds {len(layers)} layers, and its config says {config.num_layers}; {_REMEDY}")
+    files = (path / "params").glob("*/.zarray")
+    stored = {file.parent.name.replace(".", "/"): read_json(file, _Array, _REMEDY).shape for file in files}
     graphdef, abstract = abstract_decoder(config, precision)
     wanted = {name: tuple(leaf.shape) for name, leaf in flat_paths(abstract).items()}
     odd = sorted(name for name in stored.keys() | wanted.keys() if stored.get(name) != wanted.get(name))
@@ -209,50 +159,31 @@ def _match_arrays(
 
 
 def restore(
-    directory: str | pathlib.Path,
-    precision: Precision,
-    *,
-    check: ConfigCheck | None = None,
-    sharding: Sharding = None,
-    progress: Progress | None = None,
+    path: pathlib.Path, *, precision: Precision, check: ConfigCheck, sharding: Sharding, progress: Progress | None
 ) -> Checkpoint:
-    """Reads a checkpoint that `save` wrote, on any number of devices.
+    """Reads a checkpoint that `save` wrote, on any number of devices; arguments as in `load`.
 
-    Args:
-      directory: DEST of `save`.
-      precision: weights stored in another dtype than its param dtype are rounded once.
-      check: called with the config before any weight is read; may raise, or rename it.
-      sharding: a Sharding, or a function of path and shape; None is the default device.
-      progress: called after each tensor.
-
-    Raises:
-      UserError: not a checkpoint of ours, or its arrays do not fit its config.
+    Raises UserError if it is not a checkpoint of ours, or its arrays do not fit its config.
     """
-
-    path = pathlib.Path(directory).expanduser()
-    with unchanged(list_files(path)):
-        hashes = hash_tree(path)
-        if listed := os.path.lexists(path / MANIFEST):
-            check_manifest(path, hashes)
-        metadata = read_metadata(path)
-        if metadata.format > 1 and not listed:
-            raise UserError(f"{path} lacks its {MANIFEST}; copy it too, or {_REMEDY}")
-        config = _read_config(metadata, path)
+    with manifest.unchanged(manifest.list_files(path)):
+        hashes = manifest.hash_tree(path)
+        if listed := os.path.lexists(path / manifest.FILE):
+            manifest.check_manifest(path, hashes)
+        metadata = _read_metadata(path)
+        if not listed:
+            raise UserError(f"{path} lacks its {manifest.FILE}; copy it too, or {_REMEDY}")
+        config = check(_read_config(metadata, path))
         dtype = np.dtype(jax.numpy.dtype(metadata.dtype))
-        stored = _check_arrays(path / "params", dtype.itemsize)
-        if check is not None:
-            config = check(config)
-        graphdef, abstract = _match_arrays(path, stored, config, precision)
+        graphdef, abstract = _match_arrays(path, config, precision)
         state = _read_arrays(path, abstract, dtype, sharding, progress)
         with reading(path / "tokenizer", _REMEDY, (Exception,)):
             tokenizer = load_tokenizer(path / "tokenizer")
     origin = metadata.provenance
     provenance = dataclasses.replace(
         origin,
-        source=str(directory),
+        source=str(path),
         kind="orbax",
-        files=summarize(hashes),
-        note="; ".join(filter(None, (origin.note, None if listed else _NO_MANIFEST))) or None,
+        files=manifest.summarize(hashes),
         converted_from={"source": origin.source, "kind": origin.kind, "files": origin.files},
         converted_by=metadata.versions,
         stored_dtype=metadata.dtype,
@@ -263,15 +194,19 @@ def restore(
 def _read_arrays(
     path: pathlib.Path, abstract: nnx.State, stored: np.dtype, sharding: Sharding, progress: Progress | None
 ) -> nnx.State:
-    """The state, one group of arrays after another. Raises UserError if they do not fit it."""
-    import orbax.checkpoint as ocp
+    """The state, one group of arrays after another: a layer's, and the rest one by one.
 
+    Raises UserError if they do not fit it.
+    """
     leaves = flat_paths(abstract)
+    groups: dict[str, dict[str, Any]] = {}
+    for key, leaf in leaves.items():
+        layer = "/".join(key.split("/")[:2])
+        groups.setdefault(layer if key.startswith("layers/") else key, {})[key] = leaf
     arrays: dict[str, jax.Array] = {}
-    with reading(path, _REMEDY, (Exception,)), _quiet(), ocp.Checkpointer(_handler()) as reader:
-        for group in _groups(list(leaves)):
-            read = _read_group(reader, path / "params", {key: leaves[key] for key in group}, stored, sharding)
-            for key, array in read.items():
+    with reading(path, _REMEDY, (Exception,)), _checkpointer() as reader:
+        for group in groups.values():
+            for key, array in _read_group(reader, path / "params", group, stored, sharding).items():
                 if isinstance(array, np.ndarray):
                     array = place(cast(array, array.shape, leaves[key].dtype, key), key, sharding)
                 else:
@@ -280,15 +215,6 @@ def _read_arrays(
                 if progress is not None:
                     progress(len(arrays), len(leaves), key)
     return with_leaves(abstract, arrays)
-
-
-def _groups(paths: list[str]) -> list[list[str]]:
-    """Parameters read together: a layer's, and the rest one by one."""
-    groups: dict[str, list[str]] = {}
-    for path in paths:
-        parts = path.split("/")
-        groups.setdefault("/".join(parts[:2]) if parts[0] == "layers" else path, []).append(path)
-    return list(groups.values())
 
 
 def _read_group(

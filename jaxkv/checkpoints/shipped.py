@@ -13,8 +13,7 @@ _PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 def find_shipped(name: str) -> pathlib.Path:
     """Directory of a shipped checkpoint: in the package where it is installed, in `checkpoints/` of a checkout.
 
-    Raises:
-      UserError: no such checkpoint, or its files are missing.
+    Raises UserError if there is no such checkpoint, or its files are missing.
     """
     if name not in SHIPPED:
         raise UserError(f"no checkpoint '{name}' ships with jaxkv{nearest(name, list(SHIPPED))}: {', '.join(SHIPPED)}")

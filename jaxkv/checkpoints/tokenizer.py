@@ -16,29 +16,23 @@ RULES_FILE = "jaxkv_tokenizer.json"
 TURN_ENDS = frozenset(
     ("</s>", "<eos>", "<end_of_turn>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 )
-_NO_TEMPLATE = "this checkpoint has no chat template; use plain prompts or an instruction-tuned checkpoint"
 
 Id = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Rules(msgspec.Struct, frozen=True):
-    """What `save` writes beside a tokenizer's own files, and what a record keeps of it.
-
-    Attributes:
-      kind: 'bytes' is `ByteTokenizer`.
-      add_bos, bos_id, eos_ids, vocab_size, has_chat_template: as in `Tokenizer`.
-    """
+    """What `save` writes beside a tokenizer's own files, and what a record keeps of it."""
 
     kind: Literal["huggingface", "bytes"]
-    add_bos: bool
-    bos_id: Id | None
-    eos_ids: tuple[Id, ...]
-    vocab_size: Id
-    has_chat_template: bool
+    add_bos: bool  # whether `encode` puts BOS first
+    bos_id: Id | None  # None if there is none
+    eos_ids: tuple[Id, ...]  # that end a generation, sorted
+    vocab_size: Id  # added tokens included
+    has_chat_template: bool  # whether `chat` works
 
 
 class _Shared:
-    """What both kinds of tokenizer do alike."""
+    """What both kinds of tokenizer do alike; the attributes are those of `Rules`."""
 
     kind: Literal["huggingface", "bytes"]
     add_bos: bool
@@ -46,6 +40,11 @@ class _Shared:
     eos_ids: tuple[int, ...]
     vocab_size: int
     has_chat_template: bool
+
+    @functools.cached_property
+    def turn_ends(self) -> frozenset[int]:
+        """Ids at which an answer ends."""
+        return frozenset(self.eos_ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens left out."""
@@ -61,32 +60,28 @@ class _Shared:
         shared = next((n for n, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(before))
         return after[shared:]
 
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Ids of a conversation, up to where the model's answer starts. Raises UserError: there is no template."""
+        raise UserError("this checkpoint has no chat template; use plain prompts or an instruction-tuned checkpoint")
+
     def to_json(self) -> dict[str, Any]:
         """The rules that a record needs."""
         return {name: getattr(self, name) for name in Rules.__struct_fields__} | {"eos_ids": list(self.eos_ids)}
 
+    def save(self, directory: str | pathlib.Path) -> None:
+        """Writes the rules into a directory; `load_tokenizer` reads them."""
+        path = pathlib.Path(directory)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / RULES_FILE).write_text(json.dumps(self.to_json()))
+
 
 class Tokenizer(_Shared):
-    """A transformers tokenizer with its BOS rule and its stop ids made explicit.
-
-    Attributes:
-      add_bos: whether `encode` puts BOS first.
-      bos_id: id of BOS, None if there is none.
-      eos_ids: ids that end a generation, sorted.
-      vocab_size: number of ids, added tokens included.
-      has_chat_template: whether `chat` works.
-    """
+    """A transformers tokenizer with its BOS rule and its stop ids made explicit."""
 
     kind = "huggingface"
 
     def __init__(self, hf: Any, *, add_bos: bool | None = None, eos_ids: Iterable[int] = ()):
-        """Wraps a transformers tokenizer.
-
-        Args:
-          hf: the tokenizer.
-          add_bos: None asks the tokenizer itself.
-          eos_ids: stop ids beyond the tokenizer's own EOS.
-        """
+        """`add_bos`: None asks the tokenizer itself; `eos_ids`: stop ids beyond the tokenizer's own EOS."""
         self.hf = hf
         self.bos_id: int | None = hf.bos_token_id
         if add_bos is None:
@@ -129,18 +124,13 @@ class Tokenizer(_Shared):
         return [i for i, token in special.items() if rest.startswith(token)]
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Ids of a conversation in the model's template, up to where the model's answer starts.
+        """Ids of a conversation (`role` and `content` each) in the model's template, up to where its answer starts.
 
-        The template alone decides about BOS, as in transformers; a doubled one is cut.
-
-        Args:
-          messages: dicts with `role` and `content`.
-
-        Raises:
-          UserError: the checkpoint has no template, or the template refuses the messages.
+        The template alone decides about BOS, as in transformers; a doubled one is cut. Raises UserError if there is no
+        template, or it refuses the messages.
         """
         if not self.has_chat_template:
-            raise UserError(_NO_TEMPLATE)
+            return super().chat(messages)
         try:
             ids = self.hf.apply_chat_template(
                 [dict(m) for m in messages], tokenize=True, add_generation_prompt=True, return_dict=False
@@ -152,13 +142,9 @@ class Tokenizer(_Shared):
         return ids[1:] if self.bos_id is not None and ids[:2] == [self.bos_id] * 2 else ids
 
     def save(self, directory: str | pathlib.Path) -> None:
-        """Writes the tokenizer and its rules into a directory; `load_tokenizer` reads them.
-
-        Raises:
-          UserError: tokenizer.json has no way to say what this one does.
-        """
+        """Writes the tokenizer and its rules. Raises UserError if tokenizer.json cannot say what this one does."""
         write_transformers(self.hf, directory)
-        (pathlib.Path(directory) / RULES_FILE).write_text(json.dumps(self.to_json()))
+        super().save(directory)
 
 
 class ByteTokenizer(_Shared):
@@ -166,13 +152,13 @@ class ByteTokenizer(_Shared):
 
     kind = "bytes"
     pad_id = 256
+    bos_id = 257
+    eos_ids = (258,)
     vocab_size = 259
     has_chat_template = False
 
     def __init__(self, add_bos: bool = True):
         self.add_bos = add_bos
-        self.bos_id: int | None = 257
-        self.eos_ids: tuple[int, ...] = (258,)
 
     def encode(self, text: str) -> list[int]:
         """Bytes of a text, with BOS first if `add_bos`."""
@@ -181,15 +167,6 @@ class ByteTokenizer(_Shared):
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids; specials are left out, broken UTF-8 becomes the replacement character."""
         return bytes(int(i) for i in ids if int(i) < 256).decode(errors="replace")
-
-    @property
-    def turn_ends(self) -> frozenset[int]:
-        """Ids at which an answer ends."""
-        return frozenset(self.eos_ids)
-
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Raises UserError: bytes have no chat template."""
-        raise UserError(_NO_TEMPLATE)
 
     def to_transformers(self) -> Any:
         """The same ids from a transformers tokenizer, for other programs.
@@ -210,12 +187,6 @@ class ByteTokenizer(_Shared):
         backend.post_processor = bos_template("<|bos|>", self.bos_id if self.add_bos else None)
         return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **special)
 
-    def save(self, directory: str | pathlib.Path) -> None:
-        """Writes the rules into a directory; `load_tokenizer` reads them."""
-        path = pathlib.Path(directory)
-        path.mkdir(parents=True, exist_ok=True)
-        (path / RULES_FILE).write_text(json.dumps(self.to_json()))
-
 
 AnyTokenizer = Tokenizer | ByteTokenizer
 
@@ -229,14 +200,8 @@ def cut_turn(ids: Sequence[int], turn_ends: Iterable[int]) -> list[int]:
 def check_ids(ids: Iterable[int], rows: int, tokens: int, what: str) -> None:
     """Refuses ids without an embedding: XLA would take the last row in their place without a word.
 
-    Args:
-      ids: what the model is to be given.
-      rows: of the embedding.
-      tokens: ids of the tokenizer.
-      what: names the ids in the message, e.g. 'the prompt of problem 3'.
-
-    Raises:
-      UserError: an id is outside 0 to rows - 1.
+    Raises UserError if one is outside 0 to rows - 1; it names them as `what`, e.g. 'the prompt of problem 3', and how
+    many `tokens` the tokenizer has.
     """
     if odd := sorted({int(i) for i in ids if not 0 <= i < rows}):
         named = ", ".join(map(str, odd[:4])) + (f" and {len(odd) - 4} more" if len(odd) > 4 else "")

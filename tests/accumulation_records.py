@@ -1,7 +1,8 @@
 """Records of experiment 'accumulation' for tests of what is made of them; no figure in them is measured."""
 
+from injection_records import SETTING
 from plain_records import summarize_accumulation
-from sample_records import SETTING, make_sample
+from sample_records import make_sample
 
 LAYERS, PROMPT, STEPS = 2, 20, 13
 KVARN, KIVI = "kvarn:k2v2,tile=32", "kivi:k2v2,window=32"

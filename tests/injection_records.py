@@ -2,10 +2,11 @@
 
 import copy
 
-from sample_records import SETTING, make_sample
+from sample_records import make_sample
 
 from jaxkv.experiments.record_parts import CLEAN
 
+SETTING = ("prompt_tokens", "prompt_sha256", "shapes", "sampling", "headroom", "status", "invalid")
 TOKENS = 6
 ERROR = {
     "family": "error", "law": "normal", "numbers": [0.0, 0.5], "bits": None, "mean": 0.0, "std": 0.5,

@@ -2,8 +2,6 @@
 
 import json
 
-SETTING = ("prompt_tokens", "prompt_sha256", "shapes", "sampling", "headroom", "status", "invalid")
-
 
 def make_sample(problem: int = 3, tokens: int = 4) -> dict:
     comparison = {

@@ -5,8 +5,9 @@ import json
 
 import numpy as np
 import pytest
+from injection_records import SETTING
 from plain_records import summarize_mitigations
-from sample_records import SETTING, make_invalid, make_sample
+from sample_records import make_invalid, make_sample
 from shown import show_by
 from test_record_types import damage
 

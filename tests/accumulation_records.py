@@ -1,9 +1,9 @@
 """Records of experiment 'accumulation' for tests of what is made of them; no figure in them is measured."""
 
+from injection_records import SETTING
 from plain_records import summarize_accumulation
 from sample_records import make_sample
 
-KEPT = ("prompt_tokens", "prompt_sha256", "shapes", "sampling", "headroom", "status", "invalid")
 LAYERS, PROMPT, STEPS = 2, 20, 13
 KVARN, KIVI = "kvarn:k2v2,tile=32", "kivi:k2v2,window=32"
 N = 8  # problems
@@ -35,14 +35,10 @@ def make_record(
     norm_share=0.25,
     steps=STEPS,
 ):
-    """A record of the schema.
+    """A record of the schema, with such an `error` after the prompt and half of it in the prompt.
 
-    Args:
-      error: of the attention output after the prompt; half of it in the prompt.
-      growth: what the error of the last position has more than that of the first one after the prompt.
-      left: of the error after the repairs, in static.
-      missed: steps with another top token.
-      packed: share of the tokens.
+    `growth` is what the last position's error has more than the first one's after the prompt, `left` what the repairs
+    leave of it, `missed` the steps with another top token, `packed` a share of the tokens.
     """
     bins = plan_bins(steps)
     fed = PROMPT + steps - 1
@@ -67,7 +63,7 @@ def make_record(
         "relative": [0.3 if tokens else None] * LAYERS,
         "norm_share": [norm_share if tokens else None] * LAYERS,
     }
-    own = {name: make_sample(problem)[name] for name in KEPT}
+    own = {name: make_sample(problem)[name] for name in SETTING}
     return own | {
         "experiment": "accumulation",
         "problem": problem,

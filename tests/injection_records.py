@@ -6,7 +6,7 @@ from sample_records import make_sample
 
 from jaxkv.experiments.record_parts import CLEAN
 
-KEPT = ("prompt_tokens", "prompt_sha256", "shapes", "sampling", "headroom", "status", "invalid")
+SETTING = ("prompt_tokens", "prompt_sha256", "shapes", "sampling", "headroom", "status", "invalid")
 TOKENS = 6
 ERROR = {
     "family": "error", "law": "normal", "numbers": [0.0, 0.5], "bits": None, "mean": 0.0, "std": 0.5,
@@ -20,9 +20,9 @@ def error(law="normal", numbers=(0.0, 0.5), mean=0.0, std=0.5, flips=0.0, **more
     return ERROR | {"law": law, "numbers": list(numbers), "mean": mean, "std": std, "flip_share": flips} | more
 
 
-def quant(method="int4", bits=4.25, first=0, recent=0, block=1):
+def quant(method="int4", bits=4.25, first=0, recent=0, block=1, own="none"):
     """The spec of a quantized cache, alike on both sides."""
-    side = {"method": method, "bits": bits, "first": first, "recent": recent, "block": block, "own": "none"}
+    side = {"method": method, "bits": bits, "first": first, "recent": recent, "block": block, "own": own}
     return {"family": "quant", "k": dict(side), "v": dict(side)}
 
 
@@ -36,7 +36,7 @@ SEED_SPECS = {
 }
 
 
-def make_record(problem, change=CLEAN, spec=None, seed=0, right=True, kl=0.5, flips=0, bits=None):
+def make_record(problem, change=CLEAN, spec=None, seed=0, right=True, kl=0.5, flips=0):
     """A record of the schema whose figures are as told; a change with flips parts at the first."""
     sample, clean = make_sample(problem, TOKENS), change == CLEAN
     comparison = sample["teacher_forced"] | {"kl": [kl] * TOKENS, "flip": [i < flips for i in range(TOKENS)]}
@@ -44,7 +44,7 @@ def make_record(problem, change=CLEAN, spec=None, seed=0, right=True, kl=0.5, fl
     own = 16.0 if spec is None or spec["family"] == "error" else spec["k"]["bits"]
     run = copy.deepcopy(sample["arms"]["cached"])
     run["scores"]["numeric"]["correct"] = run["scores"]["strict"]["correct"] = right
-    return {name: sample[name] for name in KEPT} | {
+    return {name: sample[name] for name in SETTING} | {
         "experiment": "injection",
         "problem": problem,
         "change": change,
@@ -54,13 +54,7 @@ def make_record(problem, change=CLEAN, spec=None, seed=0, right=True, kl=0.5, fl
         "run": run,
         "teacher_forced": None if clean else comparison,
         "free_running": None if clean else free,
-        "cache": {
-            "bytes": 4096,
-            "written": 25,
-            "bits": bits or own,
-            "exact_bits": 16.0,
-            "packed": 0.0 if own == 16 else 1.0,
-        },
+        "cache": {"bytes": 4096, "written": 25, "bits": own, "exact_bits": 16.0, "packed": float(own != 16)},
         "saturated": None,
     }
 

@@ -20,3 +20,15 @@ def as_markdown(blocks):
 
 def as_html(blocks):
     return to_html("t", blocks)
+
+
+def show_by(write, width=80):
+    """What shows a summary's blocks, which `write` makes: on a terminal, where they fit, as Markdown and as a page."""
+
+    def shown(summary, width=width):
+        text = on_terminal(write(summary), width)
+        assert max(map(len, text.splitlines())) <= width
+        assert "…" not in text
+        return text
+
+    return shown, lambda summary: as_markdown(write(summary)), lambda summary: as_html(write(summary))

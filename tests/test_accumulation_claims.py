@@ -4,25 +4,20 @@ import math
 
 import pytest
 from accumulation_records import KIVI, KVARN, N, both, make_quantizer, make_record, of, summary_of, verdicts
-from shown import as_markdown
+from shown import show_by
 
 from jaxkv.experiments.accumulation.report import write_accumulation
-from jaxkv.experiments.methods import read_codes
 from jaxkv.reporting.format import format_number, format_percent
 
-
-def to_markdown(summary):
-    return as_markdown(write_accumulation(summary))
+_, to_markdown, _ = show_by(write_accumulation)
 
 
 def claim_of(summary, name):
     return next(claim for claim in summary["claims"] if claim["id"] == name)
 
 
-def test_do_errors_accumulate():
+def test_do_errors_accumulate_with_every_quantizer():
     assert verdicts(summary_of(both()))["K1a"] == "holds"
-    assert verdicts(summary_of(make_quantizer(extra=-0.1)))["K1a"] == "does not hold"
-    assert verdicts(summary_of(make_quantizer(extra=0.0)))["K1a"] == "cannot tell"
     mixed = summary_of(make_quantizer(KVARN, extra=0.0) + make_quantizer(KIVI, extra=0.1))
     assert verdicts(mixed)["K1a"] == "cannot tell"
 
@@ -40,18 +35,10 @@ def test_a_quantizer_that_errs_nowhere_says_nothing():
     )
 
 
-@pytest.mark.parametrize(("growth", "verdict"), [(0.1, "holds"), (-0.1, "does not hold"), (0.0, "cannot tell")])
-def test_does_it_grow(growth, verdict):
-    assert verdicts(summary_of(make_quantizer(growth=growth)))["K1b"] == verdict
-
-
 def test_does_kvarn_accumulate_least():
     def judged(rival=0.1, name=KIVI, ours=KVARN, mine=0.05, **more):
         return summary_of(make_quantizer(ours, extra=mine, wobble=0.005) + make_quantizer(name, extra=rival, **more))
 
-    assert verdicts(judged())["K2"] == "holds"
-    assert verdicts(judged(0.02))["K2"] == "does not hold"
-    assert verdicts(judged(0.05))["K2"] == "cannot tell"
     line = next(c for c in judged()["claims"] if c["id"] == "K2")["figure"][0]
     assert "3 bits, 91 % packed; 3 bits, 91 % packed" in line
     # Windows that differ, fewer bits, more bits.
@@ -66,8 +53,10 @@ def test_does_kvarn_accumulate_least():
     assert verdicts(judged(name="kivi:k4v4"))["K2"] == "cannot tell"
     assert verdicts(judged(ours="kvarn:k2v2,rotate=off"))["K2"] == "cannot tell"
     assert verdicts(judged(ours="kvarn:k2v2,tile=64,first=32,recent=16,aux=fp16"))["K2"] == "holds"
-    said = judged(name="kivi:k4v4")
-    assert "`kivi:k4v4` is not compared: its codes have 4 bits" in claim_of(said, "K2")["figure"]
+    wide, none = "its codes have 4 bits", "its sides differ, or its format has no bits of a code"
+    why = {"kivi:k4v4": wide, "int4,recent=32": wide, "kvarn:k4v2": none, "fp8:e4m3": none, "llama:q4_0": none}
+    for name, reason in (why | {"k=kvarn:2;v=kivi:2": none}).items():
+        assert f"`{name}` is not compared: {reason}" in claim_of(judged(name=name), "K2")["figure"]
     # One rival that accumulates less refutes it, one that has more bits leaves it open.
     records = both()
     assert verdicts(summary_of(records + make_quantizer("quarot:2", extra=0.02)))["K2"] == "does not hold"
@@ -118,27 +107,8 @@ def test_growth_beside_a_static_error_that_grows():
 
 
 @pytest.mark.parametrize(
-    ("text", "codes"),
-    [
-        ("kvarn:k2v2", ("kvarn", 2, [])),
-        ("kvarn:k2v2,tile=32,first=16", ("kvarn", 2, ["tile", "first"])),
-        ("quarot:2", ("quarot", 2, [])),
-        ("int4,recent=32", ("int", 4, ["recent"])),
-        ("kvarn:k4v2", None),
-        ("fp8:e4m3", None),
-        ("llama:q4_0", None),
-        ("k=kvarn:2;v=kivi:2", None),
-    ],
-)
-def test_codes_are_read_from_the_spec(text, codes):
-    assert read_codes(text) == codes
-
-
-@pytest.mark.parametrize(
     ("left", "worst", "reason"),
     [
-        ((1.0, 0.5, 0.9, 0.3), "holds", "holds"),
-        ((1.0, 0.9, 0.5, 0.3), "does not hold", "holds"),
         ((1.0, 0.9, 0.95, 0.8), "holds", "does not hold"),
         ((1.0, 1.1, 1.2, 0.69), "does not hold", "cannot tell"),  # repairing the worst makes it worse
         ((1.0, 0.9, 0.95, 0.6), "holds", "holds"),  # 40 % of the norm, 64 % of the squared error
@@ -156,13 +126,9 @@ def test_the_reason_is_a_share_of_the_squared_error():
     assert f"of the squared static error: {format_percent(sum(shares) / N)} % [" in claim["figure"][0]
 
 
-@pytest.mark.parametrize("problems", [1, 2])
-def test_few_problems_decide_nothing(problems):
-    records = make_quantizer(problems=problems, extra=0.05, wobble=0.04) + make_quantizer(KIVI, problems, wobble=0.08)
-    assert {verdicts(summary_of(records))[name] for name in ("K1a", "K2")} == {"cannot tell"}
-
-
-def test_problems_that_are_all_alike_decide_nothing():
-    """A spread that two problems do not show is none that can be relied on."""
-    records = make_quantizer(problems=2, extra=0.05, wobble=0) + make_quantizer(KIVI, problems=2, wobble=0)
+@pytest.mark.parametrize(("problems", "wobble"), [(1, 0.04), (2, 0.04), (2, 0)])
+def test_few_problems_decide_nothing(problems, wobble):
+    """Nor two that are alike: a spread that they do not show is none that can be relied on."""
+    records = make_quantizer(problems=problems, extra=0.05, wobble=wobble)
+    records += make_quantizer(KIVI, problems, wobble=2 * wobble)
     assert {verdicts(summary_of(records))[name] for name in ("K1a", "K2")} == {"cannot tell"}

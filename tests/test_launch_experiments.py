@@ -1,7 +1,5 @@
 """Other experiments than divergence from the command: their run directories, reports and resumption."""
 
-import functools
-
 import pytest
 from commands import SMALL, run_in_process
 from plain_records import read_run
@@ -44,7 +42,8 @@ def test_mitigations_run_once_whatever_the_precisions(tmp_path, cache, capsys, m
         return load(*args, **kwargs)
 
     monkeypatch.setattr(checkpoints, "load", counting)
-    few = functools.partial(mitigations.make_variants, names=["bf16", "fp16 aligned"])
+    made = mitigations.make_variants
+    few = lambda tile: {name: made(tile)[name] for name in ("bf16", "fp16 aligned")}  # noqa: E731
     monkeypatch.setattr(mitigations, "make_variants", few)
     out = tmp_path / "run"
     run_in_process(*SMALL, cache, *FEW, f"--out={out}", "--precision=fp16,bf16", "--experiments=mitigations")

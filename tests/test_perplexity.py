@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from injection_records import ERROR, quant
 from plain_records import summarize_perplexity, summarize_study, write_blocks
-from shown import as_markdown, on_terminal
+from shown import show_by
 from small_models import changed_state, small_config, small_state
 from study_records import make_run
 
@@ -22,16 +22,11 @@ from jaxkv.checkpoints.tokenizer import ByteTokenizer, Tokenizer
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
-from jaxkv.experiments.batches import RunSpec
-from jaxkv.experiments.changes import make_changes
+from jaxkv.experiments.batches import Item, RunSpec
+from jaxkv.experiments.changes import Change, list_runs, make_changes
 from jaxkv.experiments.driver import run_missing
-from jaxkv.experiments.perplexity import run as experiment
 from jaxkv.experiments.perplexity.report import write_perplexity
-from jaxkv.experiments.perplexity.run import (
-    Perplexity,
-    score_tokens,
-    tokenize,
-)
+from jaxkv.experiments.perplexity.run import Perplexity, score_tokens, tokenize
 from jaxkv.records import to_plain, to_record
 from jaxkv.reporting import document
 from jaxkv.tasks.perplexity import Window, aggregate, plan_windows
@@ -40,6 +35,7 @@ TEXT = "The river föx runs.\n Past nine  quiet towns, to the sea — and back."
 VOCAB = ByteTokenizer.vocab_size
 CONTEXT, STRIDE = 6, 9
 SPEC = RunSpec(new_tokens=STRIDE, batch_size=2, bucket=8)
+CLEAN_RUN = list_runs([Change(None)], (0,))
 
 
 @functools.cache
@@ -59,11 +55,15 @@ def small_run(family="mistral", precision="fp32", tile=None):
 
 
 def records_of(arms, state, windows):
-    return [r for batch, _ in run_windows(Perplexity(arms, state, windows, SPEC)) for r in batch]
+    return [r for batch, _ in run_windows(Perplexity(arms, state, SPEC, CLEAN_RUN, windows)) for r in batch]
+
+
+def items_of(windows):
+    return [Item(window.index, window.context, "") for window in windows]
 
 
 def run_windows(runner, done=frozenset()):
-    return run_missing(runner, runner.items, done)
+    return run_missing(runner, items_of(runner.windows.values()), done)
 
 
 # Windows.
@@ -187,9 +187,8 @@ def test_aligned_arms_are_equal_bit_for_bit():
 
 def test_changed_caches_stand_beside_one_uncached_arm():
     arms, state = make_arms()
-    changes = make_changes(["normal:0.1,0", "normal:0,0.25"], [], arms.config)
-    windows, seeds = make_windows()[:3], (0, 1)
-    runner = Perplexity(arms, state, windows, SPEC, changes, seeds)
+    runs = list_runs(make_changes(["normal:0.1,0", "normal:0,0.25"], [], arms.config), seeds=(0, 1))
+    runner = Perplexity(arms, state, SPEC, runs, make_windows()[:3])
     batches = list(run_windows(runner))
     drawn = [("none", 0), ("normal:0.1,0", 0), ("normal:0,0.25", 0), ("normal:0,0.25", 1)]
     keys = [("perplexity", index, *run) for batch in ((0, 1), (2,)) for run in drawn for index in batch]
@@ -222,25 +221,34 @@ def test_a_study_has_its_perplexities():
 SATURATED = "fp8:e4m3,scale=0.001"  # holds what is at most .448
 
 
+def run_changed(family, errors=(), quants=()):
+    """The runner of two windows under one change, the clean run and the changed one."""
+    arms, state = make_arms(family)
+    _, change = make_changes(errors, quants, arms.config)
+    runner = Perplexity(arms, state, SPEC, list_runs([change], (0,)), make_windows()[:2])
+    clean = runner.begin(runner.plan(items_of(make_windows()[:2]))[0], [])
+    return runner, clean, runner.run(clean, (change, 0))
+
+
+def records_of_change(runner, clean, ran):
+    (variant,) = runner.variants.values()
+    items = enumerate(items_of(runner.windows.values()))
+    return to_plain([runner.record(item, row, clean, variant, ran) for row, item in items])
+
+
 @functools.cache
 def saturated_run():
-    """The clean run of two windows, the changed one, and its records; heads of 16 channels."""
-    arms, state = make_arms("gemma2")
-    _, change = make_changes([], [SATURATED], arms.config)
-    windows = make_windows()[:2]
-    runner = Perplexity(arms, state, windows, SPEC, [change])
-    clean = runner.begin(runner.plan(runner.items)[0])
-    ran = runner.run(clean, (change, 0))
-    records = [runner.record(item, row, clean, (change, 0), ran) for row, item in enumerate(runner.items)]
-    return clean, ran, change, to_plain(records)
+    """With its records; heads of 16 channels."""
+    found = run_changed("gemma2", quants=[SATURATED])
+    return *found, records_of_change(*found)
 
 
 def test_a_record_says_what_was_done_to_the_cache():
-    clean, ran, change, records = saturated_run()
-    config = make_arms("gemma2")[0].config
+    runner, clean, ran, records = saturated_run()
+    ((change, _),) = runner.variants.values()
     for row, record in enumerate(records):
         to_record(record)
-        assert record["spec"] == to_plain(change.describe(config.head_dim))
+        assert record["spec"] == to_plain(change.describe(runner.arms.config.head_dim))
         written = np.asarray(clean.cache.positions[row]) >= 0
         for side, stored in (("k", clean.cache.k), ("v", clean.cache.v)):
             values = np.abs(np.asarray(stored, np.float64)[:, row, written])
@@ -255,33 +263,16 @@ def test_a_record_says_what_was_done_to_the_cache():
 
 
 def test_a_cache_that_broke_though_no_logit_shows_it():
-    arms, state = make_arms()
-    windows = make_windows()[:2]
-    _, change = make_changes(["normal:0.1,0"], [], arms.config)
-    runner = Perplexity(arms, state, windows, SPEC, [change])
-    clean = runner.begin(runner.plan(runner.items)[0])
-    ran = runner.run(clean, (change, 0))
+    runner, clean, ran = run_changed("mistral", errors=["normal:0.1,0"])
     last = int(np.asarray(ran.cache.positions[1]).argmax())
     values = (ran.cache.v[0], ran.cache.v[1].at[1, last, 0, 0].set(jnp.inf))
     ran = dataclasses.replace(ran, cache=dataclasses.replace(ran.cache, v=values))
-    whole, broken = (
-        to_plain(runner.record(item, row, clean, (change, 0), ran)) for row, item in enumerate(runner.items)
-    )
+    whole, broken = records_of_change(runner, clean, ran)
     assert whole["status"] == "ok"
     place = {"arm": "cached", "step": None, "layer": 1, "op": "v", "position": CONTEXT + STRIDE - 2, "value": "inf"}
     assert broken["invalid"] == place
     assert broken["nats"] is broken["logits"] is None
     to_record(broken)
-
-
-def test_a_resumed_run_makes_the_same_records():
-    arms, state = make_arms()
-    done = frozenset((window, "none", 0) for window in (0, 1, 2))
-    batches = list(run_windows(Perplexity(arms, state, make_windows(), SPEC), done))
-    assert [r["problem"] for batch, _ in batches for r in batch] == list(range(3, len(make_windows())))
-    assert [r for batch, _ in batches for r in batch] == small_run()[3:]
-    assert batches[0][1]["problems"] == [2, 3]
-    assert batches[0][1]["seconds"].keys() == {"cached", "uncached"}
 
 
 def test_numbers_that_are_not_finite():
@@ -295,14 +286,14 @@ def test_numbers_that_are_not_finite():
     to_record(records[0])
 
 
-def test_refusals(monkeypatch):
+def test_refusals():
     arms, state = make_arms(stop_ids=(ord("n"),))
     with pytest.raises(UserError, match=r"holds a token that ends a text \(110\)"):
-        Perplexity(arms, state, make_windows(), SPEC)
+        Perplexity(arms, state, SPEC, CLEAN_RUN, make_windows())
     arms, state = make_arms()
     long = Window(0, tuple(range(60)), tuple(range(9)), 9, 1)
     with pytest.raises(UserError, match="window of 69 tokens exceeds the context of 64"):
-        records_of(arms, state, [long])
+        Perplexity(arms, state, SPEC, CLEAN_RUN, [long])
 
 
 @pytest.mark.parametrize(
@@ -315,7 +306,6 @@ def test_refusals(monkeypatch):
         ("logits", {"kl": 0.0, "flips": 99, "max_abs": 0.0, "bit_equal": 0}, "logits.flips: 99 is more than"),
         ("logits", {"kl": -1.0, "flips": 0, "max_abs": 0.0, "bit_equal": 0}, "logits.kl: expected `float` >= 0.0"),
         ("key", ["perplexity", 0], "key: expected"),
-        ("change", "other", "key: expected"),
         ("bytes", -1, "bytes: expected `int` >= 0"),
         ("spec", {"family": "quant", "k": None, "v": None}, "spec: expected null"),
         ("cache", None, "cache: expected `object`, got `null`"),
@@ -328,10 +318,12 @@ def test_schema_faults(field, value, message):
     equal = small_run()[0]["logits"] | {"bit_equal": STRIDE}
     with pytest.raises(ValueError, match="although all their logits are equal"):
         to_record(small_run()[0] | {"logits": equal})
-    assert experiment.FIGURES == ("nats", "logits")
 
 
 # The summary.
+
+FAULT = {"arm": "cached", "layer": 0, "op": "k", "position": 1, "step": 0, "value": "nan"}
+INVALID = {"status": "invalid", "invalid": FAULT, "nats": None, "logits": None}
 
 
 def make_change(change, factor, seed=0, **more):
@@ -345,12 +337,7 @@ def make_change(change, factor, seed=0, **more):
     return records
 
 
-def shown(summary, width=80):
-    return on_terminal(write_perplexity(summary), width)
-
-
-def to_markdown(summary):
-    return as_markdown(write_perplexity(summary))
+shown, to_markdown, _ = show_by(write_perplexity)
 
 
 def test_summary():
@@ -358,8 +345,7 @@ def test_summary():
     summary = summarize_perplexity([*small_run(), *worse])
     clean, changed = summary["changes"]
     assert (clean["change"], changed["change"], changed["seeds"]) == ("none", "normal:0,0.25", [0, 1])
-    total = sum(r["nats"]["uncached"] for r in small_run())
-    tokens = sum(r["tokens"] for r in small_run())
+    total, tokens = sum(r["nats"]["uncached"] for r in small_run()), sum(r["tokens"] for r in small_run())
     assert clean["uncached"]["perplexity"] == pytest.approx(math.exp(total / tokens))
     assert clean["ratio"]["mean"] == pytest.approx(1, abs=1e-5)
     assert changed["ratio"]["mean"] == pytest.approx(math.exp(0.2 * total / tokens))
@@ -369,9 +355,7 @@ def test_summary():
     page = to_markdown(summary)
     assert f"| normal:0,0.25 | {len(small_run())} | {2 * tokens} |" in page
     assert f"{changed['ratio']['mean']:.6g}" in page
-    text = shown(summary, 80)
-    assert max(map(len, text.splitlines())) <= 80
-    assert "…" not in text
+    text = shown(summary)
     for found in (clean, changed):
         row = next(line for line in text.splitlines() if line.startswith(found["change"]))
         assert f"{found['ratio']['mean']:.6g}" in row
@@ -393,10 +377,8 @@ def test_what_a_format_cannot_hold_is_said():
         assert "packed nothing" not in text
     row = next(line for line in to_markdown(summary).splitlines() if line.startswith(f"| {SATURATED} |"))
     assert row.split(" | ")[-3:] == ["8", "100", f"{changed[0]['cache']['bytes']} |"]
-    text = shown(summary, 80)
-    assert max(map(len, text.splitlines())) <= 80
-    assert "…" not in text
-    row = next(line for line in text.splitlines() if f"{summary['changes'][1]['ratio']['mean']:.6g}" in line)
+    mean = f"{summary['changes'][1]['ratio']['mean']:.6g}"
+    row = next(line for line in shown(summary).splitlines() if mean in line)
     assert row.split()[1:3] == ["2", "8"]
     held = [record | {"saturated": {"k": 0, "v": 0, "elements": 99}} for record in changed]
     for records in (clean, [*clean, *held]):
@@ -424,11 +406,9 @@ def test_a_run_that_is_not_finished_says_so():
 
 
 def test_windows_that_a_change_breaks_are_valid_ones_of_the_text():
-    fault = {"arm": "cached", "layer": 0, "op": "k", "position": 1, "step": 0, "value": "nan"}
-    invalid = {"status": "invalid", "invalid": fault, "nats": None, "logits": None}
     worse, count = make_change("normal:0,0.25", 1.1), len(small_run())
     for left in (0, 1, count):
-        changed = [*worse[:left], *(record | invalid for record in worse[left:])]
+        changed = [*worse[:left], *(record | INVALID for record in worse[left:])]
         summary = summarize_perplexity([*small_run(), *changed])
         assert [summary["problems"][name] for name in ("asked", "total", "ok")] == [count] * 3
         for text in (to_markdown(summary), shown(summary, 200)):
@@ -444,11 +424,8 @@ def test_windows_that_a_change_breaks_are_valid_ones_of_the_text():
 
 
 def test_summary_leaves_out_invalid_windows():
-    fault = {"arm": "cached", "layer": 0, "op": "k", "position": 1, "step": 0, "value": "nan"}
-    broken = [r | {"status": "invalid", "invalid": fault, "nats": None, "logits": None} for r in small_run()]
+    broken = [record | INVALID for record in small_run()]
     summary = summarize_perplexity([broken[0], *small_run()[1:]])
     assert summary["changes"][0]["windows"] == len(small_run()) - 1
     assert "`none`: 1 samples invalid at k, layer 0 (cached, nan); counted nowhere." in to_markdown(summary)
     assert "none valid" in to_markdown(summarize_perplexity(broken))
-    with pytest.raises(ValueError, match=r"^nats: missing"):
-        to_record(small_run()[0] | {"nats": None})

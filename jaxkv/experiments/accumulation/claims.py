@@ -6,43 +6,28 @@ How each statement is judged is told by `rules.KVARN`. A quantizer with invalid 
 import dataclasses
 import itertools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxkv.experiments.methods import KVARN, is_published_kvarn, read_codes, weigh_bits
-from jaxkv.reporting import statistics
+from jaxkv.reporting import rules, statistics
 from jaxkv.reporting.format import format_interval, format_number, format_percent
-from jaxkv.reporting.rules import (
-    CANNOT_TELL,
-    DOES_NOT_HOLD,
-    HALF,
-    HOLDS,
-    OPEN,
-    Evidence,
-    Found,
-    decide,
-    hold_all,
-    lies_above,
-)
 
 Summary = Mapping[str, Any]
-Values = Mapping[str, Mapping[str, Any]]  # quantizer -> figure -> problem -> value
+ByProblem = Mapping[int, float]
+Values = Mapping[str, Mapping[str, ByProblem]]  # quantizer -> figure -> problem -> value, over decoded positions
 WINDOWS_CLOSE = 0.05  # windows are comparable where the packed shares of both sides are this near
 PERCENT = (format_percent, " %")
+INVALID = "invalid samples, so it decides nothing"
 
 
-def average(values: Mapping[int, float], least: float = -math.inf, most: float = math.inf) -> Any:
-    """Mean over problems with its interval by Student's t, and their number.
+def average(values: ByProblem, least: float = -math.inf, most: float = math.inf) -> Any:
+    """Mean over problems with its interval by Student's t, cut at `least` and `most`; None without problems.
 
-    Args:
-      values: by problem.
-      least, most: what the figure cannot be below or above; the interval ends there.
-
-    Returns:
-      `interval` is None for one problem. Where every value is exactly 0, `bound` is the share of problems that could
-      still have another (95 %, exact); else None. None without problems.
+    Where every value is exactly 0, `bound` is the share of problems that could still have another (95 %, exact).
     """
     if not values:
         return None
@@ -56,21 +41,16 @@ def average(values: Mapping[int, float], least: float = -math.inf, most: float =
     }
 
 
-def subtract(first: Mapping[int, float], second: Mapping[int, float]) -> dict[int, float]:
-    """first - second of the problems that have both."""
-    return {problem: first[problem] - second[problem] for problem in sorted(first.keys() & second.keys())}
+def combine(
+    first: ByProblem, second: ByProblem, how: Callable[[float, float], float] = operator.sub
+) -> dict[int, float]:
+    """The difference of the problems that have both, or what else `how` makes of two values."""
+    return {problem: how(first[problem], second[problem]) for problem in sorted(first.keys() & second.keys())}
 
 
-def quadrature(first: Mapping[int, float], second: Mapping[int, float]) -> dict[int, float]:
-    """sqrt(first^2 - second^2) of the problems that have both, 0 where second is larger.
-
-    The error that an independent one of size `second` must be joined by to give `first`. first - second of the same
-    added error is smaller the larger `second` is.
-    """
-    return {
-        problem: math.sqrt(max(0.0, first[problem] ** 2 - second[problem] ** 2))
-        for problem in sorted(first.keys() & second.keys())
-    }
+def quadrature(first: float, second: float) -> float:
+    """sqrt(first^2 - second^2), 0 where second is larger: the independent error that makes `first` of `second`."""
+    return math.sqrt(max(0.0, first**2 - second**2))
 
 
 def show_average(entry: Summary | None, show: Callable[[float], str] = format_number, unit: str = "") -> str:
@@ -82,30 +62,24 @@ def show_average(entry: Summary | None, show: Callable[[float], str] = format_nu
     return format_interval(entry["mean"], entry["interval"], show, unit)
 
 
-def _weigh_values(values: Mapping[int, float], least: float = 0.0) -> Evidence:
-    """Evidence that the mean over problems is above a threshold.
-
-    None of values that are all alike: theirs is a spread that nobody has seen.
-    """
+def _weigh(values: ByProblem, least: float = 0.0) -> rules.Evidence:
+    """Evidence that the mean is above a threshold; none of values all alike, whose spread nobody has seen."""
     column = np.asarray([values[problem] for problem in sorted(values)], np.float64)
     if np.ptp(column) <= 1e-9 * abs(column.mean()):
-        return OPEN
-    return lies_above(statistics.estimate_paired(column, np.zeros(len(column))), least)
+        return rules.OPEN
+    return rules.lies_above(statistics.estimate_paired(column, np.zeros(len(column))), least)
 
 
-def _both(difference: Evidence, quadrature: Evidence) -> Evidence:
-    """Evidence of a verdict that both measures give."""
-    return Evidence(max(difference.supports, quadrature.supports), max(difference.refutes, quadrature.refutes))
-
-
-def _say_both(difference: Evidence, quadrature: Evidence) -> str:
-    """A verdict where both measures have the same one, else why there is none."""
-    if difference.verdict == quadrature.verdict:
-        return difference.verdict
-    return (
-        f"{CANNOT_TELL}, since the static errors differ so that the two measures disagree (difference: "
-        f"{difference.verdict}; quadrature: {quadrature.verdict})"
-    )
+def _weigh_both(difference: ByProblem, squares: ByProblem) -> tuple[rules.Evidence, str]:
+    """Evidence of a verdict that both measures give; that verdict, or why there is none."""
+    first, second = _weigh(difference), _weigh(squares)
+    verdict = first.verdict
+    if verdict != second.verdict:
+        verdict = (
+            f"{rules.CANNOT_TELL}, since the static errors differ so that the two measures disagree (difference: "
+            f"{first.verdict}; quadrature: {second.verdict})"
+        )
+    return rules.Evidence(max(first.supports, second.supports), max(first.refutes, second.refutes)), verdict
 
 
 def _say_problems(count: int) -> str:
@@ -114,61 +88,58 @@ def _say_problems(count: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """What must lie above a threshold, for every quantizer.
+    """What must lie above `least` for every quantizer, and in quadrature too where there is such a figure."""
 
-    Attributes:
-      name: what it is called.
-      choose: a quantizer's values -> the figure by problem.
-      least: the threshold.
-      percent: whether it is shown so.
-      quadrature: a quantizer's values -> the same in quadrature, which must lie on the same side.
-    """
-
+    text: str
     name: str
-    choose: Callable[[Mapping[str, Any]], Mapping[int, float]]
     least: float = 0.0
     percent: bool = False
-    quadrature: Callable[[Mapping[str, Any]], Mapping[int, float]] | None = None
+    quadrature: str = ""
 
 
-def _judge_each(entries: Sequence[Summary], values: Values, figures: Sequence[Figure]) -> Found:
+ON_EACH = {  # statements on every quantizer by itself
+    "K1a": (Figure("decode - static:", "extra"),),
+    "K1b": (Figure("later - earlier half:", "growth", quadrature="growth_quadrature"),),
+    "K3a": (
+        Figure("worst 5 % of tokens:", "worst", percent=True),
+        Figure("that less the other 95 %:", "worst_less_others", percent=True),
+    ),
+    "K3b": (Figure("all tokens, of the squared static error:", "squared", rules.HALF, percent=True),),
+}
+
+
+def _judge_each(entries: Sequence[Summary], values: Values, figures: Sequence[Figure]) -> rules.Found:
     """Whether every figure lies above its threshold for every quantizer."""
-    decided: list[Evidence] = []
+    decided: list[rules.Evidence] = []
     lines = []
     for entry in entries:
         name = entry["quantizer"]
-        found = [(figure, by_problem) for figure in figures if (by_problem := figure.choose(values[name]))]
+        by_problem = values[name]
+        found = [figure for figure in figures if by_problem[figure.name]]
         if not found:
             continue
-        if _errs_nowhere(values[name]):
+        if not any(by_problem["static"].values()) and not any(by_problem["decode"].values()):
             lines.append(f"`{name}` errs at no decoded position and says nothing")
             continue
-        own: list[Evidence] = []
+        own: list[rules.Evidence] = []
         parts, reason = [], ""
-        for figure, by_problem in found:
-            mean = average(by_problem)
-            parts.append(f"{figure.name} {show_average(mean, *PERCENT if figure.percent else ())}")
-            evidence = OPEN if entry["invalid"] else _weigh_values(by_problem, figure.least)
-            if figure.quadrature is not None:
-                again = figure.quadrature(values[name])
-                parts.append(f"in quadrature {show_average(average(again))}")
-                other = OPEN if entry["invalid"] else _weigh_values(again)
-                reason, evidence = _say_both(evidence, other), _both(evidence, other)
-            own.append(evidence)
-        verdict = "invalid samples, so it decides nothing" if entry["invalid"] else reason or hold_all(own).verdict
-        lines.append(f"`{name}`: {'; '.join(parts)} ({_say_problems(len(found[0][1]))}): {verdict}")
+        for figure in found:
+            shown = show_average(average(by_problem[figure.name]), *PERCENT if figure.percent else ())
+            parts.append(f"{figure.text} {shown}")
+            evidence = _weigh(by_problem[figure.name], figure.least)
+            if figure.quadrature:
+                parts.append(f"in quadrature {show_average(average(by_problem[figure.quadrature]))}")
+                evidence, reason = _weigh_both(by_problem[figure.name], by_problem[figure.quadrature])
+            own.append(rules.OPEN if entry["invalid"] else evidence)
+        verdict = INVALID if entry["invalid"] else reason or rules.hold_all(own).verdict
+        lines.append(f"`{name}`: {'; '.join(parts)} ({_say_problems(len(by_problem[found[0].name]))}): {verdict}")
         decided += own
-    return (hold_all(decided) if decided else None), lines or ["no quantizer has the records for it"]
+    return (rules.hold_all(decided) if decided else None), lines or ["no quantizer has the records for it"]
 
 
-def _errs_nowhere(values: Mapping[str, Any]) -> bool:
-    return not any(values["static"].values()) and not any(values["decode"].values())
-
-
-def _packed(entry: Summary) -> tuple[float, float]:
+def _packed(entry: Summary) -> list[float]:
     """Share of tokens that are packed of keys and of values."""
-    stored = entry["regimes"]["decode"]["stored"]
-    return stored["k"]["packed"]["mean"], stored["v"]["packed"]["mean"]
+    return [side["packed"]["mean"] for side in entry["regimes"]["decode"]["stored"].values()]
 
 
 def _describe_cache(entry: Summary) -> str:
@@ -188,12 +159,11 @@ def _why_left_out(entry: Summary, values: Values) -> str:
     return "" if values[entry["quantizer"]]["extra"] else "it has no problem in both regimes"
 
 
-def _judge_kvarn(entries: Sequence[Summary], values: Values) -> Found:
-    """KVarN beside each other 2-bit method at comparable windows.
+def _judge_kvarn(entries: Sequence[Summary], values: Values) -> rules.Found:
+    """KVarN beside each other 2-bit method at comparable windows; bits count as in `weigh_bits`.
 
-    One that has fewer bits and accumulates more says nothing for the statement, and one that has more bits and
-    accumulates less leaves it open. Both the difference decode - static and the quadrature must say so: independent
-    errors add in quadrature, so the same error fed back makes a smaller difference beside a larger static error.
+    Both the difference decode - static and the quadrature must say so: independent errors add in quadrature, so the
+    same error fed back makes a smaller difference beside a larger static error.
     """
     reasons = {entry["quantizer"]: _why_left_out(entry, values) for entry in entries}
     usable = [entry for entry in entries if not reasons[entry["quantizer"]]]
@@ -203,68 +173,33 @@ def _judge_kvarn(entries: Sequence[Summary], values: Values) -> Found:
     if not ours or not rivals:
         said = "no 2-bit KVarN was decoded" if not ours else "no other 2-bit method was decoded"
         return None, [said, *left_out]
-    decided: list[Evidence] = []
+    decided: list[rules.Evidence] = []
     lines = []
     for kvarn, rival in itertools.product(ours, rivals):
         names = rival["quantizer"], kvarn["quantizer"]
         line = f"`{names[0]}` - `{names[1]}` ({_describe_cache(rival)}; {_describe_cache(kvarn)})"
-        gap, other = (subtract(*(values[name][part] for name in names)) for part in ("extra", "quadrature"))
+        theirs, own = (values[name] for name in names)
+        gap, squares = (combine(theirs[part], own[part]) for part in ("extra", "quadrature"))
         if not gap:
             lines.append(f"{line}: no problem has both")
             continue
-        found, again = average(gap), average(other)
+        found, again = average(gap), average(squares)
         each = ", ".join(f"`{name}` {show_average(average(values[name]['quadrature'], 0.0))}" for name in names)
         line += f": {show_average(found)}; in quadrature {show_average(again)} (of {each}) ({_say_problems(len(gap))})"
-        measures = _weigh_values(gap), _weigh_values(other)
-        evidence = _both(*measures)
-        verdict, counts = _weigh(rival, kvarn, min(found["mean"], again["mean"]), evidence)
+        evidence, verdict = _weigh_both(gap, squares)
+        why, counts = "windows are not comparable", False
+        if max(abs(a - b) for a, b in zip(_packed(rival), _packed(kvarn), strict=True)) <= WINDOWS_CLOSE:
+            more, worse = rival["storage"]["bits"] - kvarn["storage"]["bits"], min(found["mean"], again["mean"])
+            why, counts = weigh_bits(more, worse, evidence.verdict == rules.HOLDS)
+        if counts and (rival["invalid"] or kvarn["invalid"]):
+            why = INVALID
         if counts:
-            broken = rival["invalid"] or kvarn["invalid"]
-            decided.append(OPEN if broken or verdict else evidence)
-            verdict = "invalid samples, so it decides nothing" if broken else verdict or _say_both(*measures)
-        lines.append(f"{line}: {verdict}")
-    return (hold_all(decided) if decided else None), [*lines, *left_out]
-
-
-def _weigh(rival: Summary, kvarn: Summary, mean: float, evidence: Evidence) -> tuple[str, bool]:
-    """Why a pair cannot decide, empty if it can; and whether it must then leave the statement open."""
-    if max(abs(a - b) for a, b in zip(_packed(rival), _packed(kvarn), strict=True)) > WINDOWS_CLOSE:
-        return "windows are not comparable", False
-    worse = evidence.verdict == HOLDS
-    return weigh_bits(rival["storage"]["bits"] - kvarn["storage"]["bits"], mean, worse)
+            decided.append(rules.OPEN if why else evidence)
+        lines.append(f"{line}: {why or verdict}")
+    return (rules.hold_all(decided) if decided else None), [*lines, *left_out]
 
 
 def judge(entries: Sequence[Summary], values: Values) -> list[dict[str, Any]]:
-    """The statements with verdict and figures.
-
-    Args:
-      entries: summaries of quantizers.
-      values: of each, by problem over decoded positions: `static` and `decode` errors, `extra` (what accumulates)
-        and `growth` of it, `quadrature` and `growth_quadrature` (the same by `quadrature` in place of `subtract`), and
-        `taken` (repair -> share of the error, a norm, taken away).
-    """
-
-    def taken(values: Mapping[str, Any], first: str, second: str = "") -> dict[int, float]:
-        found = values["taken"].get(first, {})
-        less = values["taken"].get(second, {}) if second else dict.fromkeys(found, 0.0)
-        return {problem: value - less[problem] for problem, value in found.items()}
-
-    def taken_squared(values: Mapping[str, Any]) -> dict[int, float]:
-        return {problem: 1 - (1 - share) ** 2 for problem, share in taken(values, "everything").items()}
-
-    def judge_each(*figures: Figure) -> Found:
-        return _judge_each(entries, values, figures)
-
-    found: dict[str, Found] = {
-        "K1a": judge_each(Figure("decode - static:", lambda v: v["extra"])),
-        "K1b": judge_each(
-            Figure("later - earlier half:", lambda v: v["growth"], quadrature=lambda v: v["growth_quadrature"])
-        ),
-        "K2": _judge_kvarn(entries, values),
-        "K3a": judge_each(
-            Figure("worst 5 % of tokens:", lambda v: taken(v, "worst"), percent=True),
-            Figure("that less the other 95 %:", lambda v: taken(v, "worst", "others"), percent=True),
-        ),
-        "K3b": judge_each(Figure("all tokens, of the squared static error:", taken_squared, HALF, percent=True)),
-    }
-    return decide(found, (HOLDS, DOES_NOT_HOLD))
+    """The statements with verdict and figures, from the summaries of quantizers and their figures by problem."""
+    found = {name: _judge_each(entries, values, figures) for name, figures in ON_EACH.items()}
+    return rules.decide(found | {"K2": _judge_kvarn(entries, values)}, (rules.HOLDS, rules.DOES_NOT_HOLD))

@@ -33,10 +33,7 @@ class Storage(parts.Part, frozen=True):
 
 
 class AttentionError(parts.Part, frozen=True):
-    """The mean over positions of |a' - a| / |a|.
-
-    a is the heads' output of the clean run and a' that of the quantized one, before the output projection.
-    """
+    """Mean over positions of |a' - a| / |a|: the heads' output before projection, of the quantized and clean run."""
 
     error: Grid
 
@@ -44,10 +41,8 @@ class AttentionError(parts.Part, frozen=True):
 class Logits(parts.Part, frozen=True):
     """Next-token distributions along the clean run's tokens, by the bin of the token that they follow.
 
-    Attributes:
-      kl: mean KL(clean || quantized) in nats.
-      agree: steps with the same top token, of so many in `places`. A bin without steps has None, as in `kl`.
-      kl_sum: over all steps, as `agree_sum` and `bit_equal`, the steps at which all logits have the same bits.
+    `kl` is the mean KL(clean || quantized) in nats, `agree` the steps with the same top token, of so many in `places`;
+    both None without steps. Over all steps: `kl_sum`, `agree_sum`, `bit_equal` (all logits have the same bits).
     """
 
     kl: list[Amount | None]
@@ -71,12 +66,10 @@ class Logits(parts.Part, frozen=True):
 
 
 class Stored(parts.Table, frozen=True):
-    """How what the cache holds at the end reads beside the clean run's, a layer an entry, over packed tokens.
+    """How the `packed` tokens that the cache holds at the end read beside the clean run's, a layer an entry.
 
-    Attributes:
-      packed: their number.
-      relative: L2 error over all of them relative to the clean ones' norm.
-      norm_share: share of the squared error that is of norms (E_M) rather than of directions (E_D).
+    `relative`: L2 error over all of them relative to the clean ones' norm; `norm_share`: share of the squared error
+    that is of norms (E_M) rather than of directions (E_D).
     """
 
     packed: list[Count]
@@ -93,10 +86,7 @@ SIDES = parts.Sides.__struct_fields__
 
 
 class Repair(parts.Part, frozen=True):
-    """The attention error when an oracle corrects the norms of no token, the worst 5 %, the other 95 %, or all.
-
-    See jaxkv.interventions.repaired_cache.
-    """
+    """The error when an oracle corrects the norms of no token, the worst 5 %, the other 95 %, or all."""
 
     nothing: Grid
     worst: Grid
@@ -115,13 +105,9 @@ class Watched(parts.Part, frozen=True):
 
 
 class AccumulationRecord(parts.Traced, frozen=True):
-    """One problem under one quantizer in one regime.
+    """One problem under one quantizer in one regime; `logits` of `decode` are the arm's, `repair` is in `static` alone.
 
-    Attributes:
-      regime: static, accumulated:B or decode.
-      bins: positions of the text, up to the last token fed; none crosses the end of the prompt.
-      logits: those of `decode` are the arm's.
-      repair: in `static` alone.
+    `bins` are positions of the text, up to the last token fed; none crosses the end of the prompt.
     """
 
     KEY: ClassVar = ("problem", "quantizer", "regime")

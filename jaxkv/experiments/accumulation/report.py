@@ -4,26 +4,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxkv.experiments.accumulation.claims import show_average
-from jaxkv.experiments.accumulation.figures import DECODE, REPAIRED, STATIC, draw_accumulation
 from jaxkv.experiments.accumulation.record import SIDES
-from jaxkv.experiments.accumulation.summary import summarize_accumulation
+from jaxkv.experiments.accumulation.summary import DECODE, STATIC, summarize_accumulation
+from jaxkv.experiments.figures_changes import REPAIRED, draw_accumulation
 from jaxkv.experiments.report_parts import Report, Summary, describe_problems, say_few, say_odd
-from jaxkv.reporting.document import (
-    Block,
-    Brief,
-    Bullets,
-    Cell,
-    Claims,
-    Fold,
-    Heading,
-    Only,
-    Paragraph,
-    Table,
-    make_table,
-)
+from jaxkv.reporting.document import Block, Brief, Bullets, Claims, Fold, Heading, Only, Paragraph, Table, make_table
 from jaxkv.reporting.format import format_count, format_counted_share, format_number, format_percent
 from jaxkv.reporting.rules import say_family, write_verdicts
 
+Show = Callable[[Summary], str | Brief]
 KVARN = "2606.03458"  # a paper, as jaxkv.overview.papers names it
 NOTES = (
     "`static`: every layer is handed the clean run's queries, keys, values and attention output, so errors do not feed "
@@ -54,17 +43,20 @@ NOTES = (
 )
 
 
-def show_agreement(entry: Summary | None) -> str:
-    """A share of steps; without an interval, for one problem, the count alone."""
-    return format_count(entry) if entry is None or entry["interval"] is None else format_counted_share(entry)
-
-
-def _get(entry: Summary, *names: str) -> Any:
+def _get(found: Any, *names: Any) -> Any:
     """What lies under these names, None where something on the way is not there."""
-    found: Any = entry
     for name in names:
         found = found.get(name) if found else None
     return found
+
+
+def _show_agreement(logits: Summary | None) -> Brief:
+    """A share of steps; without an interval, for one problem, the count alone."""
+    same = _get(logits, "agreement")
+    if not same:
+        return Brief("-", "-")
+    text = format_count(same) if same["interval"] is None else format_counted_share(same)
+    return Brief(text, f"{format_percent(same['rate'])} %")
 
 
 def _show(*names: str, show: Callable[[float], str] = format_number) -> Callable[[Summary], str]:
@@ -80,7 +72,7 @@ def _packed(side: str) -> Callable[[Summary], Summary | None]:
     return lambda entry: next((found["stored"][side]["packed"] for found in entry["regimes"].values()), None)
 
 
-def say_what_there_is(summary: Summary) -> list[str]:
+def _say_what_there_is(summary: Summary) -> list[str]:
     """How many problems, and what is missing, invalid, cannot be compared, not packed or not held."""
     lines = [describe_problems(summary), *say_few(summary["problems"]["ok"])]
     if summary["parted"]:
@@ -99,8 +91,9 @@ def _say_controls(summary: Summary) -> list[str]:
     """What must be equal, and whether it is."""
     regimes = [regime for entry in summary["quantizers"] for regime in entry["regimes"].items()]
     equal = [found["logits"]["bit_equal"] for name, found in regimes if name == STATIC and found["logits"]]
-    lines = [f"Control: in `static` the logits are the clean run's, bit for bit, at {_add(equal)} steps."]
-    lines = lines if equal else []
+    lines = []
+    if equal:
+        lines.append(f"Control: in `static` the logits are the clean run's, bit for bit, at {_add(equal)} steps.")
     for run, what in (("clean", "the clean run's"), ("changed", "the decoding run's")):
         if watched := [found["watched"][run] for _, found in regimes if run in found["watched"]]:
             lines.append(f"Watching left {what} logits as they were, bit for bit, at {_add(watched)} steps.")
@@ -111,22 +104,11 @@ def _add(counts: Sequence[Summary]) -> str:
     return format_count({part: sum(entry[part] for entry in counts) for part in ("count", "total")})
 
 
-def _write_claims(summary: Summary) -> list[Block]:
-    """The statements with their verdicts."""
-    text = "Statements of the KVarN study (arXiv 2606.03458), on this run: relative error of the attention output."
-    return [Paragraph(f"{text} {say_family(summary['claims'])}", "note"), *write_verdicts(summary["claims"])]
-
-
-def _same_token(logits: Summary | None) -> Brief:
-    same = _get(logits or {}, "agreement")
-    return Brief(show_agreement(same), f"{format_percent(same['rate'])} %" if same else "-")
-
-
 def _of(name: str, show: Callable[[float], str]) -> Callable[[Summary], str]:
     return lambda entry: "-" if _get(entry, "storage", name) is None else show(entry["storage"][name])
 
 
-QUANTIZER: dict[str, Callable[[Summary], Cell]] = {
+QUANTIZER: dict[str, Show] = {
     "quantizer": _name,
     "bits": _of("bits", lambda bits: format_number(bits, 3)),
     "error, static": _show("regimes", STATIC, "error", "decoded"),
@@ -134,13 +116,13 @@ QUANTIZER: dict[str, Callable[[Summary], Cell]] = {
     "decode - static": _show("regimes", DECODE, "extra", "decoded"),
     "later - earlier half": _show("regimes", DECODE, "growth"),
     "KL, nats": _show("regimes", DECODE, "logits", "kl"),
-    "same top token": lambda entry: _same_token(_get(entry, "regimes", DECODE, "logits")),
+    "same top token": lambda entry: _show_agreement(_get(entry, "regimes", DECODE, "logits")),
     "K packed, %": lambda entry: show_average(_packed("k")(entry), format_percent),
     "V packed, %": lambda entry: show_average(_packed("v")(entry), format_percent),
     "bytes, %": _of("of_clean", format_percent),
 }
 # Cells of a quantizer in a regime: an entry with what it has of the regime beside it.
-REGIME: dict[str, Callable[[Summary], Cell]] = {
+REGIME: dict[str, Show] = {
     "quantizer": _name,
     "regime": lambda entry: str(entry["regime"]),
     "valid": lambda entry: f"{entry['problems']} of {entry['samples'][entry['regime']]}",
@@ -150,16 +132,16 @@ REGIME: dict[str, Callable[[Summary], Cell]] = {
     "decoded - static": _show("extra", "decoded"),
     "later - earlier half": _show("growth"),
     "KL, nats": _show("logits", "kl"),
-    "same top token": lambda entry: show_agreement(_get(entry, "logits", "agreement")),
+    "same top token": lambda entry: _show_agreement(entry["logits"]).text,
 }
-STORED: dict[str, Callable[[Summary], Cell]] = {
+STORED: dict[str, Show] = {
     **{name: REGIME[name] for name in ("quantizer", "regime")},
     "K, relative error": _show("stored", "k", "relative"),
     "K, E_M %": _show("stored", "k", "norm_share", show=format_percent),
     "V, relative error": _show("stored", "v", "relative"),
     "V, E_M %": _show("stored", "v", "norm_share", show=format_percent),
 }
-REPAIR: dict[str, Callable[[Summary], Cell]] = {
+REPAIR: dict[str, Show] = {
     "quantizer": _name,
     "error": _show("repair", "error", "nothing"),
     **{f"{name} repaired": _show("repair", "error", choice) for choice, name in REPAIRED.items()},
@@ -177,12 +159,18 @@ def _write_tables(summary: Summary) -> list[Block]:
     stored = [entry for entry in regimes if entry["regime"] in (STATIC, DECODE)]
     repaired = [entry for entry in summary["quantizers"] if entry["repair"]]
     what = Paragraph("What is packed at the end of the text beside the clean run's keys and values.")
-    parts: tuple[tuple[list[Any], list[Block]], ...] = (
-        (regimes, [Heading("By regime", 3), make_table(REGIME, regimes)]),
-        (stored, [Heading("Error of norms and of directions", 3), what, make_table(STORED, stored)]),
-        (repaired, [Heading("Token scales repaired by an oracle", 3), make_table(REPAIR, repaired)]),
-    )
-    return [block for entries, blocks in parts if entries for block in blocks]
+    blocks: list[Block] = []
+    if regimes:
+        blocks += [Heading("By regime", 3), make_table(REGIME, regimes)]
+    if stored:
+        blocks += [Heading("Error of norms and of directions", 3), what, make_table(STORED, stored)]
+    if repaired:
+        blocks += [Heading("Token scales repaired by an oracle", 3), make_table(REPAIR, repaired)]
+    return blocks
+
+
+def _by_place(curve: Sequence[Summary]) -> dict[tuple[int, int], Summary]:
+    return {(place["begin"], place["end"]): place for place in curve}
 
 
 def _write_positions(summary: Summary) -> list[Block]:
@@ -192,13 +180,11 @@ def _write_positions(summary: Summary) -> list[Block]:
         logits = _by_place(_get(entry, "regimes", DECODE, "logits", "curve") or ())
         rows = []
         for place in sorted({place for curve in (*curves.values(), logits) for place in curve}):
-            errors = [_get(curve.get(place, {}), "error") for curve in curves.values()]
-            step = logits.get(place, {})
+            errors, step = [_get(curve, place, "error") for curve in curves.values()], logits.get(place, {})
             problems = [found["problems"] for found in errors if found] or [step["kl"]["problems"]]
-            extra = _get(curves.get(DECODE, {}).get(place, {}), "extra")
-            shown = [show_average(found) for found in (*errors, extra, step.get("kl"))]
+            shown = map(show_average, (*errors, _get(curves, DECODE, place, "extra"), step.get("kl")))
             at = f"{place[0]} to {place[1] - 1}"
-            rows.append([at, str(max(problems)), *shown, show_agreement(step.get("agreement"))])
+            rows.append([at, str(max(problems)), *shown, _show_agreement(step).text])
         if rows:
             head = ["positions", "problems", *(f"error, {regime}" for regime in curves)]
             head += ["decode - static", "KL, nats", "same top token"]
@@ -206,22 +192,18 @@ def _write_positions(summary: Summary) -> list[Block]:
     return [Fold("Every figure by position", tables)] if tables else []
 
 
-def _by_place(curve: Sequence[Summary]) -> dict[tuple[int, int], Summary]:
-    return {(place["begin"], place["end"]): place for place in curve}
-
-
 def write_accumulation(summary: Summary) -> list[Block]:
     """The whole report of a run's quantizers, figures included."""
+    claims = summary["claims"]
+    text = "Statements of the KVarN study (arXiv 2606.03458), on this run: relative error of the attention output."
+    detail = [*draw_accumulation(summary), *_write_tables(summary), *_write_positions(summary), Bullets(NOTES)]
     return [
-        Bullets([*say_what_there_is(summary), *_say_controls(summary)]),
-        Claims(KVARN, _write_claims(summary)),
+        Bullets([*_say_what_there_is(summary), *_say_controls(summary)]),
+        Claims(KVARN, [Paragraph(f"{text} {say_family(claims)}", "note"), *write_verdicts(claims)]),
         Heading("Every quantizer, at decoded positions", 3),
         make_table(QUANTIZER, summary["quantizers"], terminal=(0, 1, 2, 3, 4, 6, 7)),
         Paragraph("KL and top token are those of `decode` beside the clean run.", "note"),
-        Only(
-            "page",
-            [*draw_accumulation(summary), *_write_tables(summary), *_write_positions(summary), Bullets(NOTES)],
-        ),
+        Only("page", detail),
     ]
 
 

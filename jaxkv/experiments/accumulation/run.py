@@ -1,11 +1,8 @@
 """Do errors of a quantized cache accumulate under decoding, and are wrong token scales the reason?
 
-The question is that of Muller et al., arXiv 2606.03458 (KVarN). Three regimes on the same tokens, those of the clean
-cached run: `static` hands every layer the clean run's queries, keys, values and attention output, so that errors do not
-feed back; `accumulated(b)` runs blocks of b tokens, and everything later sees them packed; `decode` runs token by
-token. The first against the last is what accumulates. accumulated(1) and decode are one thing, by two programs.
-
-In the static regime an oracle repairs token scales (`jaxkv.interventions.repaired_cache`).
+The question is that of Muller et al., arXiv 2606.03458 (KVarN). Of the regimes that record.py tells, `static` against
+`decode` is what accumulates; accumulated(1) and decode are one thing, by two programs. In `static` an oracle repairs
+token scales too (jaxkv.interventions.repaired_cache).
 """
 
 import dataclasses
@@ -21,21 +18,14 @@ from flax import nnx
 from jaxkv.cache import KVCache
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
+from jaxkv.experiments import traced_runs
 from jaxkv.experiments.accumulation.record import FIGURES
 from jaxkv.experiments.batches import Batch, Item, RunSpec
 from jaxkv.experiments.cache_measures import count_saturated, describe_saturated
 from jaxkv.experiments.changes import read_changes
 from jaxkv.experiments.driver import ArmsRunner, Condition, Key, Line, Took
 from jaxkv.experiments.regimes import WATCHED, Replay, ReplayPrograms
-from jaxkv.experiments.traced_runs import (
-    Reference,
-    count_equal,
-    describe_row,
-    find_fault,
-    require_one_length,
-    run_reference,
-    shorten,
-)
+from jaxkv.experiments.traced_runs import Reference
 from jaxkv.interventions.quantized_cache import Quantization, cache_bytes, effective_bits
 from jaxkv.interventions.quantizers import CacheQuant, split_error
 from jaxkv.interventions.repaired_cache import CHOICES, Repair
@@ -49,11 +39,7 @@ Bins = list[list[int]]
 
 
 def list_regimes(blocks: Sequence[int]) -> dict[str, int | None]:
-    """Regime -> rows of a call, None for `static`.
-
-    Raises:
-      UserError: a block of no tokens.
-    """
+    """Regime -> rows of a call, None for `static`. Raises UserError for a block of no tokens."""
     if min(blocks, default=1) < 1:
         raise UserError(f"blocks of {min(blocks)} tokens accumulate nothing; use 1 or more")
     return {"static": None} | {f"accumulated:{block}": block for block in blocks} | {"decode": 1}
@@ -72,18 +58,12 @@ def plan_bins(prompt: int, decoded: int) -> Bins:
 class Ran:
     """One regime of a batch.
 
-    Attributes:
-      replay: the watched run.
-      errors: its attention errors, L arrays [B, S].
-      stored: what it packed beside the clean run's values (`_measure_stored`).
-      saturated: [B, 3] of those values, what its format cannot hold (cache_measures.count_saturated), or None.
-      arm: the arm itself, in `decode`.
-      repairs: the attention errors of repaired runs, in `static`: choice -> L arrays [B, S].
-      nonfinite_step: [B] the first step whose logits were not finite, -1 if none.
+    The watched run; what it packed beside the clean run's values (`_measure_stored`), and what its format cannot hold
+    of those ([B, 3], cache_measures.count_saturated); the arm itself, in `decode`; the attention errors of repaired
+    runs, in `static`: choice -> L arrays [B, S]; [B] the first step whose logits were not finite, -1 if none.
     """
 
     replay: Replay
-    errors: Sequence[np.ndarray]
     stored: Mapping[str, np.ndarray]
     saturated: np.ndarray | None
     arm: Rollout | None
@@ -91,12 +71,10 @@ class Ran:
     nonfinite_step: np.ndarray
 
 
-def _fetch_errors(replay: Replay) -> list[np.ndarray]:
-    return [np.asarray(error) for error in replay.errors]
-
-
-def _mean_by_bin(errors: Sequence[np.ndarray], row: int, first: int, bins: Bins) -> list[list[float]]:
-    return [[shorten(error[row, first + a : first + b].mean()) for a, b in bins] for error in errors]
+def _mean_by_bin(errors: Sequence[Any], row: int, first: int, bins: Bins) -> list[list[float]]:
+    """Of L arrays [B, S] in one row, whose text begins at slot `first`."""
+    texts = [np.asarray(error)[row, first:] for error in errors]
+    return [[traced_runs.shorten(text[begin:end].mean()) for begin, end in bins] for text in texts]
 
 
 def _measure_logits(clean: jax.Array, changed: jax.Array, steps: int, prompt: int, bins: Bins) -> dict[str, Any]:
@@ -106,7 +84,7 @@ def _measure_logits(clean: jax.Array, changed: jax.Array, steps: int, prompt: in
     places = prompt - 1 + np.arange(steps)
     inside = [(places >= a) & (places < b) for a, b in bins]
     return {
-        "kl": [shorten(kl[here].mean()) if here.any() else None for here in inside],
+        "kl": [traced_runs.shorten(kl[here].mean()) if here.any() else None for here in inside],
         "agree": [int(agree[here].sum()) if here.any() else None for here in inside],
         "places": [int(here.sum()) for here in inside],
         "kl_sum": float(kl.sum()),
@@ -139,8 +117,8 @@ def _describe_stored(sums: np.ndarray) -> dict[str, list]:
     for packed, size, norm, direction in sums.tolist():
         total = norm + direction
         columns["packed"].append(int(packed))
-        columns["relative"].append(shorten(np.sqrt(total / size) if size else 0.0) if packed else None)
-        columns["norm_share"].append(shorten(norm / total if total else 0.0) if packed else None)
+        columns["relative"].append(traced_runs.shorten(np.sqrt(total / size) if size else 0.0) if packed else None)
+        columns["norm_share"].append(traced_runs.shorten(norm / total if total else 0.0) if packed else None)
     return columns
 
 
@@ -155,8 +133,7 @@ class Begun:
 class Accumulation(ArmsRunner[Begun, tuple[CacheQuant, str], Ran]):
     """Every problem under every quantizer and regime; programs are compiled once for a quantizer and a batch's shapes.
 
-    Raises:
-      UserError: arms of the aligned regime, a quantizer that does not suit the model, or a block of no tokens.
+    Raises UserError for arms of the aligned regime, a quantizer that does not suit the model, a block of no tokens.
     """
 
     name = "accumulation"
@@ -164,7 +141,7 @@ class Accumulation(ArmsRunner[Begun, tuple[CacheQuant, str], Ran]):
     def __init__(
         self, arms: Arms, state: nnx.State, spec: RunSpec, quants: Sequence[CacheQuant], blocks: Sequence[int] = (128,)
     ):
-        require_one_length(arms, spec, self.name, plain=True)
+        traced_runs.require_one_length(arms, spec, self.name, plain=True)
         self.regimes = list_regimes(blocks)
         variants: dict[Key, tuple[CacheQuant, str]]
         variants = {(str(quant), regime): (quant, regime) for quant in quants for regime in self.regimes}
@@ -172,7 +149,7 @@ class Accumulation(ArmsRunner[Begun, tuple[CacheQuant, str], Ran]):
         self.programs = ReplayPrograms(arms)
 
     def begin(self, batch: Batch, missing: Sequence[tuple[CacheQuant, str]] = ()) -> Begun:
-        reference = run_reference(self.arms, self.state, batch, self.spec)
+        reference = traced_runs.run_reference(self.arms, self.state, batch, self.spec)
         names = [f"{tensor}.{layer}" for layer in range(self.arms.config.num_layers) for tensor in WATCHED]
         given = (self.arms, self.state, reference.text, reference.forced, reference.layout, names)
         return Begun(reference, trace_cached(*given))
@@ -191,16 +168,11 @@ class Accumulation(ArmsRunner[Begun, tuple[CacheQuant, str], Ran]):
         if block is None:
             for choice in CHOICES:
                 repaired = self.programs.run(*given, Repair(quant, choice), static=True)
-                repairs[choice] = _fetch_errors(repaired)
-        stored = _measure_stored(replay.cache, clean, self.arms.config.num_layers)
-        saturated = count_saturated(quant, self._clean_cache(clean), replay.cache)
-        return Ran(replay, _fetch_errors(replay), stored, saturated, arm, repairs, broken)
-
-    def _clean_cache(self, clean: Trace) -> KVCache:
-        """The cache of the clean run."""
+                repairs[choice] = [np.asarray(error) for error in repaired.errors]
         layers, dtype = range(self.arms.config.num_layers), self.arms.precision.cache
         k, v = (tuple(clean.values[f"{side}.{layer}"].astype(dtype) for layer in layers) for side in "kv")
-        return KVCache(k, v, clean.positions)
+        saturated = count_saturated(quant, KVCache(k, v, clean.positions), replay.cache)
+        return Ran(replay, _measure_stored(replay.cache, clean, len(layers)), saturated, arm, repairs, broken)
 
     def tell_time(self, begun: Begun, ran: Ran, seconds: float) -> Took:
         return Took({"run": seconds}, {"run": int(jnp.sum(begun.reference.cached.lengths))})
@@ -208,22 +180,21 @@ class Accumulation(ArmsRunner[Begun, tuple[CacheQuant, str], Ran]):
     def record(self, item: Item, row: int, begun: Begun, variant: tuple[CacheQuant, str], ran: Ran) -> Line:
         reference, clean, quant, regime = begun.reference, begun.clean, str(variant[0]), variant[1]
         arms, layers = self.arms, self.arms.config.num_layers
-        others = {"clean (watched)": clean.run, f"{quant} ({regime})": ran}
-        fault = find_fault(reference, row, others)
-        cache, slots = ran.replay.cache, reference.layout.slots
+        fault = traced_runs.find_fault(reference, row, {"clean (watched)": clean.run, f"{quant} ({regime})": ran})
+        cache = ran.replay.cache
         plain = 2 * layers * cache.positions.size * arms.config.num_kv_heads * arms.config.head_dim
         record = {
             "experiment": "accumulation",
             "problem": item.problem,
             "key": ["accumulation", item.problem, quant, regime],
-            **describe_row(arms, item, row, reference, self.spec, fault),
+            **traced_runs.describe_row(arms, item, row, reference, self.spec, fault),
             "num_layers": layers,
             "quantizer": quant,
             "regime": regime,
             "storage": {
                 "bytes": cache_bytes(cache),
                 "clean_bytes": plain * jnp.dtype(arms.precision.cache).itemsize,
-                "slots": slots,
+                "slots": reference.layout.slots,
                 "bits": effective_bits(cache, arms.config),
             },
             "saturated": describe_saturated(ran.saturated, row),
@@ -237,21 +208,20 @@ class Accumulation(ArmsRunner[Begun, tuple[CacheQuant, str], Ran]):
         changed = ran.replay.logits if ran.arm is None else ran.arm.logits
         return record | {
             "bins": bins,
-            "attention_error": {"error": _mean_by_bin(ran.errors, row, first, bins)},
+            "attention_error": {"error": _mean_by_bin(ran.replay.errors, row, first, bins)},
             "logits": _measure_logits(reference.cached.logits[row], changed[row], steps, prompt, bins),
             "stored": {side: _describe_stored(sums[:, row]) for side, sums in ran.stored.items()},
             "repair": {choice: _mean_by_bin(errors, row, first, bins) for choice, errors in ran.repairs.items()}
             or None,
             "instrumented_bit_equal": {
-                "clean": count_equal(clean.run, reference.cached, row, steps),
-                "changed": None if ran.arm is None else count_equal(ran.replay, ran.arm, row, steps),
+                "clean": traced_runs.count_equal(clean.run, reference.cached, row, steps),
+                "changed": None if ran.arm is None else traced_runs.count_equal(ran.replay, ran.arm, row, steps),
             },
         }
 
 
 def make_runner(condition: Condition) -> Accumulation:
     """Runs a condition: the quantizers that it asks for, or the seed study's."""
-    asked = condition.options.cache
-    changes, _ = read_changes(asked, condition.checkpoint.config, quants=ACCUMULATED)
+    changes, _ = read_changes(condition.options.cache, condition.checkpoint.config, quants=ACCUMULATED)
     quants = [change.what for change in changes if isinstance(change.what, CacheQuant)]
-    return Accumulation(condition.plain, condition.state, condition.spec, quants, asked.blocks)
+    return Accumulation(condition.plain, condition.state, condition.spec, quants, condition.options.cache.blocks)

@@ -7,14 +7,10 @@ from jaxkv.experiments.record_parts import CLEAN, require
 
 
 class InjectionRecord(parts.Setting, frozen=True):
-    """A problem under one change of the cache. The reference is the clean cached arm, the change "none" of seed 0.
+    """A problem under a change of the cache, `change` as a command has it. The clean cached arm is "none" of seed 0.
 
-    Attributes:
-      change: spec of the change, as a command has it; `spec` is what it does.
-      seed: keys the error, not the sampler; 0 where a change draws nothing.
-      run: the changed arm on its own.
-      teacher_forced: its logits beside the clean arm's, along that one's tokens; None of the clean arm itself, as
-        `free_running`, its own tokens beside the clean arm's.
+    `seed` keys the error, not the sampler, and is 0 where nothing is drawn. `run` is the changed arm on its own,
+    `free_running` its tokens beside the clean arm's, `teacher_forced` its logits along the clean arm's tokens.
     """
 
     KEY: ClassVar = ("problem", "change", "seed")
@@ -42,5 +38,4 @@ class InjectionRecord(parts.Setting, frozen=True):
             require(name, (getattr(self, name) is None) == clean, told)
         tokens = len(self.run.tokens if self.teacher_forced is None else self.teacher_forced.flip)
         fed = self.prompt_tokens + max(tokens - 1, 0)  # the prompt and all but the last of the clean arm's tokens
-        written = self.cache.written
-        require("cache.written", written == fed, f"{written} tokens beside {fed} that were fed")
+        require("cache.written", self.cache.written == fed, f"{self.cache.written} tokens beside {fed} that were fed")

@@ -3,19 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+from jaxkv.experiments import report_parts as parts
+from jaxkv.experiments.figures_changes import draw_injection, name_method
 from jaxkv.experiments.injection.claims import NOT_RUN, PAIRS
-from jaxkv.experiments.injection.figures import draw_injection, name_method
 from jaxkv.experiments.injection.summary import summarize_injection
 from jaxkv.experiments.record_parts import CLEAN
-from jaxkv.experiments.report_parts import (
-    Report,
-    Summary,
-    describe_problems,
-    say_change,
-    say_few,
-    say_unfinished,
-    show_mean,
-)
+from jaxkv.experiments.report_parts import Report, Summary
 from jaxkv.reporting.document import Block, Brief, Bullets, Cell, Claims, Heading, Only, Paragraph, Table, make_table
 from jaxkv.reporting.format import (
     format_counted_share,
@@ -62,35 +55,29 @@ NOTES = (
     OWN,
 )
 
-
 Show = Callable[[Summary], Cell]
 
 
-def show_score(scorer: str) -> Callable[[Summary], str]:
-    """What shows a change's mean score in percent with its interval."""
-
-    def show(entry: Summary) -> str:
-        found = entry["score"].get(scorer)
-        return "-" if found is None else format_interval(found["mean"], found["interval"], format_percent)
-
-    return show
+def _show_score(score: Summary | None) -> str:
+    """In percent, with its interval."""
+    return format_interval(score["mean"], score["interval"], format_percent) if score else "-"
 
 
-def show_of_control(scorer: str) -> Callable[[Summary], str]:
-    """What shows a change's score in percent of the control's, with its interval.
+def show_of_control(score: Summary | None) -> str:
+    """In percent of the control's, with its interval.
 
     A ratio, which may pass 1 and is 1 but for its own rounding where both scores are one: no share of a whole.
     """
+    if not score or score["of_control"] is None:
+        return "-"
+    return format_interval(score["of_control"], score["of_control_interval"], lambda part: format_number(100 * part))
 
-    def show(entry: Summary) -> str:
-        found = entry["score"].get(scorer)
-        if found is None or found["of_control"] is None:
-            return "-"
-        return format_interval(
-            found["of_control"], found["of_control_interval"], lambda part: format_number(100 * part)
-        )
 
-    return show
+def _score_columns(scorer: str, head: str = "") -> dict[str, Show]:
+    return {
+        f"{head}{scorer}, %": lambda entry: _show_score(entry["score"].get(scorer)),
+        f"{scorer}, % of control": lambda entry: show_of_control(entry["score"].get(scorer)),
+    }
 
 
 def _or_dash(figure: str, show: Callable[[Any], Cell]) -> Show:
@@ -98,23 +85,32 @@ def _or_dash(figure: str, show: Callable[[Any], Cell]) -> Show:
     return lambda entry: show(entry[figure]) if entry[figure] else "-"
 
 
-KL: dict[str, Show] = {"KL, nats": _or_dash("kl", show_mean)}
+def _name(entry: Summary) -> str:
+    return f"`{entry['change']}`"
+
+
+def _show_agreement(entry: Summary) -> Cell:
+    found = entry["agreement"]
+    return Brief(format_counted_share(found), f"{format_percent(found['rate'])} %" if found else "-")
+
+
+KL: dict[str, Show] = {"KL, nats": _or_dash("kl", parts.show_mean)}
+AGREEMENT: dict[str, Show] = {"agreement": lambda entry: format_share(entry["agreement"])}
 TOKENS: dict[str, Show] = {"tokens until they part": _or_dash("tokens_shared", format_mean)}
 CACHE: dict[str, Show] = {
     "bits": _or_dash("cache", lambda cache: format_number(cache["bits"], 3)),
     "packed, %": _or_dash("cache", lambda cache: format_percent(cache["packed"])),
 }
+PAIR: dict[str, Show] = {
+    "what differs": lambda pair: PAIRS[pair["kind"]],
+    "first": lambda pair: f"`{pair['first']}`",
+    "second": lambda pair: f"`{pair['second']}`",
+    "score, first - second": _or_dash("score", lambda found: format_interval(found["mean"], found["interval"])),
+    "KL, first - second": _or_dash("kl", lambda found: format_interval(found["mean"], found["interval"])),
+}
 
 
-def _name(entry: Summary) -> str:
-    return f"`{entry['change']}`"
-
-
-def _score_columns(scorer: str, head: str = "") -> dict[str, Show]:
-    return {f"{head}{scorer}, %": show_score(scorer), f"{scorer}, % of control": show_of_control(scorer)}
-
-
-def write_claims(summary: Summary) -> list[Block]:
+def _write_claims(summary: Summary) -> list[Block]:
     """The statements with their verdicts; of those that no change of the run speaks to, the names alone."""
     tried = [claim for claim in summary["claims"] if claim["verdict"] != NOT_RUN]
     score = f"{summary['primary']} of {summary['task']}" if summary["primary"] else "none yet"
@@ -125,13 +121,12 @@ def write_claims(summary: Summary) -> list[Block]:
     return blocks
 
 
-def write_seed_table(summary: Summary) -> list[Block]:
+def _write_seed_table(summary: Summary) -> list[Block]:
     """The seed's table beside ours; nothing if the run has none of its changes."""
     named = {entry["change"]: entry for entry in summary["changes"]}
     if not (set(SEED_TABLE) - {CLEAN}) & set(named):
         return []
-    agreement: dict[str, Show] = {"agreement": lambda entry: format_share(entry["agreement"])}
-    ours = _score_columns(summary["primary"], "ours: ") | KL | agreement | TOKENS
+    ours = _score_columns(summary["primary"], "ours: ") | KL | AGREEMENT | TOKENS
     _, ifeval, strings = SEED_TABLE[CLEAN]
     rows: list[list[Cell]] = []
     for change, (label, score, guessed) in SEED_TABLE.items():
@@ -144,16 +139,8 @@ def write_seed_table(summary: Summary) -> list[Block]:
     return [Heading("The seed study's table beside ours", 3), Table(head, rows), Paragraph(SEED_NOTE, "note")]
 
 
-def _show_agreement(entry: Summary) -> Cell:
-    found = entry["agreement"]
-    return Brief(format_counted_share(found), f"{format_percent(found['rate'])} %" if found else "-")
-
-
 def _write_changes(summary: Summary) -> list[Block]:
-    columns: dict[str, Show] = {
-        "change": _name,
-        "valid": lambda entry: "{ok} of {total}".format(**entry["samples"]),
-    }
+    columns: dict[str, Show] = {"change": _name, "valid": lambda entry: "{ok} of {total}".format(**entry["samples"])}
     for scorer in summary["scorers"]:
         columns |= _score_columns(scorer)
     columns |= KL | {"agreement": _show_agreement}
@@ -164,7 +151,7 @@ def _write_changes(summary: Summary) -> list[Block]:
     terminal = [0, 1, *(head.index(name) for name in narrow if name in head)]
     notes = []
     for entry in summary["changes"]:
-        notes += say_change(entry)
+        notes += parts.say_change(entry)
         if without := entry["samples"]["without_control"]:
             notes.append(f"{_name(entry)}: {without} samples have no valid clean run.")
     table = make_table(columns, summary["changes"], terminal=terminal)
@@ -172,18 +159,8 @@ def _write_changes(summary: Summary) -> list[Block]:
 
 
 def _write_pairs(summary: Summary) -> list[Block]:
-    def cell(measure: str) -> Show:
-        return _or_dash(measure, lambda found: format_interval(found["mean"], found["interval"]))
-
-    columns: dict[str, Show] = {
-        "what differs": lambda pair: PAIRS[pair["kind"]],
-        "first": lambda pair: f"`{pair['first']}`",
-        "second": lambda pair: f"`{pair['second']}`",
-        "score, first - second": cell("score"),
-        "KL, first - second": cell("kl"),
-    }
     head = Heading("Changes that differ in one thing", 3)
-    return [head, make_table(columns, summary["pairs"])] if summary["pairs"] else []
+    return [head, make_table(PAIR, summary["pairs"])] if summary["pairs"] else []
 
 
 def _write_windows(summary: Summary) -> list[Block]:
@@ -192,17 +169,13 @@ def _write_windows(summary: Summary) -> list[Block]:
         return "/".join(str(side["block"]) if side else "-" for side in sides)
 
     columns: dict[str, Show] = {"change": _name, "method": name_method, "block, K/V": show_blocks, **CACHE}
-    columns |= _score_columns(summary["primary"]) | KL | {"agreement": lambda entry: format_share(entry["agreement"])}
+    columns |= _score_columns(summary["primary"]) | KL | AGREEMENT
     named = {entry["change"]: entry for entry in summary["changes"]}
     blocks: list[Block] = []
     for group in summary["windows"]:
         members = sorted((named[name] for name in group["changes"]), key=lambda entry: entry["cache"]["bits"])
-        kept = [f"{group[side]['first']} + {group[side]['recent']}" for side in ("k", "v")]
-        sides = [
-            f"{side.upper()}: " + ("16 bit" if group[side]["first"] is None else text)
-            for side, text in zip(("k", "v"), kept, strict=True)
-        ]
-        blocks.append(make_table(columns, members, f"first + recent tokens kept, {', '.join(sides)}"))
+        kept = ["16 bit" if group[s]["first"] is None else "{first} + {recent}".format(**group[s]) for s in ("k", "v")]
+        blocks.append(make_table(columns, members, "first + recent tokens kept, K: {}, V: {}".format(*kept)))
     text = (
         "Methods at equal windows: the same first and recent tokens are kept whole. A method's block adds up to block "
         f"- 1 pending tokens, so compare where the packed shares are near too. {OWN}"
@@ -212,10 +185,10 @@ def _write_windows(summary: Summary) -> list[Block]:
 
 def write_injection(summary: Summary) -> list[Block]:
     """The whole report of a run's changes, figures included."""
-    there = [describe_problems(summary), *say_few(summary["problems"]["ok"]), *say_unfinished(summary["unfinished"])]
+    few, unfinished = parts.say_few(summary["problems"]["ok"]), parts.say_unfinished(summary["unfinished"])
     return [
-        Bullets(there),
-        Claims(SEED_STUDY, [*write_claims(summary), Only("page", write_seed_table(summary))]),
+        Bullets([parts.describe_problems(summary), *few, *unfinished]),
+        Claims(SEED_STUDY, [*_write_claims(summary), Only("page", _write_seed_table(summary))]),
         Only("page", draw_injection(summary)),
         *_write_changes(summary),
         Only("page", [*_write_windows(summary), *_write_pairs(summary), Bullets(NOTES)]),

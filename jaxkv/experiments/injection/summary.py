@@ -10,17 +10,11 @@ from typing import Any
 import numpy as np
 from msgspec import to_builtins
 
+from jaxkv.experiments import report_parts as parts
 from jaxkv.experiments.injection.claims import judge
 from jaxkv.experiments.injection.record import InjectionRecord
 from jaxkv.experiments.record_parts import CLEAN, find_headline, known
-from jaxkv.experiments.report_parts import (
-    Summary,
-    add_saturated,
-    average_caches,
-    begin_summary,
-    group_invalid,
-    list_unfinished,
-)
+from jaxkv.experiments.report_parts import Summary
 from jaxkv.reporting import statistics
 from jaxkv.reporting.shares import clustered_share, mean_over_problems
 
@@ -31,10 +25,9 @@ INSTRUCTIONS = ", instructions"  # of ifeval: the share of all instructions, not
 def summarize_injection(records: Sequence[object], run: Mapping[str, Any]) -> dict[str, Any]:
     """Summarizes the 'injection' records of a run, as `begin_summary` says; changes keep their order.
 
-    Returns:
-      Plain values. A problem whose clean run is invalid enters no figure either.
+    A problem whose clean run is invalid enters no figure either.
     """
-    summary, samples, every = begin_summary(records, run, InjectionRecord)
+    summary, samples, every = parts.begin_summary(records, run, InjectionRecord)
     clean: Clusters = {s.problem: [s] for s in every if s.change == CLEAN}
     task = run.get("config", {}).get("task")
     scorers = _find_scorers(samples, task)
@@ -55,7 +48,7 @@ def summarize_injection(records: Sequence[object], run: Mapping[str, Any]) -> di
         "primary": primary,
         "problems": summary["problems"] | {"ok": len(clean)},
         "changes": changes,
-        "unfinished": list_unfinished(samples, run),
+        "unfinished": parts.list_unfinished(samples, run),
         "windows": _group_windows(changes),
         **judge(changes, values, primary),
     }
@@ -83,14 +76,12 @@ def _average(clusters: Clusters, scorer: str, problems: Sequence[int]) -> tuple[
 
 def _find_values(clusters: Clusters, scorer: str) -> dict[str, dict[int, float]]:
     """Score and KL of each problem, means over its seeds: what changes are compared by."""
-    compared = {
-        p: [s.teacher_forced.kl for s in found if s.teacher_forced and s.teacher_forced.kl]
-        for p, found in clusters.items()
-    }
-    return {
-        "score": {p: float(np.mean([_score(s, scorer)[0] for s in found])) for p, found in clusters.items() if scorer},
-        "kl": {p: float(np.mean([np.mean(kl) for kl in found])) for p, found in compared.items() if found},
-    }
+    kl: dict[int, float] = {}
+    for problem, found in clusters.items():
+        if means := [np.mean(s.teacher_forced.kl) for s in found if s.teacher_forced and s.teacher_forced.kl]:
+            kl[problem] = float(np.mean(means))
+    score = {p: float(np.mean([_score(s, scorer)[0] for s in found])) for p, found in clusters.items() if scorer}
+    return {"score": score, "kl": kl}
 
 
 def _summarize_score(valid: Clusters, control: Clusters, scorer: str) -> dict[str, Any] | None:
@@ -116,10 +107,7 @@ def _count(clusters: Sequence[Sequence[InjectionRecord]], count: Any, size: Any)
 
 
 def _share_over_seeds(clusters: Sequence[Sequence[InjectionRecord]], count: Any, size: Any) -> dict[str, Any] | None:
-    """`clustered_share` over problems of all seeds' trials, its interval no narrower than of the trials of one seed.
-
-    Seeds of one problem are no independent trials: 48 of 48 runs of 16 problems say what 16 of 16 do.
-    """
+    """`clustered_share` over problems of all seeds' trials, which say no more than the trials of one seed would."""
     counts, sizes = _count(clusters, count, size)
     once = int(sum(max(map(size, cluster)) for cluster in clusters))
     return clustered_share([int(n) for n in counts], [int(n) for n in sizes], once, "problems")
@@ -147,11 +135,11 @@ def _summarize_change(
             "without_control": sum(s.status == "ok" for s in members) - len(flat),
         },
         "problems": len(kept),
-        "invalid": group_invalid(members),
+        "invalid": parts.group_invalid(members),
         "score": {scorer: _summarize_score(control if clean else valid, control, scorer) for scorer in scorers},
         **dict.fromkeys(("kl", "agreement", "diverged", "tokens_shared")),
-        "cache": average_caches([s.cache for s in flat]),
-        "saturated": add_saturated(s.saturated for s in flat),
+        "cache": parts.average_caches([s.cache for s in flat]),
+        "saturated": parts.add_saturated(s.saturated for s in flat),
     }
     if clean or not flat:
         return entry

@@ -36,12 +36,9 @@ class Distances(parts.Arms[References], frozen=True):
 
 
 class MitigationsRecord(parts.Setting, frozen=True):
-    """One problem under one variant.
+    """One problem under one variant, whose policy is `precision` (jaxkv.config.Precision.to_json).
 
-    Attributes:
-      precision: its policy, by the names of dtypes (jaxkv.config.Precision.to_json).
-      teacher_forced: cached against uncached logits along the cached arm's tokens.
-      free_running: the arms' own tokens compared.
+    `teacher_forced`: cached against uncached logits along the cached arm's tokens; `free_running`: the arms' own.
     """
 
     KEY: ClassVar = ("problem", "variant")

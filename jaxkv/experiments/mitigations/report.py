@@ -1,7 +1,4 @@
-"""The mitigations table: what each variant changes, how far from the truth it stays, and what it costs.
-
-Reads records and timings alone, imports neither jax nor flax.
-"""
+"""The mitigations table, from records and timings alone: how far from the truth each variant stays, and its cost."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,17 +6,10 @@ from typing import Any
 import numpy as np
 from msgspec.structs import asdict
 
+from jaxkv.experiments import report_parts as parts
 from jaxkv.experiments.mitigations.record import REFERENCES, Distances, MitigationsRecord
 from jaxkv.experiments.record_parts import ARMS, Distance, known
-from jaxkv.experiments.report_parts import (
-    Report,
-    Summary,
-    collect,
-    group_invalid,
-    say_invalid,
-    show_mean,
-    summarize_comparisons,
-)
+from jaxkv.experiments.report_parts import Report, Summary
 from jaxkv.reporting import statistics
 from jaxkv.reporting.document import Block, Brief, Bullets, Cell, Only, Paragraph, Table
 from jaxkv.reporting.format import format_bound, format_count, format_counted_share, format_number, format_percent
@@ -43,17 +33,11 @@ NOTES = (
 def summarize_mitigations(
     records: Sequence[object], timings: Sequence[Summary], run: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Summarizes the 'mitigations' records of a run.
+    """Summarizes the 'mitigations' records of a run with the lines of its timing.jsonl; variants keep their order.
 
-    Args:
-      records: samples; those of other experiments are left out. Variants keep the order in which they first appear.
-      timings: lines of timing.jsonl; the last cost of a variant counts.
-      run: content of run.json; its fingerprint ties the summary to the run.
-
-    Returns:
-      Plain values. An invalid sample enters no figure but the count of invalid ones.
+    The last cost of a variant counts. An invalid sample enters no figure but the count of invalid ones.
     """
-    samples = collect(records, MitigationsRecord)
+    samples = parts.collect(records, MitigationsRecord)
     costs = {t["variant"]: t["cost"] for t in timings if t.get("experiment") == "mitigations" and t.get("cost")}
     return {
         "experiment": "mitigations",
@@ -69,30 +53,31 @@ def summarize_mitigations(
 def _summarize_variant(name: str, samples: Sequence[MitigationsRecord], cost: Summary | None) -> dict[str, Any]:
     valid = [s for s in samples if s.status == "ok"]
     free = [known(s.free_running) for s in valid]
-    counted = [distance for s in valid if (distance := known(s.distance)).weights.kl]
-    distances: dict[str, Any] = {
-        reference: {arm: _describe([_distance(d, arm, reference) for d in counted]) for arm in ARMS}
-        | {"nearer": {metric: _judge(counted, reference, metric) for metric in JUDGED}}
-        for reference in (REFERENCES if counted else ())
-    }
+    counted = [found for s in valid if (found := known(s.distance)).weights.kl]
+    distance: dict[str, Any] | None = None
+    if counted:
+        distance = {reference: _compare(counted, reference) for reference in REFERENCES}
+        distance["weights"] = _describe([d.weights for d in counted])
     return {
         "variant": name,
         "precision": dict(samples[0].precision),
         "held": asdict(samples[0].held),
         "tile": samples[0].shapes.tile,
         "problems": {"total": len(samples), "ok": len(valid), "invalid": len(samples) - len(valid)},
-        "invalid": group_invalid(samples),
-        "teacher_forced": summarize_comparisons([(s.problem, s.teacher_forced) for s in valid]),
+        "invalid": parts.group_invalid(samples),
+        "teacher_forced": parts.summarize_comparisons([(s.problem, s.teacher_forced) for s in valid]),
         "diverged": share(sum(run.diverged for run in free), len(valid)),
         "first_diverged": [run.first_diverged for run in free if run.diverged],
-        "distance": distances | {"weights": _describe([d.weights for d in counted])} if counted else None,
+        "distance": distance,
         "cost": dict(cost) if cost else None,
     }
 
 
-def _distance(distances: Distances, arm: str, reference: str) -> Distance:
-    found: Distance = getattr(getattr(distances, arm), reference)
-    return found
+def _compare(distances: Sequence[Distances], reference: str) -> dict[str, Any]:
+    """Both arms' distances to a reference, and which is nearer."""
+    found = {arm: [getattr(getattr(d, arm), reference) for d in distances] for arm in ARMS}
+    nearer = {metric: _judge(*([getattr(d, metric) for d in found[arm]] for arm in ARMS)) for metric in JUDGED}
+    return {arm: _describe(own) for arm, own in found.items()} | {"nearer": nearer}
 
 
 def _describe(distances: Sequence[Distance]) -> dict[str, Any]:
@@ -102,37 +87,31 @@ def _describe(distances: Sequence[Distance]) -> dict[str, Any]:
     return {"flips": flips} | {name: describe_column(column, sizes) for name, column in columns.items()}
 
 
-def _judge(samples: Sequence[Distances], reference: str, metric: str) -> dict[str, Any]:
-    """Which arm is nearer, problems being the unit.
+def _judge(cached: Sequence[Sequence[float]], uncached: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Which arm is nearer, problems being the unit: mean and interval of cached minus uncached.
 
-    Returns:
-      differ: share of problems at any of whose steps the two distances differ. mean and interval of cached minus
-      uncached (None for one problem). nearer: 'cached', 'uncached', 'same' (no step of no problem differs) or None,
-      where the interval does not say.
+    `differ` is the share of problems at any of whose steps the distances differ; `nearer` is 'cached', 'uncached',
+    'same' (none differ) or None, where the interval does not say.
     """
-    columns = [[getattr(_distance(d, arm, reference), metric) for d in samples] for arm in ARMS]
-    cached, uncached = ([float(np.mean(column)) for column in arm] for arm in columns)
-    differ = sum(a != b for a, b in zip(*columns, strict=True))
-    found = statistics.estimate_paired(cached, uncached, skewed=True)
-    interval = statistics.ends(found)
+    differ = sum(a != b for a, b in zip(cached, uncached, strict=True))
+    means = [[float(np.mean(column)) for column in arm] for arm in (cached, uncached)]
+    interval = statistics.ends(statistics.estimate_paired(*means, skewed=True))
     nearer = "same" if not differ else None
     if differ and interval is not None:
         nearer = "uncached" if interval[0] > 0 else "cached" if interval[1] < 0 else None
     return {
-        "differ": share(differ, len(samples)),
-        "mean": float(np.mean(cached) - np.mean(uncached)),
+        "differ": share(differ, len(cached)),
+        "mean": float(np.mean(means[0]) - np.mean(means[1])),
         "interval": interval,
         "nearer": nearer,
     }
 
 
-def _show_share(entry: Summary | None) -> Brief:
+def _show_share(entry: Summary) -> Brief:
     """``3 of 128 [0.8, 6.7] %`` where there is little room; a zero with its bound."""
-    brief = "-"
-    if entry is not None and "upper_bound" in entry:
+    brief = f"{format_count(entry)} [{', '.join(map(format_percent, entry['interval']))}] %"
+    if "upper_bound" in entry:
         brief = f"0 of {entry['total']} ≤ {format_bound(entry)}"
-    elif entry is not None:
-        brief = f"{format_count(entry)} [{', '.join(map(format_percent, entry['interval']))}] %"
     return Brief(format_counted_share(entry), brief)
 
 
@@ -149,28 +128,27 @@ def _show_nearer(judged: Summary) -> Brief:
     return Brief(f"{verdict}: cached - uncached {mean} [{low}, {high}]", verdict)
 
 
+COSTS: dict[str, Callable[[Summary], float | None]] = {
+    "ms a token": lambda cost: min(cost["ms_a_token"] or (), default=None),
+    "prefill, ms": lambda cost: min(cost["prefill_ms"] or (), default=None),
+    "weights and cache, MB": lambda cost: (cost["bytes"]["weights"] + cost["bytes"]["cache"]) / 1e6,
+    "as stored, MB": lambda cost: (cost["bytes"]["weights_as_stored"] + cost["bytes"]["cache"]) / 1e6,
+    "decode program, MB": lambda cost: (peak := cost["bytes"]["program_peak"]) and peak / 1e6,
+}
+
+
 def _cost(entry: Summary) -> list[str]:
-    """ms a token, ms of prefill, MB held, MB stored, MB of the program."""
-    if (cost := entry["cost"]) is None:
-        return ["-"] * len(COSTS)
-    size = cost["bytes"]
-    times = [min(cost[name]) if cost[name] else None for name in ("ms_a_token", "prefill_ms")]
-    sizes = [size["weights"] + size["cache"], size["weights_as_stored"] + size["cache"], size["program_peak"]]
-    figures = [*times, *(None if value is None else value / 1e6 for value in sizes)]
+    figures = [entry["cost"] and find(entry["cost"]) for find in COSTS.values()]
     return ["-" if figure is None else format_number(figure, 3) for figure in figures]
 
 
-COSTS = ("ms a token", "prefill, ms", "weights and cache, MB", "as stored, MB", "decode program, MB")
-
-
 def _agreement(entry: Summary) -> list[Cell]:
-    forced, problems = entry["teacher_forced"], entry["problems"]
-    valid = f"{problems['ok']} of {problems['total']}"
+    forced, valid = entry["teacher_forced"], "{ok} of {total}".format(**entry["problems"])
     if forced is None:
         return [entry["variant"], valid, "none valid", "-", "-", "-"]
     equal = Brief(format_counted_share(forced["bit_equal"]), f"{format_percent(forced['bit_equal']['rate'])} %")
     shares = [_show_share(share) for share in (forced["flips"], entry["diverged"])]
-    return [entry["variant"], valid, *shares, show_mean(forced["kl"]), equal]
+    return [entry["variant"], valid, *shares, parts.show_mean(forced["kl"]), equal]
 
 
 def _write_agreement(summary: Summary) -> list[Block]:
@@ -182,6 +160,14 @@ def _write_agreement(summary: Summary) -> list[Block]:
     if measured := [[entry["variant"], *_cost(entry)] for entry in summary["variants"] if entry["cost"]]:
         blocks.append(Only("terminal", [Table(["variant", *COSTS], measured, "Cost of the cached arm")]))
     return blocks
+
+
+FIGURES: dict[str, Callable[[Summary], Cell]] = {
+    "RMS": lambda found: parts.show_mean(found["rms"]),
+    "largest difference": lambda found: format_number(found["max_abs"]["max"]),
+    "KL, nats": lambda found: parts.show_mean(found["kl"]),
+    "argmax differs": lambda found: _show_share(found["flips"]),
+}
 
 
 def _write_distances(summary: Summary) -> list[Block]:
@@ -201,21 +187,10 @@ def _write_distances(summary: Summary) -> list[Block]:
     title = "Tokens at which the argmax is not that of fp64 of the weights as given"
     tokens = Table(["variant", *ARMS], [[row[0], *row[7:9]] for row in given.rows], title)
     arithmetic = "Distance to fp64 of the weights as each variant rounds them (arithmetic alone)"
-    rounding = [
-        [entry["variant"], *(show(entry["distance"]["weights"]) for show in FIGURES.values())] for entry in entries
-    ]
-    weights = Table(
-        ["variant", *FIGURES], rounding, "Rounding of the weights alone, fp64 against fp64", terminal=(0, 1)
-    )
+    rows = [[entry["variant"], *(show(entry["distance"]["weights"]) for show in FIGURES.values())] for entry in entries]
+    title = "Rounding of the weights alone, fp64 against fp64"
+    weights = Table(["variant", *FIGURES], rows, title, terminal=(0, 1))
     return [given, Only("terminal", [tokens]), make("rounded", arithmetic, (0, 1, 2, 9)), weights]
-
-
-FIGURES: dict[str, Callable[[Summary], Cell]] = {
-    "RMS": lambda found: show_mean(found["rms"]),
-    "largest difference": lambda found: format_number(found["max_abs"]["max"]),
-    "KL, nats": lambda found: show_mean(found["kl"]),
-    "argmax differs": lambda found: _show_share(found["flips"]),
-}
 
 
 def _unequal(summary: Summary) -> list[str]:
@@ -223,7 +198,7 @@ def _unequal(summary: Summary) -> list[str]:
     asked, lines = len(summary["problems"]), []
     for entry in summary["variants"]:
         problems = entry["problems"]
-        lines += [f"{entry['variant']}: {say_invalid(group)}; counted nowhere." for group in entry["invalid"]]
+        lines += [f"{entry['variant']}: {parts.say_invalid(group)}; counted nowhere." for group in entry["invalid"]]
         if problems["total"] < asked:
             lines.append(f"{entry['variant']}: UNFINISHED, {problems['total']} of {asked} problems")
     return lines

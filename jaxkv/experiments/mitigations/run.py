@@ -1,25 +1,21 @@
 """What helps, and what does it cost? The same problems under several precision policies and in the aligned regime.
 
-For every variant and problem three things are measured. Cached against uncached: both arms free-running, and the
-uncached one along the cached one's tokens, as in `divergence.py`. Distance to the truth: both arms along the tokens
-that the model itself takes in float64, so that all variants and both arms answer the same questions and no arm's own
-choices decide what is asked. Cost: milliseconds and bytes of the cached arm.
+For every variant and problem three things are measured. Cached against uncached: as in `divergence`. Distance to the
+truth: both arms along the tokens that the model itself takes in float64, so that all variants and both arms answer the
+same questions and no arm's own choices decide what is asked. Cost: milliseconds and bytes of the cached arm.
 
 The truth of a mitigation is the model with the weights as the checkpoint gives them. A variant that rounds its weights
 is also measured against a float64 run of the rounded ones, which leaves the arithmetic alone, and the two float64 runs
 against each other, which leaves the rounding of the weights alone.
-
-Variants (`make_variants`):
 
 fp16                    Products summed and returned in fp32 and rounded once: the project's fp16. Read narrowly, this
                         already is "fp16 with fp32 partial outputs": no partial sum of a product leaves it in fp16.
 fp16+accumulation=fp16  Products returned in fp16, as a bare `einsum` of fp16 arrays is. At one row on a GPU each single
                         product is then rounded before the sum. On a CPU XLA adds in fp32 all the same.
 fp16+residual=fp32      The stream between layers in fp32.
-fp16 outputs fp32       "fp16 with fp32 partial outputs" read widely: whatever a product returns, and all that is made
-                        of it, stays in fp32 until the next product rounds its inputs to fp16. Activations, residual
-                        stream, RoPE, attention weights and logits are fp32; weights, cache and the operands of
-                        every product stay fp16, so that it costs no memory and the products are those of fp16.
+fp16 outputs fp32       The same read widely: whatever a product returns, and all that is made of it (activations,
+                        residual stream, RoPE, attention weights, logits), stays in fp32 until the next product rounds
+                        its inputs. Weights, cache and operands stay fp16: no more memory, and the products of fp16.
 bf16, bf16+residual=fp32, fp32 (true: no TF32)
 fp32+param=fp16         Weights in 16 bits, every operation in fp32.
 fp16 aligned            fp16 with both arms through one program of fixed shape: the arms agree bit for bit. That says
@@ -27,7 +23,7 @@ fp16 aligned            fp16 with both arms through one program of fixed shape: 
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,7 +33,7 @@ from flax import nnx
 
 from jaxkv.config import ModelConfig, Precision, make_precision
 from jaxkv.decode import Arms
-from jaxkv.errors import UserError, nearest
+from jaxkv.errors import UserError
 from jaxkv.experiments.batches import Batch, Item, RunSpec, find_fault, lay_out, timed
 from jaxkv.experiments.cost import measure_cost
 from jaxkv.experiments.divergence.run import BatchRun, compare_row, run_batch
@@ -50,13 +46,7 @@ from jaxkv.sampling import Sampler
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One row of the table.
-
-    Attributes:
-      name: its key in the records.
-      precision: its policy.
-      tile: rows of a tile in the aligned regime; None is the plain one.
-    """
+    """One row of the table; `tile` has the rows of a tile in the aligned regime, None in the plain one."""
 
     name: str
     precision: Precision
@@ -68,34 +58,21 @@ class Variant:
         return jnp.dtype(self.precision.param).name
 
 
-def make_variants(tile: int, names: Sequence[str] | None = None) -> list[Variant]:
-    """The variants of the table, or those named.
-
-    Args:
-      tile: rows of a tile in the aligned regime.
-      names: which, in the order wanted; all if None.
-
-    Raises:
-      UserError: an unknown name.
-    """
+def make_variants(tile: int) -> dict[str, Variant]:
+    """The variants of the table by name, with tiles of so many rows in the aligned regime."""
     wide = dict.fromkeys(("activation", "residual", "logits"), "fp32")
-    policies = [
-        make_precision("fp16"),
-        make_precision("fp16", accumulation="fp16"),
-        make_precision("fp16", residual="fp32"),
-        make_precision("bf16"),
-        make_precision("bf16", residual="fp32"),
-        make_precision("fp32"),
-        make_precision("fp32", param="fp16"),
+    variants = [
+        Variant("fp16", make_precision("fp16")),
+        Variant("fp16+accumulation=fp16", make_precision("fp16", accumulation="fp16")),
+        Variant("fp16+residual=fp32", make_precision("fp16", residual="fp32")),
+        Variant("fp16 outputs fp32", make_precision("fp16", **wide)),
+        Variant("bf16", make_precision("bf16")),
+        Variant("bf16+residual=fp32", make_precision("bf16", residual="fp32")),
+        Variant("fp32", make_precision("fp32")),
+        Variant("fp32+param=fp16", make_precision("fp32", param="fp16")),
+        Variant("fp16 aligned", make_precision("fp16"), tile),
     ]
-    variants = [Variant(policy.name, policy) for policy in policies]
-    variants.insert(3, Variant("fp16 outputs fp32", make_precision("fp16", **wide)))
-    variants.append(Variant("fp16 aligned", make_precision("fp16"), tile))
-    known = {variant.name: variant for variant in variants}
-    for name in names or ():
-        if name not in known:
-            raise UserError(f"unknown variant '{name}'{nearest(name, list(known))}; known: {', '.join(known)}")
-    return [known[name] for name in names] if names is not None else variants
+    return {variant.name: variant for variant in variants}
 
 
 def hold(arms: Arms, state32: nnx.State) -> nnx.State:
@@ -103,64 +80,37 @@ def hold(arms: Arms, state32: nnx.State) -> nnx.State:
     return arms.prepare(round_weights(state32, arms.precision.param))
 
 
-@dataclasses.dataclass(frozen=True)
-class Along:
-    """Both arms of a variant along the truth's tokens, and the wall time of each."""
-
-    cached: Rollout
-    uncached: Rollout
-    seconds: dict[str, float]
-
-
-def follow(arms: Arms, state: nnx.State, truth: Truth, batch: Batch, spec: RunSpec) -> Along:
-    """Runs both arms along the truth's tokens."""
+def _follow(
+    arms: Arms, state: nnx.State, truth: Truth, batch: Batch, spec: RunSpec
+) -> tuple[Rollout, Rollout, dict[str, float]]:
+    """The cached and the uncached arm along the truth's tokens, and their wall times."""
     layout, tokens, rows = lay_out(batch, spec, arms.config, arms.tile)
     end = truth.tokens.shape[1]
     tokens[:, :end], tokens[:, end:] = truth.tokens, PAD_ID
-    reference = dataclasses.replace(
-        start_rollout(arms, tokens, rows, layout), lengths=jnp.asarray(truth.lengths, jnp.int32)
-    )
-    stepwise = spec.uncached == "stepwise"
+    lengths, stepwise = jnp.asarray(truth.lengths, jnp.int32), spec.uncached == "stepwise"
+    reference = dataclasses.replace(start_rollout(arms, tokens, rows, layout), lengths=lengths)
     cached, first = timed(arms.run_cached, state, tokens, force(rows, reference), layout)
     uncached, then = timed(arms.run_forced, state, reference, rows, layout, spec.uncached_length, stepwise)
-    return Along(cached, uncached, {"along_cached": first, "along_uncached": then})
-
-
-@dataclasses.dataclass(frozen=True)
-class Begun:
-    """A batch and its float64 run."""
-
-    batch: Batch
-    truth: Truth
+    return cached, uncached, {"along_cached": first, "along_uncached": then}
 
 
 @dataclasses.dataclass(frozen=True)
 class Ran:
-    """A variant's arms on their own and along the truth's tokens, and the cost where it was measured."""
+    """A variant's arms on their own and along the truth's tokens, their wall times, and the cost where measured."""
 
     free: BatchRun
-    along: Along
+    cached: Rollout
+    uncached: Rollout
+    seconds: dict[str, float]
     cost: dict[str, Any] | None
 
 
-class Mitigations(Runner[Begun, Variant, Ran]):
-    """Every variant of every problem, beside a float64 run.
+class Mitigations(Runner[tuple[Batch, Truth], Variant, Ran]):
+    """Every variant of every problem, beside a float64 run; controls and stepwise problems are left to divergence.
 
-    Args:
-      config: architecture.
-      state32: weights as the checkpoint gives them, in fp32. They stay on the device; at most one variant's copy, or
-        two of float64, lie beside them.
-      spec: what to run; its controls and its stepwise problems are left to the divergence experiment. The aligned
-        regime has the padded uncached length whatever it says.
-      variants: what to compare, names apart.
-      sampler: how tokens are chosen.
-      stop_ids: token ids that end a row.
-      repeats: timed runs for the cost, which each process measures once a variant, on the first batch it runs with it;
-        0 leaves it out.
-      backend: as for Arms.
-
-    Raises:
-      UserError: two variants of one name, or x64 is on already.
+    The weights, in fp32 as the checkpoint gives them, stay on the device; at most one variant's copy, or two of
+    float64, lie beside them. Each process times a variant `repeats` times, on the first batch it runs with it.
+    Raises UserError where x64 is on already.
     """
 
     name = "mitigations"
@@ -170,7 +120,7 @@ class Mitigations(Runner[Begun, Variant, Ran]):
         config: ModelConfig,
         state32: nnx.State,
         spec: RunSpec,
-        variants: Sequence[Variant],
+        variants: Mapping[str, Variant],
         sampler: Sampler | None = None,
         stop_ids: tuple[int, ...] = (),
         repeats: int = 5,
@@ -180,14 +130,12 @@ class Mitigations(Runner[Begun, Variant, Ran]):
             raise UserError(
                 "mitigations turn float64 on by themselves, for the truth alone; leave --precision=fp64 out"
             )
-        names = [variant.name for variant in variants]
-        if len(set(names)) < len(names):
-            raise UserError(f"variants {', '.join(names)} name one twice; drop it")
         spec = dataclasses.replace(spec, control_problems=0, stepwise_problems=0, truth_problems=0)
-        super().__init__(spec, {(variant.name,): variant for variant in variants})
+        super().__init__(spec, {(name,): variant for name, variant in variants.items()})
         self.config, self.state32, self.repeats, self.backend = config, state32, repeats, backend
         self.programs = {
-            v.name: Arms(config, v.precision, sampler, stop_ids, tile=v.tile, backend=backend) for v in variants
+            name: Arms(config, variant.precision, sampler, stop_ids, tile=variant.tile, backend=backend)
+            for name, variant in variants.items()
         }
         self.float64 = Float64Model(config, sampler, stop_ids)
         self.costed: set[str] = set()
@@ -201,46 +149,52 @@ class Mitigations(Runner[Begun, Variant, Ran]):
         return {"precision": arms.precision.to_json(), "held": arms.describe_held()}
 
     def _spec(self, variant: Variant) -> RunSpec:
+        """The aligned regime has the padded uncached length whatever is asked for."""
         return self.spec if variant.tile is None else dataclasses.replace(self.spec, uncached_length="padded")
 
-    def begin(self, batch: Batch, missing: Sequence[Variant]) -> Begun:
+    def begin(self, batch: Batch, missing: Sequence[Variant]) -> tuple[Batch, Truth]:
         layout, tokens, rows = lay_out(batch, self.spec, self.config)  # the same whatever is missing
         params = frozenset(variant.param for variant in missing)
-        return Begun(batch, self.float64.run(self.state32, tokens, rows, layout, params))
+        return batch, self.float64.run(self.state32, tokens, rows, layout, params)
 
-    def run(self, begun: Begun, variant: Variant) -> Ran:
+    def run(self, begun: tuple[Batch, Truth], variant: Variant) -> Ran:
+        batch, truth = begun
         arms, spec = self.programs[variant.name], self._spec(variant)
         state = hold(arms, self.state32)
-        ran = run_batch(arms, state, begun.batch, spec)
-        along = follow(arms, state, begun.truth, begun.batch, spec)
+        free = run_batch(arms, state, batch, spec)
+        along = _follow(arms, state, truth, batch, spec)
         cost = None
         if self.repeats and variant.name not in self.costed:
             self.costed.add(variant.name)
-            layout, tokens, rows = lay_out(begun.batch, spec, self.config, variant.tile)
+            layout, tokens, rows = lay_out(batch, spec, self.config, variant.tile)
             cost = measure_cost(arms, state, tokens, rows, layout, self.repeats, self.backend)
-        return Ran(ran, along, cost)
+        return Ran(free, *along, cost)
 
-    def tell_time(self, begun: Begun, ran: Ran, seconds: float) -> Took:
+    def tell_time(self, begun: tuple[Batch, Truth], ran: Ran, seconds: float) -> Took:
         runs = ran.free
         tokens = {"cached": int(np.sum(runs.cached.lengths)), "uncached_forced": int(np.sum(runs.forced.lengths))}
-        return Took(runs.seconds | ran.along.seconds, tokens, {"drafts": runs.drafts, "cost": ran.cost})
+        return Took(runs.seconds | ran.seconds, tokens, {"drafts": runs.drafts, "cost": ran.cost})
 
-    def record(self, item: Item, row: int, begun: Begun, variant: Variant, ran: Ran) -> Line:
-        arms, truth, along = self.programs[variant.name], begun.truth, ran.along
+    def record(self, item: Item, row: int, begun: tuple[Batch, Truth], variant: Variant, ran: Ran) -> Line:
+        arms, truth = self.programs[variant.name], begun[1]
         found = compare_row(arms, item, row, ran.free, self._spec(variant))
         steps_of = [
             ("fp64", truth.broke[variant.param], None),
-            ("cached (along fp64)", along.cached.nonfinite_step, None),
-            ("uncached (along fp64)", along.uncached.nonfinite_step, None),
+            ("cached (along fp64)", ran.cached.nonfinite_step, None),
+            ("uncached (along fp64)", ran.uncached.nonfinite_step, None),
         ]
         newest = ran.free.layout.prompt - int(ran.free.rows.first[row]) - 1
         fault = found["invalid"] or find_fault(row, newest, steps_of)
         prompt, steps = ran.free.layout.prompt, int(truth.lengths[row])
         references = {"given": truth.given, "rounded": truth.rounded[variant.param]}
 
-        def distances(run: Rollout) -> dict[str, Any]:
+        def measure(run: Rollout) -> dict[str, Any]:
             return {name: measure_distance(logits[row], run.logits[row], steps) for name, logits in references.items()}
 
+        distance = None
+        if not fault:
+            distance = {"cached": measure(ran.cached), "uncached": measure(ran.uncached)}
+            distance["weights"] = measure_distance(truth.given[row], references["rounded"][row], steps)
         return {
             "experiment": "mitigations",
             "problem": item.problem,
@@ -253,20 +207,12 @@ class Mitigations(Runner[Begun, Variant, Ran]):
             "tokens": found["arms"] | {"fp64": truth.tokens[row, prompt : prompt + steps].tolist()},
             "teacher_forced": None if fault else found["teacher_forced"],
             "free_running": None if fault else found["free_running"],
-            "distance": None
-            if fault
-            else {
-                "cached": distances(along.cached),
-                "uncached": distances(along.uncached),
-                "weights": measure_distance(truth.given[row], references["rounded"][row], steps),
-            },
+            "distance": distance,
         }
 
 
 def make_runner(condition: Condition) -> Mitigations:
     """Runs a condition, whose weights are in fp32: variants round them to policies of their own."""
-    checkpoint = condition.checkpoint
-    return Mitigations(
-        checkpoint.config, checkpoint.state, condition.spec, make_variants(condition.tile), condition.sampler,
-        checkpoint.tokenizer.eos_ids,
-    )  # fmt: skip
+    checkpoint, variants = condition.checkpoint, make_variants(condition.tile)
+    stop_ids = checkpoint.tokenizer.eos_ids
+    return Mitigations(checkpoint.config, checkpoint.state, condition.spec, variants, condition.sampler, stop_ids)

@@ -11,17 +11,11 @@ FIGURES = ("nats", "logits")
 
 
 class PerplexityRecord(parts.Traced, frozen=True):
-    """One window of a text under one change of the cached arm's cache. `sampling` decides nothing here.
+    """One window of a text under one change of the cached arm's cache, as in 'injection'. `sampling` decides nothing.
 
-    Attributes:
-      problem: the window's place; `prompt_tokens` are the tokens given to it.
-      change: as in 'injection', with `seed`, `spec` and `saturated`.
-      tokens: those scored after the given ones; `bytes` and `words` are what they stand for in the text
-        (jaxkv.tasks.perplexity).
-      nats: sum of -ln p over the scored tokens. An arm is fed the text's own tokens: cached one by one through the
-        cache, uncached by recomputing each prefix.
-      logits: the cached arm beside the uncached one.
-      cache: what it takes; `written` are the window's tokens but the last, fed to nobody.
+    `problem` is the window's place, `tokens` those scored after the `prompt_tokens` given; `bytes` and `words` are what
+    they stand for in the text. `nats` is the sum of -ln p over them: an arm is fed the text's own tokens, cached one by
+    one through the cache, uncached by recomputing each prefix. The last token of a window is fed to nobody.
     """
 
     KEY: ClassVar = ("problem", "change", "seed")

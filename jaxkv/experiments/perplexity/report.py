@@ -1,26 +1,16 @@
 """Perplexity of a text by arm and change of the cache. Reads records alone, imports neither jax nor flax."""
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from msgspec import to_builtins
 
+from jaxkv.experiments import report_parts as parts
 from jaxkv.experiments.perplexity.record import PerplexityRecord
 from jaxkv.experiments.record_parts import ARMS, CLEAN, known
-from jaxkv.experiments.report_parts import (
-    Report,
-    Summary,
-    add_saturated,
-    average_caches,
-    begin_summary,
-    describe_problems,
-    group_invalid,
-    list_unfinished,
-    say_change,
-    say_few,
-    say_unfinished,
-)
+from jaxkv.experiments.report_parts import Report, Summary
 from jaxkv.reporting import statistics
 from jaxkv.reporting.document import Block, Brief, Bullets, Cell, Table
 from jaxkv.reporting.format import (
@@ -48,14 +38,12 @@ PACKED = (
 
 
 def summarize_perplexity(records: Sequence[object], run: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Summarizes the 'perplexity' records of a run, as `begin_summary` says.
+    """Summarizes the 'perplexity' records of a run, as `begin_summary` says; changes keep their order.
 
-    Returns:
-      Plain values; changes keep the order in which they first appear. Where the clean cache was run, `problems.ok`
-      counts the windows that are valid with it, and `clean_windows` of a change says whether its valid windows are
-      those.
+    Where the clean cache was run, `problems.ok` counts the windows that are valid with it, and `clean_windows` of a
+    change says whether its valid windows are those.
     """
-    summary, samples, valid = begin_summary(records, run or {}, PerplexityRecord)
+    summary, samples, valid = parts.begin_summary(records, run or {}, PerplexityRecord)
     names = list(dict.fromkeys(r.change for r in records if isinstance(r, PerplexityRecord)))
     changes = [_summarize_change([s for s in samples if s.change == name]) for name in names]
     if CLEAN in names:  # a window that a change breaks is still one of the text
@@ -63,7 +51,7 @@ def summarize_perplexity(records: Sequence[object], run: Mapping[str, Any] | Non
         summary["problems"]["ok"] = len(clean)
         for entry in changes:
             entry["clean_windows"] = {s.problem for s in valid if s.change == entry["change"]} == clean
-    return summary | {"unfinished": list_unfinished(samples, run or {}), "changes": changes}
+    return summary | {"unfinished": parts.list_unfinished(samples, run or {}), "changes": changes}
 
 
 def _summarize_change(members: Sequence[PerplexityRecord]) -> dict[str, Any]:
@@ -72,28 +60,26 @@ def _summarize_change(members: Sequence[PerplexityRecord]) -> dict[str, Any]:
         "change": members[0].change,
         "windows": len({s.problem for s in samples}),
         "seeds": sorted({s.seed for s in samples}),
-        "invalid": group_invalid(members),
+        "invalid": parts.group_invalid(members),
         "spec": members[0].spec and to_builtins(members[0].spec),
-        "cache": average_caches([s.cache for s in samples]),
-        "saturated": add_saturated(s.saturated for s in samples),
+        "cache": parts.average_caches([s.cache for s in samples]),
+        "saturated": parts.add_saturated(s.saturated for s in samples),
     }
     if not samples:
         return summary
     summary |= {arm: aggregate(map(to_builtins, samples), arm) for arm in ARMS}
-    by_window: dict[int, list[PerplexityRecord]] = {}
-    for sample in samples:
-        by_window.setdefault(sample.problem, []).append(sample)
-    windows = by_window.values()
+    windows = [list(each) for _, each in itertools.groupby(samples, lambda s: s.problem)]  # they are in order
     tokens = [sum(s.tokens for s in each) for each in windows]
     nats = [[known(s.nats) for s in each] for each in windows]
     gaps = [math.fsum(n.cached - n.uncached for n in each) for each in nats]
     found = statistics.estimate_signed_mean(gaps, tokens)
     interval = found and [math.exp(end) for end in found.interval()]
-    summary["ratio"] = {"mean": math.exp(math.fsum(gaps) / sum(tokens)), "interval": interval}
-    summary["kl"] = math.fsum(known(s.logits).kl for s in samples) / sum(tokens)
     flips = [sum(known(s.logits).flips for s in each) for each in windows]
-    summary["flips"] = clustered_share(flips, tokens, unit="windows")
-    return summary
+    return summary | {
+        "ratio": {"mean": math.exp(math.fsum(gaps) / sum(tokens)), "interval": interval},
+        "kl": math.fsum(known(s.logits).kl for s in samples) / sum(tokens),
+        "flips": clustered_share(flips, tokens, unit="windows"),
+    }
 
 
 def _show_flips(flips: Summary) -> Brief:
@@ -125,28 +111,28 @@ COLUMNS: dict[str, Callable[[Summary], Cell]] = {
 }
 
 
-def _row(change: Summary) -> list[Cell]:
-    if not change["windows"]:
-        return [change["change"], "0", *["none valid"] * (len(COLUMNS) - 2)]
-    return [show(change) for show in COLUMNS.values()]
-
-
 def _notes(summary: Summary) -> list[str]:
-    lines = [NOTE, *say_few(summary["problems"]["ok"]), *say_unfinished(summary["unfinished"])]
+    lines = [NOTE, *parts.say_few(summary["problems"]["ok"]), *parts.say_unfinished(summary["unfinished"])]
     for found in summary["changes"]:
         if not found.get("clean_windows", True):
-            text = f"`{found['change']}` has {found['windows']} valid windows, others than the clean cache's "
-            text += str(summary["problems"]["ok"])
-            lines.append(text + (": its uncached figure is of its own windows." if found["windows"] else "."))
-        lines += say_change(found)
+            counts = f"{found['windows']} valid windows, others than the clean cache's {summary['problems']['ok']}"
+            why = ": its uncached figure is of its own windows." if found["windows"] else "."
+            lines.append(f"`{found['change']}` has {counts}{why}")
+        lines += parts.say_change(found)
     return lines
 
 
 def write_perplexity(summary: Summary) -> list[Block]:
     """The table of all changes, and how to read it."""
+    rows = [
+        [show(change) for show in COLUMNS.values()]
+        if change["windows"]
+        else [change["change"], "0", *["none valid"] * (len(COLUMNS) - 2)]
+        for change in summary["changes"]
+    ]
     return [
-        Bullets([describe_problems(summary)]),
-        Table(list(COLUMNS), [_row(change) for change in summary["changes"]], terminal=NARROW),
+        Bullets([parts.describe_problems(summary)]),
+        Table(list(COLUMNS), rows, terminal=NARROW),
         Bullets([UNITS, PACKED, *_notes(summary)]),
     ]
 

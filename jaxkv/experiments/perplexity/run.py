@@ -1,13 +1,12 @@
 """How well does either arm predict a text? Teacher-forced negative log likelihood, through the cache and without it.
 
-A window's context is the prompt; its scored tokens are fed to the cached arm one by one, as in generation, so that each
-is predicted from keys and values that went through the cache. What a changed cache does to perplexity shows here, which
-one pass over the text would hide. The uncached arm is fed the same tokens.
+A window's context is the prompt; its scored tokens are fed one by one, as in generation, so that each is predicted from
+keys and values that went through the cache: one pass over the text would hide what a changed cache does.
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,18 +15,19 @@ import numpy as np
 from flax import nnx
 
 from jaxkv.checkpoints.tokenizer import AnyTokenizer
-from jaxkv.config import ModelConfig
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
 from jaxkv.experiments import cache_measures
-from jaxkv.experiments.batches import Batch, Item, RunSpec, timed
+from jaxkv.experiments.batches import Batch, Item, RunSpec, lay_out, timed
+from jaxkv.experiments.cache_measures import count_saturated, describe_saturated, measure_cache
 from jaxkv.experiments.changes import Change, list_runs, read_changes
-from jaxkv.experiments.driver import ArmsRunner, Condition, Line, Took
+from jaxkv.experiments.driver import ArmsRunner, Condition, Key, Line, Took
 from jaxkv.experiments.perplexity.record import FIGURES
 from jaxkv.experiments.traced_runs import Reference, describe_row, find_fault, make_reference, sum_logits
 from jaxkv.logits import compare_logits
-from jaxkv.rollout import Layout, Rows, make_layout, make_rows
 from jaxkv.tasks.perplexity import Window
+
+Runs = Mapping[Key, tuple[Change, int]]
 
 
 def tokenize(tokenizer: AnyTokenizer, text: str) -> tuple[list[int], list[int]]:
@@ -60,43 +60,11 @@ def score_tokens(logits: jax.Array, tokens: Sequence[int]) -> list[float]:
         return np.asarray(_score(logits, jnp.asarray(padded)))[: len(tokens)].tolist()
 
 
-def lay_out_windows(
-    windows: Sequence[Window], spec: RunSpec, config: ModelConfig, tile: int | None = None
-) -> tuple[Layout, np.ndarray, Rows]:
-    """Layout, token buffer [B, S] with the scored tokens in it, and rows that are forced along them.
-
-    Fewer windows than rows of a batch: the last is repeated.
-
-    Raises:
-      UserError: a window that does not fit the context.
-    """
-    filled = [*windows, *[windows[-1]] * (spec.batch_size - len(windows))]
-    contexts = [list(window.context) for window in filled]
-    if (longest := len(contexts[0]) + spec.new_tokens) > config.context_length:
-        raise UserError(
-            f"a window of {longest} tokens exceeds the context of {config.context_length} of {config.name}; use a "
-            "shorter context or stride"
-        )
-    layout = make_layout(contexts, spec.new_tokens, spec.bucket, config, tile)
-    tokens, rows = make_rows(contexts, [window.index for window in filled], spec.seed, layout)
-    limits = []
-    for row, window in enumerate(filled):
-        end = layout.prompt + len(window.scored)
-        tokens[row, layout.prompt : end] = window.scored
-        limits.append(end)
-    limit = jnp.asarray(limits, jnp.int32)
-    return layout, tokens, Rows(rows.first, rows.prompt, limit, limit, rows.problems, rows.seed)
-
-
 @dataclasses.dataclass(frozen=True)
 class Ran:
-    """A batch of windows under one change of the cache.
+    """A batch of windows under one change: both arms, the cached one's cache at its end, and the seconds of what ran.
 
-    Attributes:
-      both: the arms.
-      cache: what the cached one ends with.
-      seconds: wall time of the arms that were run for it.
-      saturated: [B, 3] elements that its quantizer's format cannot hold (cache_measures.count_saturated), or None.
+    `saturated` is [B, 3], what the cache could not hold (cache_measures.count_saturated).
     """
 
     both: Reference
@@ -108,63 +76,51 @@ class Ran:
 class Perplexity(ArmsRunner[Ran, tuple[Change, int], Ran]):
     """Every window of a text under every change and seed. The arms as they are run once a batch, whatever is asked for.
 
-    Args:
-      arms: of either regime.
-      state: as for every runner.
-      windows: all of one context length (jaxkv.tasks.perplexity.plan_windows).
-      spec: its new_tokens are at least those scored in a window.
-      changes: of the cached arm's cache.
-      seeds: of the errors.
-
-    Raises:
-      UserError: a text with a stop token in it.
+    A window has at most `spec.new_tokens` scored. Raises UserError for one that exceeds the model's context, or a text
+    with a stop token in it.
     """
 
     name = "perplexity"
     grows = True
 
-    def __init__(
-        self,
-        arms: Arms,
-        state: nnx.State,
-        windows: Sequence[Window],
-        spec: RunSpec,
-        changes: Sequence[Change] = (Change(None),),
-        seeds: Sequence[int] = (0,),
-    ):
-        super().__init__(arms, state, spec, list_runs(changes, seeds))
-        self.windows = {window.index: window for window in windows}
-        stops = set(arms.stop_ids)
+    def __init__(self, arms: Arms, state: nnx.State, spec: RunSpec, runs: Runs, windows: Sequence[Window]):
+        super().__init__(arms, state, spec, runs)
+        self.windows, stops, config = {window.index: window for window in windows}, set(arms.stop_ids), arms.config
         for window in windows:
+            if (longest := len(window.context) + spec.new_tokens) > config.context_length:
+                raise UserError(
+                    f"a window of {longest} tokens exceeds the context of {config.context_length} of {config.name}; "
+                    "use a shorter context or stride"
+                )
             if stops & set(window.scored[:-1]):
                 raise UserError(
                     f"window {window.index} holds a token that ends a text ({min(stops & set(window.scored))}); take "
                     "spelled-out special tokens out of the text"
                 )
 
-    @property
-    def items(self) -> list[Item]:
-        """The windows as problems."""
-        return [Item(window.index, window.context, "") for window in self.windows.values()]
-
-    def begin(self, batch: Batch, missing: Sequence[tuple[Change, int]] = ()) -> Ran:
-        windows, arms, spec = [self.windows[item.problem] for item in batch.items], self.arms, self.spec
-        layout, tokens, rows = lay_out_windows(windows, spec, arms.config, arms.tile)
-        (cached, cache), first = timed(arms.run_cached_keeping, self.state, tokens, rows, layout)
+    def begin(self, batch: Batch, missing: Sequence[tuple[Change, int]]) -> Ran:
+        arms, state, spec = self.arms, self.state, self.spec
+        layout, tokens, rows = lay_out(batch, spec, arms.config, arms.tile)
+        scored = [self.windows[item.problem].scored for item in batch.items]
+        scored += scored[-1:] * (spec.batch_size - len(scored))
+        for row, text in enumerate(scored):
+            tokens[row, layout.prompt : layout.prompt + len(text)] = text
+        limit = jnp.asarray([layout.prompt + len(text) for text in scored], jnp.int32)
+        rows = dataclasses.replace(rows, forced_until=limit, limit=limit)
+        (cached, cache), first = timed(arms.run_cached_keeping, state, tokens, rows, layout)
         how = (spec.uncached_length, spec.uncached == "stepwise")
-        uncached, then = timed(arms.run_forced, self.state, cached, rows, layout, *how)
-        both = make_reference(arms, self.state, layout, rows, cached, uncached)
+        uncached, then = timed(arms.run_forced, state, cached, rows, layout, *how)
+        both = make_reference(arms, state, layout, rows, cached, uncached)
         return Ran(both, cache, {"cached": first, "uncached": then})
 
     def run(self, clean: Ran, variant: tuple[Change, int]) -> Ran:
-        """The cached arm with a changed cache in place of the clean one."""
         (change, seed), both = variant, clean.both
         if change.what is None:
             return clean
         empty = self.arms.make_cache(both.forced, both.layout, change.intervention(seed))
         given = (self.state, both.text, both.forced, both.layout, empty)
         (cached, cache), seconds = timed(self.arms.run_cached_keeping, *given)
-        saturated = cache_measures.count_saturated(change.what, clean.cache, cache)
+        saturated = count_saturated(change.what, clean.cache, cache)
         return Ran(dataclasses.replace(both, cached=cached), cache, {"cached": seconds}, saturated)
 
     def tell_time(self, clean: Ran, ran: Ran, seconds: float) -> Took:
@@ -190,10 +146,8 @@ class Perplexity(ArmsRunner[Ran, tuple[Change, int], Ran]):
             "bytes": window.bytes,
             "words": window.words,
             **dict.fromkeys(FIGURES),
-            "cache": cache_measures.measure_cache(
-                change.what, arms.config, arms.precision, ran.cache, written, context
-            ),
-            "saturated": cache_measures.describe_saturated(ran.saturated, row),
+            "cache": measure_cache(change.what, arms.config, arms.precision, ran.cache, written, context),
+            "saturated": describe_saturated(ran.saturated, row),
         }
         if fault:
             return record
@@ -206,5 +160,5 @@ class Perplexity(ArmsRunner[Ran, tuple[Change, int], Ran]):
 
 def make_runner(condition: Condition) -> Perplexity:
     """Runs a condition: the changes that it asks for beside the clean cache."""
-    changes, seeds = read_changes(condition.options.cache, condition.checkpoint.config)
-    return Perplexity(condition.arms, condition.state, condition.task.windows, condition.spec, changes, seeds)
+    runs = list_runs(*read_changes(condition.options.cache, condition.checkpoint.config))
+    return Perplexity(condition.arms, condition.state, condition.spec, runs, condition.task.windows)

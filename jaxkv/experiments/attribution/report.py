@@ -10,15 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.experiments.attribution.record import (
-    ALL,
-    ALL_BUT,
-    ALONE,
-    FENCED,
-    PLAIN,
-    VARIANTS,
-    AttributionRecord,
-)
+from jaxkv.experiments.attribution.record import ALL, ALL_BUT, ALONE, FENCED, PLAIN, VARIANTS, AttributionRecord
 from jaxkv.experiments.record_parts import ARMS, known
 from jaxkv.experiments.report_parts import (
     Report,
@@ -51,9 +43,8 @@ NOTE = (
 def summarize_attribution(records: Sequence[object], run: Mapping[str, Any]) -> dict[str, Any]:
     """Summarizes the 'attribution' records of a run, as `begin_summary` says.
 
-    Returns:
-      Plain values. `status` is that of the plain programs, without which there is nothing to attribute; `variants`
-      holds the figures of each variant over its valid samples, in the order of the table (None without a step).
+    `status` is that of the plain programs, without which there is nothing to attribute; `variants` holds the figures
+    of each variant over its valid samples, in the order of the table (None without a step).
     """
     summary, samples, valid = begin_summary(records, run, AttributionRecord)
     problems = {s.problem for s in samples}

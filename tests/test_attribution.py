@@ -26,10 +26,6 @@ from jaxkv.records import RunDirectory, to_line, to_record
 RUN = {"fingerprint": "ab"}
 
 
-def to_markdown(summary):
-    return as_markdown(write_attribution(summary))
-
-
 def test_none_is_the_plain_experiment():
     arms, state, records = small_run()
     divergence = run_all(Divergence(arms, state, SPEC, ByteTokenizer(), Scoring()), ITEMS)
@@ -180,12 +176,14 @@ def test_equal_plain_arms_leave_nothing_to_attribute():
 
 def test_an_unfinished_run_says_so():
     summary = summarize_attribution(samples(2)[:-3], {"config": {"num_problems": 5}})
-    assert "UNFINISHED: 3 of 5 problems have no record yet, 3 samples are missing" in to_markdown(summary)
+    assert "UNFINISHED: 3 of 5 problems have no record yet, 3 samples are missing" in as_markdown(
+        write_attribution(summary)
+    )
 
 
 def test_tables_show_every_variant_in_80_columns():
     summary = summarize_attribution(small_run()[2], RUN)
-    text, markdown = on_terminal(write_attribution(summary)), to_markdown(summary)
+    text, markdown = on_terminal(write_attribution(summary)), as_markdown(write_attribution(summary))
     for name in VARIANTS:
         assert f"\n{name} " in text
         assert f"| {name} |" in markdown

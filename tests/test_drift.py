@@ -38,10 +38,6 @@ SPEC = RunSpec(new_tokens=6, batch_size=2, padding="left", bucket=8)
 ITEMS = [Item(4, tuple(make_prompts((11,))[0]), ""), Item(7, tuple(make_prompts((8,), 1)[0]), "")]
 
 
-def to_markdown(summary):
-    return as_markdown(write_drift(summary))
-
-
 @pytest.fixture(autouse=True)
 def compile_once(monkeypatch):
     """Programs of the same arms are compiled once for all tests."""
@@ -183,13 +179,6 @@ def test_repeated_heads_are_an_equal_model(family):
     assert np.abs(given).max() > 1
 
 
-def test_repeated_heads_follow_their_queries():
-    config = dataclasses.replace(small_config("mistral"), num_query_heads=4, num_kv_heads=2)
-    _, repeated = repeat_kv_heads(config, small_state("mistral"))
-    before, after = (flat_paths(s)["layers/1/attn/k"][...] for s in (small_state("mistral"), repeated))
-    np.testing.assert_array_equal(after, before[np.asarray([0, 0, 1, 1])])
-
-
 # Records.
 
 
@@ -273,14 +262,14 @@ def test_more_or_less_drift_is_said_only_beyond_the_interval():
 
 def test_an_unfinished_run_says_so():
     summary = summarize_drift(plain_records()[:1], {"config": {"num_problems": 5}})
-    assert "UNFINISHED: 4 of 5 problems have no record yet" in to_markdown(summary)
-    assert "With one problem there are no intervals." in to_markdown(summary)
+    assert "UNFINISHED: 4 of 5 problems have no record yet" in as_markdown(write_drift(summary))
+    assert "With one problem there are no intervals." in as_markdown(write_drift(summary))
     assert conclude(summarize_drift([], RUN)) == ["There is no sample yet, so nothing can be said of drift."]
 
 
 def test_tables_show_every_layer_in_80_columns():
     summary = summarize_drift(plain_records(), RUN)
-    text, markdown = on_terminal(write_drift(summary)), to_markdown(summary)
+    text, markdown = on_terminal(write_drift(summary)), as_markdown(write_drift(summary))
     for layer in ("0", "1", "out"):
         assert f"\n{layer} " in text
         assert f"\n| {layer} |" in markdown

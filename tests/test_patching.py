@@ -13,9 +13,18 @@ from cases import daily
 from layer_records import STEPS, altered, make_patched
 from plain_records import summarize_patching
 from shown import as_markdown, on_terminal
-from small_models import changed_state, make_prompts, run_all, run_broken, same_bits, small_config, small_state
+from small_models import (
+    changed_state,
+    make_prompts,
+    run_all,
+    run_broken,
+    same_bits,
+    small_arms,
+    small_config,
+    small_state,
+)
 
-from jaxkv.checkpoints.fill import flat_paths, with_leaves
+from jaxkv.checkpoints.fill import flat_paths
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
@@ -39,7 +48,6 @@ from jaxkv.experiments.patching.report import conclude, write_patching
 from jaxkv.experiments.patching.run import Patcher, Patching, select, spread
 from jaxkv.interventions.patches import make_patch
 from jaxkv.models import decoder, layers
-from jaxkv.models.decoder import abstract_decoder
 from jaxkv.records import to_line, to_record
 from jaxkv.rollout import force, make_layout, make_rows
 
@@ -50,29 +58,16 @@ PROMPTS = make_prompts((9, 12))
 ITEMS = [Item(4 + i, tuple(prompt), "") for i, prompt in enumerate(PROMPTS)]
 
 
-def to_markdown(summary):
-    return as_markdown(write_patching(summary))
-
-
-def fresh_arms(family, precision, num_layers):
-    return Arms(dataclasses.replace(small_config(family), num_layers=num_layers), make_precision(precision))
-
-
-small_arms = functools.cache(fresh_arms)
-
-
-def first_layers(arms, family, precision):
-    leaves = {path: leaf[...] for path, leaf in flat_paths(small_state(family, precision)).items()}
-    _, state = abstract_decoder(arms.config, arms.precision)
-    return arms.prepare(with_leaves(state, {path: leaves[path] for path in flat_paths(state)}))
+def make_arms(family="llama", precision="fp16", layers=1):
+    arms = small_arms(family, precision, layers=layers)
+    return arms, arms.prepare(small_state(family, precision, layers=layers))
 
 
 class Bench:
     """A left-padded batch of a small model, and bare runs of both arms along the cached arm's tokens."""
 
     def __init__(self, family, precision, num_layers=1):
-        arms = small_arms(family, precision, num_layers)
-        self.state = first_layers(arms, family, precision)
+        arms, self.state = make_arms(family, precision, num_layers)
         self.layout = make_layout(PROMPTS, NEW_TOKENS, 8, arms.config)
         tokens, rows = make_rows(PROMPTS, [0, 1], 0, self.layout)
         self.arms, self.L = arms, num_layers
@@ -237,10 +232,9 @@ def plant(name, factor):
 @functools.cache
 def planted_run(name):
     """In fp16 this model's arms are bit-equal on a CPU, so that every difference is the plant's."""
-    arms = fresh_arms("llama", "fp16", 1)  # traced under the plant
-    state = first_layers(arms, "llama", "fp16")
+    arms = Arms(small_config("llama", layers=1), make_precision("fp16"))  # traced under the plant
     with plant(name, 3):
-        return run_all(Patching(arms, state, SPEC, position_bins=2), ITEMS)
+        return run_all(Patching(arms, make_arms()[1], SPEC, position_bins=2), ITEMS)
 
 
 def figures_of(name):
@@ -297,9 +291,8 @@ def test_records_are_valid_and_complete():
 
 
 def test_a_problem_that_overflows_has_no_figures():
-    arms, spared = small_arms("llama", "fp16", 1), make_bench("llama", "fp16").text[1]  # what is generated too
+    (arms, state), spared = make_arms(), make_bench("llama", "fp16").text[1]  # what is generated too
     with mock.patch.object(patching, "PATCHES", {KEYS: PATCHES[KEYS]}):
-        state = first_layers(arms, "llama", "fp16")
         records, alone, _ = run_broken(lambda broken: Patching(arms, broken, SPEC), state, ITEMS, spared)
     for record in records + alone:
         to_record(json.loads(to_line(record)))
@@ -314,9 +307,8 @@ def test_other_regimes_are_refused():
     arms = Arms(small_config("llama"), make_precision("fp16"), tile=4)
     with pytest.raises(UserError, match="plain regime"):
         Patching(arms, small_state("llama"), SPEC)
-    plain = small_arms("llama", "fp16", 1)
     with pytest.raises(UserError, match="--uncached_length"):
-        Patching(plain, None, dataclasses.replace(SPEC, uncached_length="bucket:8"))
+        Patching(*make_arms(), dataclasses.replace(SPEC, uncached_length="bucket:8"))
 
 
 # What is said of them.
@@ -423,7 +415,7 @@ def test_no_verdict_without_a_gap_controls_or_enough_problems():
 
 def test_sentences_and_an_unfinished_run():
     summary = summarize_patching(samples(residual=0.1, K_and_V=0.4)[:-3], {"config": {"num_problems": 9}})
-    text = to_markdown(summary)
+    text = as_markdown(write_patching(summary))
     assert "UNFINISHED: 1 of 9 problems have no record yet, 3 samples are missing" in text
     assert f"{INTO_CACHED}: residual closes more of the gap than K and V, by 30 % [30, 30] of it" in text
     assert "no proof of anything by itself" in text
@@ -434,7 +426,7 @@ def test_sentences_and_an_unfinished_run():
 
 def test_tables_show_every_patch_in_80_columns():
     summary = summarize_patching(planted_run("k.0"), RUN)
-    text, markdown = on_terminal(write_patching(summary)), to_markdown(summary)
+    text, markdown = on_terminal(write_patching(summary)), as_markdown(write_patching(summary))
     cells = [line.split("|")[1].strip() for line in markdown.splitlines() if line.startswith("|")]
     for patch, kind in PATCHES.items():
         name = f"{patch} (control)" if kind.through else patch

@@ -8,10 +8,10 @@ from small_models import STOP_IDS, make_prompts, run_all, small_config, small_st
 
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
-from jaxkv.experiments.attribution import run as attribution
 from jaxkv.experiments.attribution.record import VARIANTS
 from jaxkv.experiments.attribution.run import Attribution, run_pair
 from jaxkv.experiments.batches import Item, RunSpec
+from jaxkv.logits import bits
 from jaxkv.models.alignment import align
 
 TILE = 4
@@ -27,7 +27,7 @@ def differing(arms, state, variant, reference, rows, layout):
     pair = run_pair(arms, state, reference, rows, layout, align(TILE, VARIANTS[variant]))
     counted = np.arange(layout.new_tokens) < np.asarray(reference.lengths)[:, None]
     assert counted.sum() > 8
-    differs = attribution.bits(pair.cached.logits) != attribution.bits(pair.uncached.logits)
+    differs = bits(pair.cached.logits) != bits(pair.uncached.logits)
     return int((np.asarray(jnp.any(differs, axis=-1)) & counted).sum())
 
 

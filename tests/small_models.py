@@ -133,3 +133,14 @@ def same_bits(a, b) -> bool:
 def run_all(runner, items, done=frozenset()):
     """All records of an experiment that are not done."""
     return [record for records, _ in run_missing(runner, items, done) for record in records]
+
+
+def run_broken(make_runner, state, items, spared=()):
+    """Records with weights that overflow at the first item's token at a place, of both items and of this one twice.
+
+    The token is none of the second prompt's, and none of those `spared`.
+    """
+    place, token = next((i, t) for i, t in enumerate(items[0].prompt) if t not in (*items[1].prompt, *spared))
+    runner = make_runner(changed_state(state, "embed", (token, 0), np.inf))
+    twice = [dataclasses.replace(items[0], problem=problem) for problem in (1, 2)]
+    return run_all(runner, items), run_all(runner, twice), place

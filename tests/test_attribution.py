@@ -1,19 +1,21 @@
 """Records of attribution, what the end points are in them, and what is said of them."""
 
-import dataclasses
+import itertools
 import json
 
-import numpy as np
 import pytest
 from attribution_runs import ITEMS, SPEC, TILE, small_run
+from layer_records import make_attribution
 from plain_records import summarize_attribution
 from shown import as_markdown, on_terminal
-from small_models import changed_state, small_config, small_state
+from small_models import run_all, run_broken, small_config, small_state
+from test_divergence import Scoring
 
+from jaxkv.checkpoints import ByteTokenizer
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
-from jaxkv.experiments.attribution.record import ALL, ALL_BUT, ALONE, FENCED, OP_CLASSES, PLAIN, VARIANTS
+from jaxkv.experiments.attribution.record import ALL, ALL_BUT, ALONE, OP_CLASSES, PLAIN, VARIANTS
 from jaxkv.experiments.attribution.report import conclude, write_attribution
 from jaxkv.experiments.attribution.run import Attribution
 from jaxkv.experiments.divergence.run import Divergence
@@ -22,33 +24,12 @@ from jaxkv.models.alignment import CLASSES
 from jaxkv.records import RunDirectory, to_line, to_record
 
 RUN = {"fingerprint": "ab"}
-SAMPLING = {"sampler": "greedy", "temperature": 1.0, "top_k": None, "top_p": None, "seed": 0}
-
-
-def to_markdown(summary):
-    return as_markdown(write_attribution(summary))
-
-
-class NoScores:
-    def cut(self, text):
-        return text, False
-
-    def score(self, text, gold):
-        return {name: {"answer": None, "correct": False} for name in ("strict", "flexible", "numeric")}
-
-    def label_change(self, text_a, text_b, gold):
-        return dict.fromkeys(("strict", "flexible", "numeric"), "same")
-
-    turn_ends = frozenset()
-
-    def decode_new(self, prompt, new):
-        return ""
 
 
 def test_none_is_the_plain_experiment():
     arms, state, records = small_run()
-    batches = run_missing(Divergence(arms, state, SPEC, NoScores(), NoScores()), ITEMS)
-    plain = {r["problem"]: r["teacher_forced"] for batch, _ in batches for r in batch}
+    divergence = run_all(Divergence(arms, state, SPEC, ByteTokenizer(), Scoring()), ITEMS)
+    plain = {r["problem"]: r["teacher_forced"] for r in divergence}
     for comparison in plain.values():
         del comparison["choice_flip"]  # attribution follows given tokens and chooses none
     ours = {r["problem"]: r["teacher_forced"] for r in records if r["variant"] == PLAIN}
@@ -92,45 +73,17 @@ def test_a_stopped_run_resumes_with_the_same_bytes(tmp_path):
     assert list(run_missing(Attribution(arms, state, SPEC, TILE), ITEMS, every)) == []
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"variant": "norms"}, "variant: 'norms' is not one of"),
-        ({"aligned": None}, "aligned: not what variant"),
-        ({"key": ["attribution", 4, ALL]}, "key: expected"),
-        ({"steps": 3}, "teacher_forced: .* entries, expected 3"),
-        ({"moved": {"cached": 99, "uncached": 0}}, "moved.cached: 99 is more than"),
-        ({"status": "invalid"}, "invalid: "),
-        ({"tile": -1}, "tile: expected `int` >= 0"),
-        ({"experiment": "divergence"}, "missing|unknown field"),
-    ],
-)
-def test_a_record_at_fault_is_named(change, message):
-    record = next(r for r in small_run()[2] if r["variant"] == ALONE["mlp"])
-    with pytest.raises(ValueError, match=message):
-        to_record(record | change)
-
-
 def test_a_problem_that_overflows_has_no_figures():
     arms, state, _ = small_run()
-    place, token = next((i, t) for i, t in enumerate(ITEMS[0].prompt) if t not in ITEMS[1].prompt)
-    broken = changed_state(state, "embed", (token, 0), np.inf)
-
-    def run(items):
-        batches = run_missing(Attribution(arms, broken, SPEC, TILE, [PLAIN, ALL]), items)
-        records = [record for batch, _ in batches for record in batch]
-        for record in records:
-            to_record(record)
-        return records, [record["status"] for record in records]
-
-    records, status = run(ITEMS)
-    assert status == ["invalid", "ok"] * 2
+    records, alone, place = run_broken(lambda broken: Attribution(arms, broken, SPEC, TILE, [PLAIN, ALL]), state, ITEMS)
+    for record in records + alone:
+        to_record(record)
+    assert [record["status"] for record in records] == ["invalid", "ok"] * 2
+    assert [record["status"] for record in alone] == ["invalid"] * 4
     assert records[0]["invalid"] == {
         "arm": "cached", "step": 0, "layer": 0, "op": "resid_pre", "position": place, "value": "inf"
     }  # fmt: skip
-    records, status = run([dataclasses.replace(ITEMS[0], problem=p) for p in (1, 2)])
-    assert status == ["invalid"] * 4
-    summary = summarize_attribution(records, RUN)
+    summary = summarize_attribution(alone, RUN)
     assert summary["status"] == "invalid"
     assert conclude(summary) == ["There is no sample with finite numbers, so nothing can be attributed."]
 
@@ -144,29 +97,19 @@ def test_the_aligned_regime_is_refused():
 # What is said of them.
 
 
-def sample(problem, variant, kl, moved=(8, 8), flips=0):
-    n = 8
-    comparison = {name: [kl] * n for name in ("kl", "kl_reverse", "js", "max_abs", "mean_abs", "margin")}
-    comparison |= {"flip": [i < flips for i in range(n)], "bit_equal": [kl == 0] * n}
-    return {
-        "experiment": "attribution", "problem": problem, "key": ["attribution", problem, variant], "variant": variant,
-        "aligned": VARIANTS[variant], "tile": 8, "prompt_tokens": 3, "prompt_sha256": "", "tokens_sha256": "",
-        "steps": n, "shapes": {"batch": 1, "prefill": 8, "slots": 16, "left_pad": 0}, "sampling": SAMPLING,
-        "status": "ok", "invalid": None, "teacher_forced": comparison,
-        "moved": dict(zip(("cached", "uncached"), (0, 0) if variant == FENCED else moved, strict=True)),
-    }  # fmt: skip
-
-
 def samples(problems=3, **kl):
     """Samples whose KL varies from problem to problem; variants not named keep the plain one's."""
     named = {ALL: 0.0, PLAIN: 1.0} | {name.replace("_", " "): value for name, value in kl.items()}
     made = []
-    for problem in range(problems):
-        for variant in VARIANTS:
-            value = named.get(variant, 1.0)
-            value = value[problem] if isinstance(value, list) else value * (1 + problem)
-            made.append(sample(problem, variant, value, (0, 0) if variant == PLAIN else (8, 8)))
+    for problem, variant in itertools.product(range(problems), VARIANTS):
+        value = named.get(variant, 1.0)
+        value = value[problem] if isinstance(value, list) else value * (1 + problem)
+        made.append(make_attribution(problem, variant, value, (0, 0) if variant == PLAIN else (8, 8)))
     return made
+
+
+def say(records):
+    return "\n".join(conclude(summarize_attribution(records, RUN)))
 
 
 def test_summary_figures():
@@ -185,7 +128,7 @@ def test_summary_figures():
 def test_sentences_claim_no_more_than_the_intervals():
     figures = {"all_but_mlp": 0.25, "all_but_norms": 0.0, "mlp_alone": 0.5, "qkv_alone": [0.1, 1.0, 5.0]}
     figures |= {"decode_alone": 0.0}
-    text = "\n".join(conclude(summarize_attribution(samples(**figures), RUN)))
+    text = say(samples(**figures))
     none = "logits differ at 0 of 24 steps in 3 sequences (95 % upper bound 63 % of sequences)"
     assert f"With every class aligned, {none}" in text
     assert "bits at 0 (cached) and 0 (uncached) of 24 steps: the plain programs are attributed as they are" in text
@@ -200,7 +143,7 @@ def test_sentences_claim_no_more_than_the_intervals():
 
 
 def test_a_residual_difference_is_said():
-    text = "\n".join(conclude(summarize_attribution(samples(all=0.01, all_but_mlp=0.0), RUN)))
+    text = say(samples(all=0.01, all_but_mlp=0.0))
     assert "With every class aligned, logits differ at 24 of 24 steps" in text
     assert "of the plain KL is left: on this device equal operations on equal rows give other bits" in text
     assert "left unaligned" not in text  # no class can be told from what is left anyway
@@ -210,7 +153,7 @@ def test_what_cannot_be_isolated_is_said():
     moved = {ALONE["head"]: {"cached": 0, "uncached": 0}, ALONE["qkv"]: {"cached": 8, "uncached": 0}}
     idle = [s | {"moved": moved.get(s["variant"], s["moved"])} for s in samples()]
     moving = [s | {"moved": {"cached": 8, "uncached": 3}} if s["variant"] == PLAIN else s for s in idle]
-    text = "\n".join(conclude(summarize_attribution(moving, RUN)))
+    text = say(moving)
     assert "no bit of the uncached arm changes: it is the form for one row that differs: qkv (" in text
     assert "aligned alone: no bit of either arm changes: head." in text
     assert "changes bits at 24 (cached) and 9 (uncached) of 24 steps and leaves" in text
@@ -226,21 +169,21 @@ def test_one_problem_has_no_interval():
 
 
 def test_equal_plain_arms_leave_nothing_to_attribute():
-    equal = [sample(0, v, 0.0, (0, 0)) for v in VARIANTS]
-    assert conclude(summarize_attribution(equal, RUN)) == [
-        "The plain arms differ in no bit at 8 steps: there is nothing to attribute here."
-    ]
-    assert conclude(summarize_attribution([], RUN)) == ["There is no sample yet, so nothing can be attributed."]
+    equal = [make_attribution(0, variant, 0.0, (0, 0)) for variant in VARIANTS]
+    assert say(equal) == "The plain arms differ in no bit at 8 steps: there is nothing to attribute here."
+    assert say([]) == "There is no sample yet, so nothing can be attributed."
 
 
 def test_an_unfinished_run_says_so():
     summary = summarize_attribution(samples(2)[:-3], {"config": {"num_problems": 5}})
-    assert "UNFINISHED: 3 of 5 problems have no record yet, 3 samples are missing" in to_markdown(summary)
+    assert "UNFINISHED: 3 of 5 problems have no record yet, 3 samples are missing" in as_markdown(
+        write_attribution(summary)
+    )
 
 
 def test_tables_show_every_variant_in_80_columns():
     summary = summarize_attribution(small_run()[2], RUN)
-    text, markdown = on_terminal(write_attribution(summary)), to_markdown(summary)
+    text, markdown = on_terminal(write_attribution(summary)), as_markdown(write_attribution(summary))
     for name in VARIANTS:
         assert f"\n{name} " in text
         assert f"| {name} |" in markdown

@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attribution_runs import TILE, make_arms
-from small_models import PRESETS, make_prompts, same_bits, set_up, small_state
+from small_models import PRESETS, make_prompts, set_up, small_state
 
 from jaxkv.decode import empty_cache
-from jaxkv.models import alignment
-from jaxkv.models.alignment import CLASSES, Alignment, make_alignment, make_rowwise
+from jaxkv.models.alignment import CLASSES, make_alignment, make_rowwise
 from jaxkv.rollout import start_rollout
 
 
@@ -111,10 +110,3 @@ def test_tiles_along_other_axes():
 def test_an_unknown_class_is_refused():
     with pytest.raises(ValueError, match="unknown operation classes: mpl"):
         make_alignment(TILE, frozenset({"mpl"}))
-
-
-def test_an_alignment_is_a_pytree_with_a_static_tile():
-    given = make_alignment(TILE, frozenset({"mlp"}))
-    assert isinstance(given, Alignment)
-    assert [x.shape for x in jax.tree.leaves(given)] == [(len(CLASSES),)]
-    assert same_bits(given.on, jnp.asarray([c == "mlp" for c in alignment.CLASSES]))

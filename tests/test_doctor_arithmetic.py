@@ -7,8 +7,8 @@ import pytest
 from jaxkv.config import DTYPES
 from jaxkv.decode import COMPILER_OPTIONS
 from jaxkv.experiments.doctor import arithmetic
-from jaxkv.experiments.doctor.findings import operand_kind, sum_kind
-from jaxkv.experiments.doctor.run import compile_with
+from jaxkv.experiments.doctor.operations import compile_with
+from jaxkv.experiments.doctor.report import operand_kind, sum_kind
 
 
 def float_product(x, w):
@@ -99,10 +99,11 @@ def test_accumulation_is_told_from_its_errors(dtype, monkeypatch):
 
 def test_cancelling_sums_are_small_and_their_terms_survive_sixteen_bits_or_not():
     for exact in (True, False):
-        sums = arithmetic.make_cancelling(np.float16, 4, 2048, 0, exact)
-        assert sums.x.shape == (4, 2048)
-        assert 0 < np.max(np.abs(sums.exact) / sums.norm) < 2.0**-8
-        terms = sums.x[:, None].astype(np.float32) * sums.w[None].astype(np.float32)
+        x, w = arithmetic.make_cancelling(np.float16, 4, 2048, exact)
+        assert x.shape == (4, 2048)
+        sums, norm = arithmetic.exact_product(x, w)
+        assert 0 < np.max(np.abs(sums) / norm) < 2.0**-8
+        terms = x[:, None].astype(np.float32) * w[None].astype(np.float32)
         assert np.array_equal(terms.astype(np.float16), terms) == exact
 
 
@@ -128,9 +129,9 @@ def test_a_dropped_cast_is_found_where_it_is(dtype, drop):
 
 def test_one_program_says_the_same_of_every_probe():
     """The compiled probes, and that a bf16 rounding which XLA drops by default is one of those found."""
-    ours = compile_with(COMPILER_OPTIONS, arithmetic.program, arithmetic.make_given(["bf16"]))
-    casts = arithmetic.make_given(["bf16"], dots=False)
-    default = compile_with({"xla_allow_excess_precision": True}, arithmetic.program, casts)
+    given = arithmetic.make_given(["bf16"])
+    ours = compile_with(COMPILER_OPTIONS, arithmetic.program, given)
+    default = compile_with({"xla_allow_excess_precision": True}, arithmetic.program, given | {"dots": {}})
     figures = arithmetic.measure_arithmetic(["bf16"], ours, default)["bf16"]
     assert not any(figures["casts_dropped"]["ours"].values())
     if jax.default_backend() == "cpu":

@@ -1,8 +1,8 @@
 """Drift is exactly zero where arms are identical and at the embedding, what is recorded is what the traces hold."""
 
-import copy
 import dataclasses
 import functools
+import itertools
 import json
 
 import jax
@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from cases import daily
 from flax import nnx
+from layer_records import altered
 from plain_records import summarize_drift
 from shown import as_markdown, on_terminal
-from small_models import WINDOWED, changed_state, make_prompts, run_all, small_config, small_state
+from small_models import WINDOWED, make_prompts, run_all, run_broken, small_config, small_state
 
 from jaxkv.cache import empty_cache
 from jaxkv.checkpoints.fill import flat_paths
@@ -25,7 +26,6 @@ from jaxkv.experiments.drift import run as drift
 from jaxkv.experiments.drift.record import SEGMENTS, TENSORS
 from jaxkv.experiments.drift.report import conclude, write_drift
 from jaxkv.experiments.drift.run import Drift, plan_bins, repeat_kv_heads
-from jaxkv.experiments.driver import run_missing
 from jaxkv.experiments.first_difference import fed_slots
 from jaxkv.experiments.traced_runs import run_reference
 from jaxkv.models.decoder import abstract_decoder
@@ -38,10 +38,6 @@ SPEC = RunSpec(new_tokens=6, batch_size=2, padding="left", bucket=8)
 ITEMS = [Item(4, tuple(make_prompts((11,))[0]), ""), Item(7, tuple(make_prompts((8,), 1)[0]), "")]
 
 
-def to_markdown(summary):
-    return as_markdown(write_drift(summary))
-
-
 @pytest.fixture(autouse=True)
 def compile_once(monkeypatch):
     """Programs of the same arms are compiled once for all tests."""
@@ -52,29 +48,28 @@ repeat_arms = functools.cache(Arms)
 
 
 @functools.cache
-def build_arms(family, precision, tile):
+def make_arms(family="mistral", precision="fp32", tile=None):
     arms = Arms(small_config(family), make_precision(precision), tile=tile)
     return arms, arms.prepare(small_state(family, precision))
 
 
-def make_arms(family, precision, tile=None):
-    return build_arms(family, precision, tile)
+@functools.cache
+def small_run(*variant):
+    return run_all(Drift(*make_arms(*variant), SPEC), ITEMS)
 
 
 @functools.cache
-def small_run(family="mistral", precision="fp32", tile=None):
-    return [
-        record for batch, _ in run_missing(Drift(*make_arms(family, precision, tile), SPEC), ITEMS) for record in batch
-    ]
+def small_reference():
+    """Programs, weights and reference of the batch of `small_run`."""
+    arms, state = make_arms()
+    return arms, state, run_reference(arms, state, plan_batches(ITEMS, SPEC)[0], SPEC)
 
 
-def numbers(value):
-    """All numbers of a nested record."""
-    if isinstance(value, dict | list):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from numbers(inner)
-    elif not isinstance(value, str) and value is not None:
-        yield value
+def watch(trace, names, **changes):
+    """A trace of the reference's batch."""
+    arms, state, reference = small_reference()
+    given = {"rows": reference.forced, "layout": reference.layout} | changes
+    return trace(arms, state, reference.text, names=names, **given)
 
 
 # What the traces say.
@@ -89,14 +84,12 @@ def test_identical_arms_have_no_drift_anywhere(family, precision):
         assert record["path"]["name"] == []
         assert record["logits"] == {"kl": 0.0, "flips": 0, "max_abs": 0.0, "bit_equal": record["steps"]}
         variants = [record] if family == "llama" else [record, record["repeated"]]
-        for layers in (variant["layers"] for variant in variants):
-            for tensor in TENSORS:
-                for segment in SEGMENTS:
-                    column = layers[tensor][segment]
-                    assert not any(numbers([column[f] for f in ("relative", "cosine", "max_abs")]))
-                    assert set(column["bit_equal"]) == {record["places"][segment]}
+        for variant, tensor, segment in itertools.product(variants, TENSORS, SEGMENTS):
+            column = variant["layers"][tensor][segment]
+            assert not np.any([column[figure] for figure in ("relative", "cosine", "max_abs")])
+            assert set(column["bit_equal"]) == {record["places"][segment]}
         for tensor in TENSORS:
-            assert not any(numbers([record["grid"][tensor][f] for f in ("relative", "cosine")]))
+            assert not np.any([record["grid"][tensor][figure] for figure in ("relative", "cosine")])
     assert (records[0]["repeated"] is None) == (family == "llama")
     text = "\n".join(conclude(summarize_drift(records, RUN)))
     assert "In decoded positions no value of any operation differs in 2 problems." in text
@@ -119,12 +112,10 @@ def test_the_embedding_never_drifts_and_the_rest_does():
 
 
 def test_figures_are_those_of_the_values():
-    arms, state = make_arms("mistral", "fp32")
-    reference = run_reference(arms, state, plan_batches(ITEMS, SPEC)[0], SPEC)
+    arms, _, reference = small_reference()
     layout = reference.layout
     names = [n for n in list_values(arms, 2, layout.slots) if n.split(".")[0] in TENSORS]
-    given = (arms, state, reference.text, reference.forced, layout, names)
-    traces = [trace(*given).values for trace in (trace_cached, trace_uncached)]
+    traces = [watch(trace, names).values for trace in (trace_cached, trace_uncached)]
     row, record = 1, small_run()[1]
     fed = fed_slots(reference.rows, layout, reference.cached.lengths, row) & (np.arange(layout.slots) >= layout.prompt)
     for tensor in TENSORS:
@@ -140,11 +131,9 @@ def test_figures_are_those_of_the_values():
 
 
 def test_watched_keys_and_values_are_those_of_the_cache():
-    arms, state = make_arms("mistral", "fp32")
-    reference = run_reference(arms, state, plan_batches(ITEMS, SPEC)[0], SPEC)
+    arms, state, reference = small_reference()
     names = ["k.0", "v.1"]
-    given = (arms, state, reference.text, reference.forced, reference.layout, names)
-    cached = trace_cached(*given)
+    cached = watch(trace_cached, names)
     cache = watched_cache(arms, reference.rows, reference.layout, names, None)
     prompts = jnp.asarray(reference.text[:, : reference.layout.prefill])
     _, cache = arms.prefill(state, prompts, reference.rows, cache)
@@ -156,13 +145,10 @@ def test_watched_keys_and_values_are_those_of_the_cache():
 
 def test_uncached_values_of_a_row_do_not_depend_on_what_follows():
     """So one pass over the whole text has the values of the recomputation at each step."""
-    arms, state = make_arms("mistral", "fp32")
-    reference = run_reference(arms, state, plan_batches(ITEMS, SPEC)[0], SPEC)
-    names = ["k.1", "attn_out.1", "resid_pre.2"]
-    whole = trace_uncached(arms, state, reference.text, reference.forced, reference.layout, names)
-    short = copy.copy(reference.cached)
-    short = dataclasses.replace(short, lengths=jnp.minimum(short.lengths, 3))
-    cut = trace_uncached(arms, state, reference.text, force(reference.rows, short), reference.layout, names)
+    reference, names = small_reference()[2], ["k.1", "attn_out.1", "resid_pre.2"]
+    whole = watch(trace_uncached, names)
+    short = dataclasses.replace(reference.cached, lengths=jnp.minimum(reference.cached.lengths, 3))
+    cut = watch(trace_uncached, names, rows=force(reference.rows, short))
     end = reference.layout.prompt + 2
     for name in names:
         np.testing.assert_array_equal(whole.values[name][:, :end], cut.values[name][:, :end])
@@ -193,13 +179,6 @@ def test_repeated_heads_are_an_equal_model(family):
     assert np.abs(given).max() > 1
 
 
-def test_repeated_heads_follow_their_queries():
-    config = dataclasses.replace(small_config("mistral"), num_query_heads=4, num_kv_heads=2)
-    _, repeated = repeat_kv_heads(config, small_state("mistral"))
-    before, after = (flat_paths(s)["layers/1/attn/k"][...] for s in (small_state("mistral"), repeated))
-    np.testing.assert_array_equal(after, before[np.asarray([0, 0, 1, 1])])
-
-
 # Records.
 
 
@@ -221,18 +200,13 @@ def test_a_grid_stays_within_its_room():
 
 
 def test_a_problem_that_overflows_has_no_figures():
-    arms, state = make_arms("mistral", "fp32")
-    place, token = next((i, t) for i, t in enumerate(ITEMS[0].prompt) if t not in ITEMS[1].prompt)
-    broken = changed_state(state, "embed", (token, 0), np.inf)
-    records = run_all(Drift(arms, broken, SPEC), ITEMS)
-    for record in records:
+    arms, state = make_arms()
+    records, alone, place = run_broken(lambda broken: Drift(arms, broken, SPEC), state, ITEMS)
+    for record in records + alone:
         to_record(json.loads(to_line(record)))
     assert [record["status"] for record in records] == ["invalid", "ok"]
     assert records[0]["invalid"]["op"] == "resid_pre"
     assert records[0]["invalid"]["position"] == place
-    both = [dataclasses.replace(ITEMS[0], problem=problem) for problem in (1, 2)]
-    alone = run_all(Drift(arms, broken, SPEC), both)
-    assert [record["status"] for record in alone] == ["invalid", "invalid"]
     summary = summarize_drift(alone, RUN)
     assert summary["status"] == "invalid"
     assert conclude(summary) == ["There is no sample with finite numbers, so nothing can be said of drift."]
@@ -240,44 +214,7 @@ def test_a_problem_that_overflows_has_no_figures():
 
 def test_an_uncached_arm_of_several_lengths_is_refused():
     with pytest.raises(UserError, match="--uncached_length"):
-        Drift(*make_arms("mistral", "fp32"), dataclasses.replace(SPEC, uncached_length="bucket:8"))
-
-
-def altered(path, value):
-    """A valid record with one field changed."""
-    record = json.loads(to_line(small_run()[0]))
-    *way, last = path.split(".")
-    place = record
-    for part in way:
-        place = place[int(part) if isinstance(place, list) else part]
-    place[int(last) if isinstance(place, list) else last] = value
-    return record
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "message"),
-    [
-        ("experiment", "divergence", "missing|unknown field"),
-        ("key", ["drift", 5], "key: expected"),
-        ("instrumented_bit_equal.walk.cached", 99, "instrumented_bit_equal.walk.cached: 99 is more than"),
-        ("layers.k.prompt.relative", [0.1], "layers.k.prompt.cosine: 2 entries, expected 1"),
-        ("layers.v.decoded.bit_equal.0", 99, r"layers.v.decoded.bit_equal\[0\]: 99 of"),
-        (
-            "layers.resid_pre.prompt.relative.0",
-            0.5,
-            r"resid_pre.prompt.bit_equal\[0\]: .* a difference of 0.5",
-        ),
-        ("logits.flips", 77, "logits.flips: 77 is more than"),
-        ("grid.bins.0", [1, 2], r"grid.bins\[0\]: expected \[0, end\]"),
-        ("first.decoded.dtypes", ["float32"], "first.decoded.dtypes: expected `array` of length 2"),
-        ("path.relative", [], "path.relative: 0 entries, expected"),
-        ("repeated", None, "repeated: missing"),
-        ("status", "invalid", "invalid"),
-    ],
-)
-def test_a_record_at_fault_is_named(path, value, message):
-    with pytest.raises(ValueError, match=message):
-        to_record(altered(path, value))
+        Drift(*make_arms(), dataclasses.replace(SPEC, uncached_length="bucket:8"))
 
 
 # What is said of them.
@@ -287,26 +224,29 @@ def plain_records():
     return [json.loads(to_line(record)) for record in small_run()]
 
 
+def say(*records):
+    return "\n".join(conclude(summarize_drift(records, RUN)))
+
+
 def test_sentences():
-    summary = summarize_drift(plain_records(), RUN)
+    first, second = plain_records()
+    summary = summarize_drift([first, second], RUN)
     assert json.loads(json.dumps(summary)) == summary
-    text = "\n".join(conclude(summary))
-    places = sum(summary["places"].values())
+    text, places = say(first, second), sum(summary["places"].values())
     assert f"The embedding is equal in every bit at {places} of {places} positions" in text
     assert "of that leaves the first layer already" in text
     assert "Watching these values changed no bit of either arm's logits" in text
-    watched = [altered("instrumented_bit_equal.figures.cached", 0), plain_records()[1]]
-    assert "made other programs of the watched arms" in "\n".join(conclude(summarize_drift(watched, RUN)))
     assert "over 2 problems is wide and rough" in text
-    broken = [altered("layers.resid_pre.prompt.bit_equal.0", 1), plain_records()[1]]
-    assert "THE EMBEDDING DIFFERS at 10 of" in "\n".join(conclude(summarize_drift(broken, RUN)))
+    watched = altered(first, "instrumented_bit_equal.figures.cached", 0)
+    assert "made other programs of the watched arms" in say(watched, second)
+    broken = altered(first, "layers.resid_pre.prompt.bit_equal.0", 1)
+    assert "THE EMBEDDING DIFFERS at 10 of" in say(broken, second)
 
 
 def test_more_or_less_drift_is_said_only_beyond_the_interval():
     records = []
     for problem in range(6):
-        record = altered("problem", problem)
-        record["key"] = ["drift", problem]
+        record = altered(plain_records()[0], "problem", problem) | {"key": ["drift", problem]}
         for tensor in TENSORS:
             size = 3e-3 if tensor == "k" else 1e-3 + (-1) ** problem * 1e-4
             for layers, value in ((record["layers"], 1e-3), (record["repeated"]["layers"], size)):
@@ -314,7 +254,7 @@ def test_more_or_less_drift_is_said_only_beyond_the_interval():
                 column["relative"][first:] = [value] * 2
                 column["bit_equal"][first:] = [0] * 2
         records.append(record)
-    text = "\n".join(conclude(summarize_drift(records, RUN)))
+    text = say(*records)
     assert "Drift of K, mean over layers: 0.001 as it is, 0.003 with repeated heads" in text
     assert text.count("more with repeated heads") == 1
     assert text.count("not distinguishable") == 4
@@ -322,14 +262,14 @@ def test_more_or_less_drift_is_said_only_beyond_the_interval():
 
 def test_an_unfinished_run_says_so():
     summary = summarize_drift(plain_records()[:1], {"config": {"num_problems": 5}})
-    assert "UNFINISHED: 4 of 5 problems have no record yet" in to_markdown(summary)
-    assert "With one problem there are no intervals." in to_markdown(summary)
+    assert "UNFINISHED: 4 of 5 problems have no record yet" in as_markdown(write_drift(summary))
+    assert "With one problem there are no intervals." in as_markdown(write_drift(summary))
     assert conclude(summarize_drift([], RUN)) == ["There is no sample yet, so nothing can be said of drift."]
 
 
 def test_tables_show_every_layer_in_80_columns():
     summary = summarize_drift(plain_records(), RUN)
-    text, markdown = on_terminal(write_drift(summary)), to_markdown(summary)
+    text, markdown = on_terminal(write_drift(summary)), as_markdown(write_drift(summary))
     for layer in ("0", "1", "out"):
         assert f"\n{layer} " in text
         assert f"\n| {layer} |" in markdown

@@ -10,11 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import daily
+from layer_records import STEPS, altered, make_patched
 from plain_records import summarize_patching
 from shown import as_markdown, on_terminal
-from small_models import changed_state, make_prompts, run_all, same_bits, small_config, small_state
+from small_models import (
+    changed_state,
+    make_prompts,
+    run_all,
+    run_broken,
+    same_bits,
+    small_arms,
+    small_config,
+    small_state,
+)
 
-from jaxkv.checkpoints.fill import flat_paths, with_leaves
+from jaxkv.checkpoints.fill import flat_paths
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
@@ -37,7 +47,6 @@ from jaxkv.experiments.patching.record import (
 from jaxkv.experiments.patching.report import conclude, write_patching
 from jaxkv.experiments.patching.run import Patcher, Patching, select, spread
 from jaxkv.models import decoder, layers
-from jaxkv.models.decoder import abstract_decoder
 from jaxkv.records import to_line, to_record
 from jaxkv.rollout import force, make_layout, make_rows
 from jaxkv.tracing import make_patch
@@ -49,41 +58,26 @@ PROMPTS = make_prompts((9, 12))
 ITEMS = [Item(4 + i, tuple(prompt), "") for i, prompt in enumerate(PROMPTS)]
 
 
-def to_markdown(summary):
-    return as_markdown(write_patching(summary))
-
-
-def fresh_arms(family, precision, num_layers):
-    return Arms(dataclasses.replace(small_config(family), num_layers=num_layers), make_precision(precision))
-
-
-small_arms = functools.cache(fresh_arms)
-
-
-def first_layers(arms, family, precision):
-    leaves = {path: leaf[...] for path, leaf in flat_paths(small_state(family, precision)).items()}
-    _, state = abstract_decoder(arms.config, arms.precision)
-    return arms.prepare(with_leaves(state, {path: leaves[path] for path in flat_paths(state)}))
+def make_arms(family="llama", precision="fp16", layers=1):
+    arms = small_arms(family, precision, layers=layers)
+    return arms, arms.prepare(small_state(family, precision, layers=layers))
 
 
 class Bench:
     """A left-padded batch of a small model, and bare runs of both arms along the cached arm's tokens."""
 
     def __init__(self, family, precision, num_layers=1):
-        arms = small_arms(family, precision, num_layers)
-        self.state = first_layers(arms, family, precision)
+        arms, self.state = make_arms(family, precision, num_layers)
         self.layout = make_layout(PROMPTS, NEW_TOKENS, 8, arms.config)
         tokens, rows = make_rows(PROMPTS, [0, 1], 0, self.layout)
         self.arms, self.L = arms, num_layers
         self.patcher = Patcher(arms, self.state, self.layout)
-        free = self.patcher.run_bare("cached", tokens, rows)
+        free = self.patcher.run("cached", tokens, rows)
         self.text, self.rows, self.forced = np.asarray(free.run.tokens), rows, force(rows, free.run)
         self.bare = {arm: self.run(arm) for arm in ("cached", "uncached")}
 
     def run(self, arm, values=None, where=None, newest=False, state=None):
         patcher = self.patcher if state is None else Patcher(self.arms, state, self.layout)
-        if values is None:
-            return patcher.run_bare(arm, self.text, self.forced)
         return patcher.run(arm, self.text, self.forced, values, where, newest)
 
     def masks(self, kind, among=None, slots=None):
@@ -101,12 +95,11 @@ def same_logits(a, b):
 # The controls.
 
 
+FAMILIES = ("llama", "mistral", "gemma2")
+
+
 @pytest.mark.parametrize(
-    ("family", "precision"),
-    daily(
-        [("gemma2", "fp32")],
-        itertools.product(("llama", "mistral", "gemma2"), ("fp16", "bf16", "fp32")),
-    ),
+    ("family", "precision"), daily([("gemma2", "fp32")], itertools.product(FAMILIES, ("fp16", "bf16", "fp32")))
 )
 def test_everything_gives_the_other_arm_and_itself_changes_nothing(family, precision):
     bench = make_bench(family, precision)
@@ -121,9 +114,7 @@ def test_everything_gives_the_other_arm_and_itself_changes_nothing(family, preci
 
 @pytest.mark.parametrize(
     ("family", "precision"),
-    daily(
-        [("mistral", "fp16"), ("gemma2", "fp32")], itertools.product(("llama", "mistral", "gemma2"), ("fp16", "fp32"))
-    ),
+    daily([("mistral", "fp16"), ("gemma2", "fp32")], itertools.product(FAMILIES, ("fp16", "fp32"))),
 )
 def test_everything_gives_the_donor_also_from_far_away(family, precision):
     """In arms that differ on any CPU; those of one model may round alike."""
@@ -204,12 +195,10 @@ def test_a_grid_of_patches_compiles_nothing():
     bench = bench_of_two()
     programs = (bench.arms.prefill, bench.arms.cached_loop, bench.arms.tile_loop)
     values = bench.bare["cached"].values
-    for layer in range(bench.L):
-        for slot in (2, 9, 15):
-            for kind in (PATCHES[KEYS], PATCHES[RESIDUAL], PATCHES["residual now, K and V"]):
-                for arm in ("cached", "uncached"):
-                    where = bench.masks(kind, [layer], at(bench, slot))
-                    bench.run(arm, values, where, newest=kind.residual == "now")
+    kinds = [PATCHES[name] for name in (KEYS, RESIDUAL, "residual now, K and V")]
+    for layer, slot, kind, arm in itertools.product(range(bench.L), (2, 9, 15), kinds, ("cached", "uncached")):
+        where = bench.masks(kind, [layer], at(bench, slot))
+        bench.run(arm, values, where, newest=kind.residual == "now")
     assert [program._cache_size() for program in programs] == [1, 1, 1]
 
 
@@ -243,10 +232,9 @@ def plant(name, factor):
 @functools.cache
 def planted_run(name):
     """In fp16 this model's arms are bit-equal on a CPU, so that every difference is the plant's."""
-    arms = fresh_arms("llama", "fp16", 1)  # traced under the plant
-    state = first_layers(arms, "llama", "fp16")
+    arms = Arms(small_config("llama", layers=1), make_precision("fp16"))  # traced under the plant
     with plant(name, 3):
-        return run_all(Patching(arms, state, SPEC, position_bins=2), ITEMS)
+        return run_all(Patching(arms, make_arms()[1], SPEC, position_bins=2), ITEMS)
 
 
 def figures_of(name):
@@ -303,21 +291,15 @@ def test_records_are_valid_and_complete():
 
 
 def test_a_problem_that_overflows_has_no_figures():
-    arms = small_arms("llama", "fp16", 1)
-    token = next(t for t in PROMPTS[0] if t not in make_bench("llama", "fp16").text[1])
-    broken = changed_state(first_layers(arms, "llama", "fp16"), "embed", (token, 0), np.inf)
-    one_patch = mock.patch.object(patching, "PATCHES", {KEYS: PATCHES[KEYS]})
-    with one_patch:
-        records = run_all(Patching(arms, broken, SPEC), ITEMS)
-        both = [dataclasses.replace(ITEMS[0], problem=problem) for problem in (1, 2)]
-        alone = run_all(Patching(arms, broken, SPEC), both)
+    (arms, state), spared = make_arms(), make_bench("llama", "fp16").text[1]  # what is generated too
+    with mock.patch.object(patching, "PATCHES", {KEYS: PATCHES[KEYS]}):
+        records, alone, _ = run_broken(lambda broken: Patching(arms, broken, SPEC), state, ITEMS, spared)
     for record in records + alone:
         to_record(json.loads(to_line(record)))
     assert [r["status"] for r in records] == ["invalid", "ok"] * 2
     assert [r["status"] for r in alone] == ["invalid"] * 4
     assert records[0]["invalid"]["op"] == "resid_pre"
-    summary = summarize_patching(alone, RUN)
-    assert conclude(summary) == ["There is no sample with finite numbers, so nothing was patched."]
+    assert say(alone) == "There is no sample with finite numbers, so nothing was patched."
     assert summarize_patching(records, RUN)["problems"] == {"asked": 2, "total": 2, "ok": 1, "invalid": 1}
 
 
@@ -325,44 +307,8 @@ def test_other_regimes_are_refused():
     arms = Arms(small_config("llama"), make_precision("fp16"), tile=4)
     with pytest.raises(UserError, match="plain regime"):
         Patching(arms, small_state("llama"), SPEC)
-    plain = small_arms("llama", "fp16", 1)
     with pytest.raises(UserError, match="--uncached_length"):
-        Patching(plain, None, dataclasses.replace(SPEC, uncached_length="bucket:8"))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"experiment": "drift"}, "missing|unknown field"),
-        ({"direction": "cached"}, "direction: invalid enum value 'cached'"),
-        ({"patch": "Q"}, "patch: 'Q' is not one of"),
-        ({"key": ["patching", 4, INTO_CACHED, VALUES]}, "key: expected"),
-        ({"instrumented_bit_equal": {"cached": 99, "uncached": 0}}, "instrumented_bit_equal.cached: 99 is more than"),
-        ({"gap": {"kl": -1.0, "flips": 0, "bit_equal": 0}}, "gap.kl: expected `float` >= 0.0"),
-        ({"gap": {"kl": 1.0, "flips": 6, "bit_equal": 1}}, "gap.flips|gap.bit_equal"),
-        ({"all": {"kl": 1.0, "recovered": 9, "broken": 0, "bit_equal": 0}}, "all.recovered: 9 is more than"),
-        ({"unchanged": 77}, "unchanged: 77 is more than"),
-        (
-            {"by_layer": {"layer": [0], "kl": [], "recovered": [0], "broken": [0], "bit_equal": [0]}},
-            "by_layer.kl: 0",
-        ),
-        (
-            {"by_layer": {"layer": [2], "kl": [0.0], "recovered": [0], "broken": [0], "bit_equal": [0]}},
-            "more than 1",
-        ),
-        ({"grid": {"layer": [0], "bins": [[0, 4]], "kl": [[0.0, 1.0]]}}, "grid.kl: 2 entries, expected 1"),
-        (
-            {"trajectory": {"steps": 6, "parted": 2, "until": None, "agreeing": 5}},
-            "agreeing: 5 is more than",
-        ),
-        ({"trajectory": {"steps": 6, "parted": 2, "until": 2, "agreeing": None}}, "trajectory.agreeing: missing"),
-        ({"status": "invalid"}, "invalid"),
-    ],
-)
-def test_a_record_at_fault_is_named(change, message):
-    record = json.loads(to_line(figures_of("k.0")[INTO_CACHED, KEYS, 4]))
-    with pytest.raises(ValueError, match=message):
-        to_record(record | change)
+        Patching(*make_arms(), dataclasses.replace(SPEC, uncached_length="bucket:8"))
 
 
 # What is said of them.
@@ -370,31 +316,23 @@ def test_a_record_at_fault_is_named(change, message):
 
 def samples(problems=8, trajectories=True, control=True, **left):
     """Samples of a gap of 1 nat or so, `left` of it under each patch; what leaves nothing brings tokens back."""
-    template = json.loads(to_line(figures_of("k.0")[INTO_CACHED, KEYS, 4]))
-    named = {name.replace("_", " "): share for name, share in left.items()}
+    named = {EVERYTHING: 0.0} | {name.replace("_", " "): share for name, share in left.items()}
     made = []
-    for problem in range(problems):
-        for direction in DIRECTIONS:
-            for patch, kind in PATCHES.items():
-                share = named.get(patch, 0.0 if patch == EVERYTHING else 1.0)
-                gap = 1 + problem / 10
-                figures = {"kl": share * gap, "recovered": 2 * (share == 0), "broken": 0}
-                record = template | {
-                    "problem": problem, "direction": direction, "patch": patch, "steps": 6,
-                    "key": ["patching", problem, direction, patch],
-                    "instrumented_bit_equal": {"cached": 6, "uncached": 6},
-                    "gap": {"kl": gap, "flips": 2, "bit_equal": 1},
-                    "all": figures | {"bit_equal": 6 if share == 0 and control else 1},
-                    "unchanged": 6 if kind.itself else 0,
-                    "by_layer": None, "grid": None, "trajectory": None,
-                }  # fmt: skip
-                if trajectories:
-                    back = share == 0
-                    record["trajectory"] = {
-                        "steps": 6, "parted": 2, "until": None if back else 2, "agreeing": 4 if back else 1,
-                    }  # fmt: skip
-                made.append(record)
+    for problem, direction, (patch, kind) in itertools.product(range(problems), DIRECTIONS, PATCHES.items()):
+        share, gap = named.get(patch, 1.0), 1 + problem / 10
+        equal, unchanged = STEPS if share == 0 and control else 1, STEPS if kind.itself else 0
+        record = make_patched(problem, direction, patch, gap, share * gap, unchanged, share == 0, flips=2, equal=equal)
+        made.append(record if trajectories else record | {"trajectory": None})
     return made
+
+
+def with_patch(records, patch, path, value):
+    """The records with a field of one patch changed."""
+    return [altered(record, path, value) if record["patch"] == patch else record for record in records]
+
+
+def say(records):
+    return "\n".join(conclude(summarize_patching(records, RUN)))
 
 
 def test_summary_figures():
@@ -403,9 +341,9 @@ def test_summary_figures():
     keys = summary["directions"][INTO_CACHED][KEYS]
     assert keys["closed"]["share"] == pytest.approx(0.75)
     assert keys["closed"]["interval"] == pytest.approx([0.75, 0.75])
-    assert (keys["problems"], keys["steps"], keys["gap"]["flips"]) == (8, 48, 16)
+    assert (keys["problems"], keys["steps"], keys["gap"]["flips"]) == (8, 8 * STEPS, 16)
     assert keys["recovered"]["count"] == 0
-    assert keys["trajectory"]["agreeing"]["rate"] == pytest.approx(0.25)
+    assert keys["trajectory"]["agreeing"]["rate"] == pytest.approx(1 / 6)
     assert summary["directions"][INTO_CACHED][EVERYTHING]["trajectory"]["recovered"]["count"] == 8
     assert summary["samples_missing"] == 0
     real = summarize_patching(planted_run("k.0"), RUN)["directions"][INTO_CACHED]
@@ -427,75 +365,68 @@ def test_the_verdict_follows_from_the_figures(left, verdict, why):
     summary = summarize_patching(samples(**left), RUN)
     assert summary["claim"]["verdict"] == verdict
     assert why in summary["claim"]["why"]
-    assert f"By this run alone: {summary['claim']['why']}" in "\n".join(conclude(summary))
+    assert f"By this run alone: {summary['claim']['why']}" in conclude(summary)
+
+
+THREE = 3 * len(DIRECTIONS) * len(PATCHES)  # samples of three problems
+
+
+def count_back(records):
+    """Patch -> how many free runs it brings back, and of how many."""
+    patches = summarize_patching(records, RUN)["directions"][INTO_CACHED]
+    shares = {patch: found["trajectory"]["recovered"] for patch, found in patches.items() if found["trajectory"]}
+    return {patch: (share["count"], share["total"]) for patch, share in shares.items()}
 
 
 def test_only_trajectories_that_the_control_brings_back_are_judged():
-    def lose(record):
-        lost = record["problem"] < 3 and record["patch"] == EVERYTHING
-        return record | {"trajectory": record["trajectory"] | {"until": 2, "agreeing": 0}} if lost else record
-
-    records = [lose(record) for record in samples(K_and_V=0.0)]
-    summary = summarize_patching(records, RUN)
-    found = {
-        patch: summary["directions"][INTO_CACHED][patch]["trajectory"]["recovered"]
-        for patch in (EVERYTHING, KEYS_VALUES, RESIDUAL)
-    }
-    assert {patch: (share["count"], share["total"]) for patch, share in found.items()} == {
-        EVERYTHING: (5, 8), KEYS_VALUES: (5, 5), RESIDUAL: (0, 5),
-    }  # fmt: skip
-    assert "that every value of the donor does (5 of 8 that part; left out where" in summary["claim"]["why"]
+    records = samples(K_and_V=0.0)
+    records[:THREE] = with_patch(records[:THREE], EVERYTHING, "trajectory.until", 2)
+    back = count_back(records)
+    assert (back[EVERYTHING], back[KEYS_VALUES], back[RESIDUAL]) == ((5, 8), (5, 5), (0, 5))
+    assert "that every value of the donor does (5 of 8 that part; left out where" in say(records)
 
 
 def test_trajectories_that_need_no_patch_are_not_judged():
-    calm = lambda r: {"gap": r["gap"] | {"flips": 0}, "all": r["all"] | {"recovered": 0}}  # noqa: E731
-    records = [r | calm(r) if r["problem"] < 3 else r for r in samples(residual_now=0.0)]
-    found = summarize_patching(records, RUN)["directions"][INTO_CACHED]
-    recovered = {patch: found[patch]["trajectory"]["recovered"] for patch in (EVERYTHING, RESIDUAL_NOW)}
-    assert (recovered[EVERYTHING]["count"], recovered[EVERYTHING]["total"]) == (8, 8)
-    assert (recovered[RESIDUAL_NOW]["count"], recovered[RESIDUAL_NOW]["total"]) == (5, 5)
+    records = samples(residual_now=0.0)
+    records[:THREE] = [altered(record, "gap.flips", 0) for record in records[:THREE]]
+    back = count_back(records)
+    assert (back[EVERYTHING], back[RESIDUAL_NOW]) == ((8, 8), (5, 5))
 
 
 def test_no_verdict_without_a_gap_controls_or_enough_problems():
     def claim(records):
         return summarize_patching(records, RUN)["claim"]
 
-    few = claim(samples(2, K_and_V=0.0))
-    assert few["verdict"] == "cannot tell"
+    assert claim(samples(2, K_and_V=0.0))["verdict"] == "cannot tell"
     together = claim(samples(trajectories=False, K_and_V=0.0))
     assert together["why"] == "No free run parted, so that there is no trajectory to bring back."
-    lost = [
-        r | {"trajectory": r["trajectory"] | {"until": 2, "agreeing": 0}} if r["patch"] == EVERYTHING else r
-        for r in samples(K_and_V=0.0)
-    ]
+    lost = with_patch(samples(K_and_V=0.0), EVERYTHING, "trajectory.until", 2)
     assert claim(lost)["why"].startswith("None of 8 free runs that parted can show it")
-    failed = summarize_patching(samples(control=False, K_and_V=0.0), RUN)
-    assert failed["claim"]["verdict"] == "cannot tell"
-    assert "Control failed: with every value of the donor" in failed["claim"]["why"]
-    changed = [r | {"unchanged": 5} if r["patch"] == ITSELF else r for r in samples(K_and_V=0.0)]
+    failed = claim(samples(control=False, K_and_V=0.0))
+    assert failed["verdict"] == "cannot tell"
+    assert "Control failed: with every value of the donor" in failed["why"]
+    changed = with_patch(samples(K_and_V=0.0), ITSELF, "unchanged", 5)
     assert "patched with itself" in claim(changed)["why"]
-    equal = [r | {"gap": {"kl": 0.0, "flips": 0, "bit_equal": 6},
-                  "all": {"kl": 0.0, "recovered": 0, "broken": 0, "bit_equal": 6}} for r in samples()]  # fmt: skip
+    equal = {"kl": 0.0, "bit_equal": STEPS}
+    equal = [r | {"gap": equal | {"flips": 0}, "all": equal | {"recovered": 0, "broken": 0}} for r in samples()]
     assert "there is no gap to close" in claim(equal)["why"]
-    assert "With one problem there are no intervals." in conclude(summarize_patching(samples(1), RUN))
+    assert "With one problem there are no intervals." in say(samples(1))
 
 
 def test_sentences_and_an_unfinished_run():
     summary = summarize_patching(samples(residual=0.1, K_and_V=0.4)[:-3], {"config": {"num_problems": 9}})
-    text = to_markdown(summary)
+    text = as_markdown(write_patching(summary))
     assert "UNFINISHED: 1 of 9 problems have no record yet, 3 samples are missing" in text
     assert f"{INTO_CACHED}: residual closes more of the gap than K and V, by 30 % [30, 30] of it" in text
     assert "no proof of anything by itself" in text
-    moved = [r | {"instrumented_bit_equal": {"cached": 2, "uncached": 6}} for r in samples()]
-    assert "have the bits of the arms at 16 (cached) and 48 (uncached) of 48 steps" in to_markdown(
-        summarize_patching(moved, RUN)
-    )
-    assert conclude(summarize_patching([], RUN)) == ["There is no sample yet, so nothing was patched."]
+    moved = [altered(record, "instrumented_bit_equal.cached", 2) for record in samples()]
+    assert "have the bits of the arms at 16 (cached) and 80 (uncached) of 80 steps" in say(moved)
+    assert say([]) == "There is no sample yet, so nothing was patched."
 
 
 def test_tables_show_every_patch_in_80_columns():
     summary = summarize_patching(planted_run("k.0"), RUN)
-    text, markdown = on_terminal(write_patching(summary)), to_markdown(summary)
+    text, markdown = on_terminal(write_patching(summary)), as_markdown(write_patching(summary))
     cells = [line.split("|")[1].strip() for line in markdown.splitlines() if line.startswith("|")]
     for patch, kind in PATCHES.items():
         name = f"{patch} (control)" if kind.through else patch

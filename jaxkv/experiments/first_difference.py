@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.decode import Arms
+from jaxkv.experiments.drift.record import Difference
 from jaxkv.logits import bits
 from jaxkv.models.layers import ATTENTION_SHAPED
 from jaxkv.rollout import Layout, Rows
@@ -94,29 +95,6 @@ def compare_traces(a: Trace, b: Trace, rows: Rows, layout: Layout) -> dict[str, 
         spread(found.equal, True),
     )  # fmt: skip
     return gaps
-
-
-@dataclasses.dataclass(frozen=True)
-class Difference:
-    """The first value of two runs that differs."""
-
-    op: str  # its name without the layer, e.g. 'k'
-    layer: int | None  # None for positions, final_norm and logits
-    position: int  # the first absolute position at which it differs
-    dtypes: tuple[str, str]  # of the value in the two runs
-    max_abs: float  # its largest difference
-    relative: float  # the largest relative L2 difference of a row
-    places: int  # how many rows differ in it
-
-    def __str__(self) -> str:
-        of = "" if self.layer is None else f" of layer {self.layer}"
-        kinds = " beside ".join(dict.fromkeys(self.dtypes))
-        size = f"max |diff| {self.max_abs:.2g}, relative {self.relative:.2g}, {self.places} rows"
-        return f"first in {self.op}{of} at position {self.position} ({kinds}, {size})"
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values for a record."""
-        return dataclasses.asdict(self) | {"dtypes": list(self.dtypes)}
 
 
 def split_name(name: str) -> tuple[str, int | None]:

@@ -7,8 +7,8 @@ from msgspec import to_builtins
 
 from jaxkv.errors import UserError
 from jaxkv.experiments.divergence.record import DivergenceRecord
-from jaxkv.experiments.doctor.findings import compare_processes, operand_kind
 from jaxkv.experiments.doctor.record import DoctorRecord
+from jaxkv.experiments.doctor.report import compare_processes, operand_kind
 from jaxkv.experiments.drift.record import DriftRecord
 from jaxkv.experiments.foreign.record import ForeignRecord
 from jaxkv.experiments.report_parts import Run

@@ -13,37 +13,32 @@ ALL_BUT = {name: f"all but {name}" for name in OP_CLASSES}
 Aligned = dict[str, list[str]] | None
 
 
-def _list_variants() -> dict[str, Aligned]:
-    def everywhere(classes: list[str]) -> dict[str, list[str]]:
-        return {program: list(classes) for program in PROGRAMS}
-
-    everything = list(OP_CLASSES)
-    variants: dict[str, Aligned] = {PLAIN: None, FENCED: everywhere([])}
-    variants |= {ALONE[name]: everywhere([name]) for name in OP_CLASSES}
-    variants |= {ALL_BUT[name]: everywhere([c for c in OP_CLASSES if c != name]) for name in OP_CLASSES}
-    variants |= {ALONE[name]: everywhere([]) | {name: everything} for name in PROGRAMS}
-    return variants | {ALL: everywhere(everything)}
+def _everywhere(*classes: str) -> dict[str, list[str]]:
+    return {program: list(classes) for program in PROGRAMS}
 
 
-VARIANTS = _list_variants()  # name -> what each program aligns, in the order of the table
+VARIANTS: dict[str, Aligned] = {  # name -> what each program aligns, in the order of the table
+    PLAIN: None,
+    FENCED: _everywhere(),
+    **{ALONE[name]: _everywhere(name) for name in OP_CLASSES},
+    **{ALL_BUT[name]: _everywhere(*(c for c in OP_CLASSES if c != name)) for name in OP_CLASSES},
+    **{ALONE[name]: _everywhere() | {name: list(OP_CLASSES)} for name in PROGRAMS},
+    ALL: _everywhere(*OP_CLASSES),
+}
 
 
 class AttributionRecord(parts.Sample, frozen=True):
-    """One problem under one variant, along the tokens of the plain cached arm.
+    """One problem under one variant of VARIANTS, along the tokens of the plain cached arm.
 
-    Attributes:
-      variant: one of VARIANTS.
-      aligned: None for the plain programs, else the classes of operations that each program computes in tiles.
-      teacher_forced: the variant's cached against its uncached logits.
-      moved: steps at which an arm's logits have other bits than in the variant 'fenced', whose operations are cut apart
-        alike and none aligned.
+    `teacher_forced` sets the variant's cached logits beside its uncached ones. `moved` counts the steps at which an
+    arm's have other bits than in the variant 'fenced', whose operations are cut apart alike and none aligned.
     """
 
     KEY: ClassVar = ("problem", "variant")
     FIGURES: ClassVar = ("teacher_forced", "moved")
 
     variant: str
-    aligned: Aligned
+    aligned: Aligned  # the classes that each program computes in tiles; None for the plain programs
     tile: Count
     tokens_sha256: str
     steps: Count

@@ -10,26 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.experiments.attribution.record import (
-    ALL,
-    ALL_BUT,
-    ALONE,
-    FENCED,
-    PLAIN,
-    VARIANTS,
-    AttributionRecord,
-)
+from jaxkv.experiments import report_parts
+from jaxkv.experiments.attribution.record import ALL, ALL_BUT, ALONE, FENCED, PLAIN, VARIANTS, AttributionRecord
 from jaxkv.experiments.record_parts import ARMS, known
-from jaxkv.experiments.report_parts import (
-    Report,
-    Summary,
-    begin_summary,
-    describe_problems,
-    say_few,
-    say_nothing,
-    show_mean,
-    summarize_comparisons,
-)
+from jaxkv.experiments.report_parts import Report, Summary
 from jaxkv.reporting.document import Block, Brief, Bullets, Cell, Paragraph, make_table
 from jaxkv.reporting.format import (
     format_bound,
@@ -51,11 +35,10 @@ NOTE = (
 def summarize_attribution(records: Sequence[object], run: Mapping[str, Any]) -> dict[str, Any]:
     """Summarizes the 'attribution' records of a run, as `begin_summary` says.
 
-    Returns:
-      Plain values. `status` is that of the plain programs, without which there is nothing to attribute; `variants`
-      holds the figures of each variant over its valid samples, in the order of the table (None without a step).
+    `status` is that of the plain programs, without which there is nothing to attribute; `variants` holds the figures
+    of each variant over its valid samples, in the order of the table (None without a step).
     """
-    summary, samples, valid = begin_summary(records, run, AttributionRecord)
+    summary, samples, valid = report_parts.begin_summary(records, run, AttributionRecord)
     problems = {s.problem for s in samples}
     plain = {s.problem: s for s in valid if s.variant == PLAIN}
     return summary | {
@@ -72,7 +55,7 @@ def summarize_attribution(records: Sequence[object], run: Mapping[str, Any]) -> 
 
 
 def _summarize_variant(samples: Sequence[AttributionRecord], plain: Mapping[int, AttributionRecord]) -> Any:
-    found = summarize_comparisons([(s.problem, s.teacher_forced) for s in samples])
+    found = report_parts.summarize_comparisons([(s.problem, s.teacher_forced) for s in samples])
     if found is None:
         return None
     pairs = [[_add_kl(one) for one in (s, plain[s.problem])] for s in samples if s.steps and s.problem in plain]
@@ -103,7 +86,7 @@ def _differing(figures: Summary) -> str:
 
 def conclude(summary: Summary) -> list[str]:
     """What the figures allow to say, one sentence each; never more than their intervals do."""
-    if nothing := say_nothing(summary, "nothing can be attributed"):
+    if nothing := report_parts.say_nothing(summary, "nothing can be attributed"):
         return nothing
     variants = summary["variants"]
     plain, exact, fenced = (variants[name] for name in (PLAIN, ALL, FENCED))
@@ -132,7 +115,7 @@ def conclude(summary: Summary) -> list[str]:
                 reading = _read(figures)
                 said.setdefault(reading, []).append(name + (f" ({_say_kept(figures)})" if reading in JUDGED else ""))
         lines += [f"{kind}: {reading}: {', '.join(found)}." for reading, found in said.items()]
-    lines += say_few(plain["sequences"])
+    lines += report_parts.say_few(plain["sequences"])
     return [*lines, "Shares do not add up: one unaligned class scatters the roundings of all that follow it."]
 
 
@@ -162,7 +145,7 @@ def _show_flips(flips: Summary) -> Brief:
 COLUMNS: dict[str, Callable[[tuple[str, Any]], Cell]] = {
     "aligned": lambda v: v[0],
     "argmax flips": lambda v: _show_flips(v[1]["flips"]),
-    "mean KL": lambda v: show_mean(v[1]["kl"]),
+    "mean KL": lambda v: report_parts.show_mean(v[1]["kl"]),
     "KL kept": lambda v: _say_kept(v[1]),
     "max |diff|": lambda v: format_number(v[1]["max_abs"]["max"]),
     "bit-equal": lambda v: f"{format_percent(v[1]['bit_equal']['rate'])} %",
@@ -176,7 +159,7 @@ def write_attribution(summary: Summary) -> list[Block]:
     """What the variants show, and what follows from it."""
     found = [variant for variant in summary["variants"].items() if variant[1] is not None]
     table: list[Block] = [make_table(COLUMNS, found, terminal=(0, 1, 2, 3, 5)), Paragraph(NOTE, "note")]
-    about = Paragraph(f"{describe_problems(summary)}; tile {', '.join(map(str, summary['tiles']))}.")
+    about = Paragraph(f"{report_parts.describe_problems(summary)}; tile {', '.join(map(str, summary['tiles']))}.")
     return [about, *(table if found else []), Bullets(conclude(summary))]
 
 

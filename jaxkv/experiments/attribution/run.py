@@ -20,12 +20,13 @@ import numpy as np
 from flax import nnx
 
 from jaxkv.decode import Arms
+from jaxkv.experiments import traced_runs
 from jaxkv.experiments.attribution.record import FENCED, VARIANTS
 from jaxkv.experiments.batches import Batch, Item, RunSpec, lay_out, timed
 from jaxkv.experiments.driver import ArmsRunner, Condition, Line, Took
-from jaxkv.experiments.traced_runs import Reference, describe_row, find_fault, make_reference, require_one_length
-from jaxkv.logits import bits, compare_logits
-from jaxkv.models.alignment import PLAIN, Alignments, align
+from jaxkv.experiments.traced_runs import Reference, count_equal, find_fault
+from jaxkv.logits import compare_logits
+from jaxkv.models.alignment import Alignments, align
 from jaxkv.rollout import Layout, Rollout, Rows, force
 
 
@@ -38,9 +39,7 @@ class Pair:
     seconds: dict[str, float]
 
 
-def run_pair(
-    arms: Arms, state: nnx.State, reference: Rollout, rows: Rows, layout: Layout, align: Alignments = PLAIN
-) -> Pair:
+def run_pair(arms: Arms, state: nnx.State, reference: Rollout, rows: Rows, layout: Layout, align: Alignments) -> Pair:
     """Both arms along the reference's tokens."""
     forced, tokens = force(rows, reference), np.asarray(reference.tokens)
     keeping = functools.partial(arms.run_cached_keeping, align=align)
@@ -49,28 +48,18 @@ def run_pair(
     return Pair(cached, uncached, {"cached": cached_seconds, "uncached_forced": uncached_seconds})
 
 
-def _count_moved(run: Rollout, other: Rollout, row: int, steps: int) -> int:
-    differs = jnp.any(bits(run.logits[row]) != bits(other.logits[row]), axis=-1)
-    return int(jnp.sum(differs[:steps]))
-
-
 @dataclasses.dataclass(frozen=True)
 class Begun:
-    """A batch along the plain cached arm, and the variant that the others are set beside.
-
-    Where every row broke, no variant has anything to compare, and `fenced` stands for all.
-    """
+    """A batch along the plain cached arm, and the variant that others are set beside; all of them where it broke."""
 
     reference: Reference
-    broken: bool
     fenced: Pair
 
 
 class Attribution(ArmsRunner[Begun, str, Pair]):
     """Every variant (of record.VARIANTS) of every problem, in tiles of `tile` rows.
 
-    Raises:
-      UserError: arms of the aligned regime, or an uncached arm of several lengths.
+    Raises UserError on arms of the aligned regime, and on an uncached arm of several lengths.
     """
 
     name = "attribution"
@@ -78,23 +67,22 @@ class Attribution(ArmsRunner[Begun, str, Pair]):
     def __init__(
         self, arms: Arms, state: nnx.State, spec: RunSpec, tile: int, variants: Sequence[str] = tuple(VARIANTS)
     ):
-        require_one_length(arms, spec, self.name, plain=True)
+        traced_runs.require_one_length(arms, spec, self.name, plain=True)
         super().__init__(arms, state, spec, {(name,): name for name in variants})
         self.tile = tile
 
     def begin(self, batch: Batch, missing: Sequence[str]) -> Begun:
         layout, tokens, rows = lay_out(batch, self.spec, self.arms.config)
         cached = self.arms.run_cached(self.state, tokens, rows, layout)
-        reference = make_reference(self.arms, self.state, layout, rows, cached)
-        broken = all(finding.invalid for finding in reference.findings)
-        return Begun(reference, broken, Pair(cached, cached, {}) if broken else self._run(reference, FENCED))
+        reference = traced_runs.make_reference(self.arms, self.state, layout, rows, cached)
+        return Begun(reference, Pair(cached, cached, {}) if reference.broken else self._run(reference, FENCED))
 
     def _run(self, reference: Reference, variant: str) -> Pair:
         given = self.arms, self.state, reference.cached, reference.rows, reference.layout
         return run_pair(*given, align(self.tile, VARIANTS[variant]))
 
     def run(self, begun: Begun, variant: str) -> Pair:
-        return begun.fenced if begun.broken or variant == FENCED else self._run(begun.reference, variant)
+        return begun.fenced if begun.reference.broken or variant == FENCED else self._run(begun.reference, variant)
 
     def tell_time(self, begun: Begun, pair: Pair, seconds: float) -> Took:
         return Took(pair.seconds, dict.fromkeys(pair.seconds, int(jnp.sum(begun.reference.cached.lengths))))
@@ -102,14 +90,14 @@ class Attribution(ArmsRunner[Begun, str, Pair]):
     def record(self, item: Item, row: int, begun: Begun, variant: str, pair: Pair) -> Line:
         reference, fenced = begun.reference, begun.fenced
         fault = find_fault(reference, row, {"cached": pair.cached, "uncached": pair.uncached})
-        described = describe_row(self.arms, item, row, reference, self.spec, fault)
+        described = traced_runs.describe_row(self.arms, item, row, reference, self.spec, fault)
         steps = described["steps"]
         compared = moved = None
         if fault is None:
             compared = compare_logits(pair.uncached.logits[row], pair.cached.logits[row], steps)
             moved = {
-                "cached": _count_moved(pair.cached, fenced.cached, row, steps),
-                "uncached": _count_moved(pair.uncached, fenced.uncached, row, steps),
+                "cached": steps - count_equal(pair.cached, fenced.cached, row, steps),
+                "uncached": steps - count_equal(pair.uncached, fenced.uncached, row, steps),
             }
         return {
             "experiment": "attribution",

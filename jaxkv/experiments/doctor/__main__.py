@@ -3,7 +3,9 @@
 import json
 import sys
 
+import msgspec
+
 from jaxkv.experiments.doctor.run import DoctorSpec, compute_hashes
 
 if __name__ == "__main__":
-    print(json.dumps(compute_hashes(DoctorSpec.from_json(json.load(sys.stdin)))))
+    print(json.dumps(compute_hashes(msgspec.json.decode(sys.stdin.buffer.read(), type=DoctorSpec))))

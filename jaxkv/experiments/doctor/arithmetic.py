@@ -4,7 +4,6 @@ Each probe makes inputs with a known exact answer and judges what a function und
 compiled code: they say what the numbers are compatible with.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -49,13 +48,9 @@ def _bits(error: float, places: int) -> float | None:
 def operand_bits(x: np.ndarray, w: np.ndarray, y: np.ndarray) -> float | None:
     """Mantissa bits to which operands would have to be rounded for y = x W^T to be off as much as it is.
 
-    Measured by rounding these operands to 10 bits and scaling: an error half as large is one bit more. Rounding in the
-    sum counts in, so true fp32 shows fewer than its 23 bits.
-
-    Args:
-      x: [rows, K] float32.
-      w: [features, K] float32.
-      y: [rows, features], the product under test; None is returned if it is not finite.
+    Takes float32 x [rows, K] and w [features, K], and y [rows, features]; None if that is not finite. Measured by
+    rounding these operands to 10 bits and scaling: an error half as large is one bit more. Rounding in the sum counts
+    in, so true fp32 shows fewer than its 23 bits.
     """
     exact, norm = exact_product(x, w)
     rounded = exact_product(round_mantissa(x, 10), round_mantissa(w, 10))[0]
@@ -63,56 +58,22 @@ def operand_bits(x: np.ndarray, w: np.ndarray, y: np.ndarray) -> float | None:
     return _bits(error / unit, 10)
 
 
-@dataclasses.dataclass(frozen=True)
-class Cancelling:
-    """Sums that nearly cancel, so that rounding on the way shows whatever dtype the known rest is returned in.
+def make_cancelling(dtype: DType, rows: int, length: int, exact_terms: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Operands [rows, length] and [features, length] in a 16-bit dtype, whose random sums nearly cancel.
 
-    Attributes:
-      x: [rows, K].
-      w: [features, K].
-      exact: [rows, features] float64.
-      norm: root of the sum of squared terms.
+    Rounding on the way then shows whatever dtype the known rest is returned in. Each (row, feature) has a slot of the
+    sum to itself, scattered among the others, which holds minus the sum rounded to the dtype. What is left is of the
+    size of a partial sum's rounding: were it much smaller, two partial sums would round to opposite numbers, and their
+    errors cancel. With exact terms weights are 1 or -1, so that a product rounded to the dtype is still exact.
     """
-
-    x: np.ndarray
-    w: np.ndarray
-    exact: np.ndarray
-    norm: np.ndarray
-
-
-def make_cancelling(dtype: DType, rows: int, length: int, seed: int, exact_terms: bool) -> Cancelling:
-    """Random sums with a term added that cancels them.
-
-    Each (row, feature) has a slot of the sum to itself, scattered among the others, which holds minus the sum rounded
-    to the dtype. What is left is of the size of a partial sum's rounding: were it much smaller, two partial sums would
-    round to opposite numbers, and their errors cancel.
-
-    Args:
-      dtype: a 16-bit dtype.
-      rows: how many.
-      length: terms of a sum, the cancelling ones included.
-      seed: of the numbers.
-      exact_terms: whether weights are 1 or -1, so that a product rounded to the dtype is still exact.
-    """
-    rng = np.random.default_rng([seed, exact_terms])
+    rng = np.random.default_rng([0, exact_terms])
     length -= FEATURES
     x = rng.standard_normal((rows, length)).astype(dtype)
     w = rng.choice([-1.0, 1.0], (FEATURES, length)) if exact_terms else rng.standard_normal((FEATURES, length))
     w = w.astype(dtype)
     order = rng.permutation(length + FEATURES)
     x = np.concatenate([x, -exact_product(x, w)[0].astype(dtype)], axis=1)[:, order]
-    w = np.concatenate([w, np.eye(FEATURES, dtype=dtype)], axis=1)[:, order]
-    return Cancelling(x, w, *exact_product(x, w))
-
-
-def sum_bits(sums: Cancelling, y: np.ndarray) -> float | None:
-    """Bits of a sum: -log2 of its error relative to the root of the sum of its squared terms; None if not finite."""
-    return _bits(relative_error(y, sums.exact, sums.norm), 0)
-
-
-def off_grid(x: np.ndarray, dtype: DType) -> float:
-    """Share of float32 numbers that are not representable in a 16-bit dtype."""
-    return float(np.mean(x.astype(dtype).astype(np.float32) != x))
+    return x, np.concatenate([w, np.eye(FEATURES, dtype=dtype)], axis=1)[:, order]
 
 
 def _row_by_row(dot: Dot, x: np.ndarray, w: np.ndarray) -> dict[str, np.ndarray]:
@@ -120,49 +81,42 @@ def _row_by_row(dot: Dot, x: np.ndarray, w: np.ndarray) -> dict[str, np.ndarray]
     return {"1": np.concatenate([dot(row[None], w) for row in x[:SINGLE]]), str(MANY): dot(x, w)}
 
 
-def measure_operands(dot: Dot, seed: int = 0) -> dict[str, float | None]:
+def measure_operands(dot: Dot) -> dict[str, float | None]:
     """Operand bits of a float32 product, by number of rows (`operand_bits`)."""
-    rng = np.random.default_rng([seed, 1])
+    rng = np.random.default_rng([0, 1])
     x, w = (rng.standard_normal((rows, LENGTHS["fp32"]), np.float32) for rows in (MANY, FEATURES))
     return {rows: operand_bits(x[: len(y)], w, y) for rows, y in _row_by_row(dot, x, w).items()}
 
 
-def measure_sums(dot: Dot, dtype: str, seed: int = 0) -> dict[str, dict[str, float | None]]:
-    """Bits of a 16-bit product's sum by number of rows (`sum_bits`), with and without exact terms.
+def measure_sums(dot: Dot, dtype: str) -> dict[str, dict[str, float | None]]:
+    """Bits of a 16-bit product's sum by number of rows, with and without exact terms; None if it is not finite.
 
-    Few bits with exact terms tell of partial sums in 16 bits, few bits without them alone of rounded products.
+    They are -log2 of its error relative to the root of the sum of its squared terms. Few bits with exact terms tell of
+    partial sums in 16 bits, few bits without them alone of rounded products.
     """
     found: dict[str, dict[str, float | None]] = {"1": {}, str(MANY): {}}
     for terms in ("exact", "rounded"):
-        sums = make_cancelling(DTYPES[dtype], MANY, LENGTHS[dtype], seed, terms == "exact")
-        for rows, y in _row_by_row(dot, sums.x, sums.w).items():
-            part = Cancelling(sums.x, sums.w, sums.exact[: len(y)], sums.norm[: len(y)])
-            found[rows][terms] = sum_bits(part, y)
+        x, w = make_cancelling(DTYPES[dtype], MANY, LENGTHS[dtype], terms == "exact")
+        exact, norm = exact_product(x, w)
+        for rows, y in _row_by_row(dot, x, w).items():
+            found[rows][terms] = _bits(relative_error(y, exact[: len(y)], norm[: len(y)]), 0)
     return found
 
 
-def cast_inputs(dtype: DType, seed: int = 0) -> dict[str, np.ndarray]:
+def cast_inputs(dtype: DType) -> dict[str, np.ndarray]:
     """What the cast probe computes with: float32 and 16-bit numbers, and a one that the compiler cannot see."""
-    rng = np.random.default_rng([seed, 2])
-
-    def normal(*shape: int) -> np.ndarray:
-        return rng.standard_normal(shape, np.float32)
-
-    wide = {"x": normal(4096), "a": normal(MANY, 128).astype(dtype), "b": normal(FEATURES, 128).astype(dtype)}
-    return wide | {n: normal(4096).astype(dtype) for n in ("p", "q", "r")} | {"one": np.ones((), np.float32)}
+    rng = np.random.default_rng([0, 2])
+    shapes = {"x": (4096,), "a": (MANY, 128), "b": (FEATURES, 128)} | dict.fromkeys("pqr", (4096,))
+    drawn = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    narrow = {name: values.astype(dtype) for name, values in drawn.items() if name != "x"}
+    return {"x": drawn["x"], **narrow, "one": np.ones((), np.float32)}
 
 
 def measure_casts(given: Mapping[str, np.ndarray], found: Mapping[str, np.ndarray], dtype: DType) -> dict[str, float]:
-    """Share of results that were not rounded to the 16-bit dtype where the program says so.
-
-    Args:
-      given: `cast_inputs`.
-      found: what `cast_program` made of it.
-      dtype: the 16-bit dtype.
-    """
-    chain = ((given["p"] + given["q"]).astype(dtype) * given["r"]).astype(dtype)
-    shares = {name: off_grid(found[name], dtype) for name in ("elementwise", "product", "widened")}
-    return shares | {"chain": float(np.mean(found["chain"] != chain))}
+    """Share of results, of `cast_program` on `cast_inputs`, that were not rounded to 16 bits where it says so."""
+    rounded = {name: found[name].astype(dtype).astype(np.float32) for name in ("elementwise", "product", "widened")}
+    rounded["chain"] = ((given["p"] + given["q"]).astype(dtype) * given["r"]).astype(dtype)
+    return {name: float(np.mean(found[name] != numbers)) for name, numbers in rounded.items()}
 
 
 # The functions under test. Everything is an argument: nothing can be folded, not even a product with one.
@@ -200,13 +154,14 @@ def dot_variants(dtype: str) -> dict[str, tuple[DType, jax.lax.Precision]]:
 Given = dict[str, Any]
 
 
-def make_given(dtypes: Sequence[str], dots: bool = True) -> Given:
+def make_given(dtypes: Sequence[str]) -> Given:
     """Arguments of `program`: zeros for the products, which callers replace, and the inputs of the casts."""
-    shapes = {(d, variant, rows) for d in dtypes for variant in dot_variants(d) for rows in (1, MANY)}
     return {
         "dots": {
-            key: tuple(np.zeros((rows, LENGTHS[key[0]]), DTYPES[key[0]]) for rows in (key[2], FEATURES))
-            for key in (shapes if dots else ())
+            (d, variant, rows): tuple(np.zeros((n, LENGTHS[d]), DTYPES[d]) for n in (rows, FEATURES))
+            for d in dtypes
+            for variant in dot_variants(d)
+            for rows in (1, MANY)
         },
         "casts": {d: cast_inputs(DTYPES[d]) for d in dtypes if d in NARROW},
     }
@@ -214,12 +169,8 @@ def make_given(dtypes: Sequence[str], dots: bool = True) -> Given:
 
 def program(given: Given) -> Given:
     """Every probe of every dtype, each on operands of its own."""
-    dots = {}
-    for key, (x, w) in given["dots"].items():
-        out, precision = dot_variants(key[0])[key[1]]
-        dots[key] = dot_program(x, w, out, precision)
     return {
-        "dots": dots,
+        "dots": {key: dot_program(x, w, *dot_variants(key[0])[key[1]]) for key, (x, w) in given["dots"].items()},
         "casts": {d: cast_program(args, DTYPES[d]) for d, args in given["casts"].items()},
     }
 
@@ -227,19 +178,12 @@ def program(given: Given) -> Given:
 def measure_arithmetic(
     dtypes: Sequence[str], ours: Callable[[Given], Given], default: Callable[[Given], Given]
 ) -> dict[str, dict[str, Any]]:
-    """All of this module's figures by dtype.
+    """All of this module's figures by dtype, as the record has them.
 
-    Args:
-      dtypes: 'fp16', 'bf16', 'fp32'.
-      ours: `program` compiled with our options.
-      default: `program` without products, compiled with XLA's own options.
-
-    Returns:
-      fp32: {'operand_bits': {precision: {rows: bits}}}; else {'sum_bits': {result dtype: {rows: {terms: bits}}},
-      'casts_dropped': {'ours' or 'default': {where: share}}}.
+    `ours` is `program` compiled with our options, `default` the same without products, with XLA's own options.
     """
-    given, given_default = jax.device_put((make_given(dtypes), make_given(dtypes, dots=False)))
-    held = make_given(dtypes, dots=False)["casts"]
+    held = make_given(dtypes)
+    given = jax.device_put(held)
 
     def dot(dtype: str, variant: str) -> Dot:
         def multiply(x: np.ndarray, w: np.ndarray) -> np.ndarray:
@@ -248,14 +192,17 @@ def measure_arithmetic(
 
         return multiply
 
-    casts = {"ours": jax.device_get(ours(given)["casts"]), "default": jax.device_get(default(given_default)["casts"])}
-    figures: dict[str, dict[str, Any]] = {}
-    for d in dtypes:
+    found = {"ours": ours(given)["casts"], "default": default(given | {"dots": {}})["casts"]}
+    found = {options: jax.device_get(casts) for options, casts in found.items()}
+
+    def measure(d: str) -> dict[str, Any]:
         if d not in NARROW:
-            figures[d] = {"operand_bits": {name: measure_operands(dot(d, name)) for name in dot_variants(d)}}
-            continue
-        figures[d] = {
+            return {"operand_bits": {name: measure_operands(dot(d, name)) for name in dot_variants(d)}}
+        return {
             "sum_bits": {name: measure_sums(dot(d, name), d) for name in dot_variants(d)},
-            "casts_dropped": {options: measure_casts(held[d], found[d], DTYPES[d]) for options, found in casts.items()},
+            "casts_dropped": {
+                options: measure_casts(held["casts"][d], casts[d], DTYPES[d]) for options, casts in found.items()
+            },
         }
-    return figures
+
+    return {d: measure(d) for d in dtypes}

@@ -38,25 +38,14 @@ def find_error(log: str) -> str:
 
 
 def start_process(spec: Mapping[str, Any], seconds: float) -> Hashes:
-    """Starts doctor again and returns the second process's hashes.
+    """Starts doctor again on a spec (DoctorSpec as JSON), and returns the hashes of the second process.
 
-    Args:
-      spec: of `doctor.DoctorSpec`, as JSON.
-      seconds: after this it is given up.
-
-    Raises:
-      RuntimeError: the process could not be started, failed or took too long; in one line.
+    Raises RuntimeError, in one line, where it could not be started, failed or took longer than the seconds given.
     """
     command = [sys.executable, "-m", "jaxkv.experiments.doctor"]
+    asked, env = json.dumps(spec), child_environment()
     try:
-        done = subprocess.run(
-            command,
-            input=json.dumps(spec),
-            env=child_environment(),
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-        )
+        done = subprocess.run(command, input=asked, env=env, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"no answer within {seconds:.0f} s") from None
     except OSError as error:
@@ -67,21 +56,20 @@ def start_process(spec: Mapping[str, Any], seconds: float) -> Hashes:
 
 
 def compare_processes(ours: Hashes, start: Callable[[], Hashes]) -> dict[str, Any]:
-    """Whether another process gets the same bits.
+    """Which hashes `start` gives as well, as `equal`, with a status ('ok' or 'cannot tell') and the reason for it.
 
-    Args:
-      ours: this process's.
-      start: returns the other process's or raises RuntimeError.
-
-    Returns:
-      status 'ok' or 'cannot tell'; the reason; equal: as the hashes, whether they are the same.
+    `start` raises RuntimeError where it has none.
     """
+
+    def cannot_tell(reason: str) -> dict[str, Any]:
+        return {"status": "cannot tell", "reason": reason, "equal": {}}
+
     if not any(ours.values()):
-        return {"status": "cannot tell", "reason": "no program to compare with", "equal": {}}
+        return cannot_tell("no program to compare with")
     try:
         theirs = start()
     except RuntimeError as error:
-        return {"status": "cannot tell", "reason": str(error), "equal": {}}
+        return cannot_tell(str(error))
     equal: dict[str, dict[str, dict[str, bool]]] = {}
     for dtype, by_name in ours.items():
         for name, by_rows in by_name.items():
@@ -89,5 +77,5 @@ def compare_processes(ours: Hashes, start: Callable[[], Hashes]) -> dict[str, An
             if found := {rows: value == other[rows] for rows, value in by_rows.items() if rows in other}:
                 equal.setdefault(dtype, {})[name] = found
     if not equal:
-        return {"status": "cannot tell", "reason": "it computed nothing that can be compared", "equal": {}}
+        return cannot_tell("it computed nothing that can be compared")
     return {"status": "ok", "reason": None, "equal": equal}

@@ -7,8 +7,6 @@ from msgspec import UNSET, Meta, UnsetType
 from jaxkv.experiments import record_parts as parts
 from jaxkv.experiments.record_parts import Count, Finite, require
 
-QUESTIONS = ("rows", "rows_from_most", "slots", "batch", "neighbours", "following", "rerun", "place")
-
 
 class Figure(parts.Part, frozen=True):
     """What was compared; `differ` and `max_ulp` are None where an element is not finite."""
@@ -33,18 +31,13 @@ Answers = dict[str, dict[str, Figure]]  # operation -> count -> figure
 
 
 class Findings(parts.Part, frozen=True):
-    """What was found in a dtype; what was not measured is absent or empty.
+    """What was found in a dtype: the answers of eight questions, and more; what was not measured is absent or empty.
 
-    Attributes:
-      held: dtypes of param, operand and activation on the device.
-      rows: each question's answers, as the seven after it.
-      process: operation -> row count -> whether another process has the same bits.
-      operand_bits: precision -> row count -> bits; of fp32 alone.
-      sum_bits: dtype of the result -> row count -> bits of exact and of rounded terms; of 16 bits alone.
-      casts_dropped: ours or default -> where -> share; of 16 bits alone.
+    `operand_bits` are of fp32 alone, by precision and row count. Of 16 bits alone are `sum_bits` (of exact and of
+    rounded terms, by dtype of the result and row count) and `casts_dropped` (shares, by ours or default and where).
     """
 
-    held: dict[str, str]
+    held: dict[str, str]  # dtypes of param, operand and activation on the device
     rows: Answers
     rows_from_most: Answers
     slots: Answers
@@ -53,7 +46,7 @@ class Findings(parts.Part, frozen=True):
     following: Answers
     rerun: Answers
     place: Answers
-    process: dict[str, dict[str, bool]]
+    process: dict[str, dict[str, bool]]  # operation -> row count -> whether another process has the same bits
     operand_bits: dict[str, dict[str, Finite | None]] | UnsetType = UNSET
     sum_bits: dict[str, dict[str, dict[str, Finite | None]]] | UnsetType = UNSET
     casts_dropped: dict[str, dict[str, Finite]] | UnsetType = UNSET
@@ -67,29 +60,17 @@ class Process(parts.Part, frozen=True):
 
 
 class DoctorRecord(parts.Record, frozen=True):
-    """One examination of one device.
-
-    Attributes:
-      device: platform, kind, runtime and whether memory was preallocated.
-      environment: of the process (jaxkv.provenance.environment).
-      compiler_options: programs were compiled with.
-      spec: what was asked (jaxkv.experiments.doctor.run.DoctorSpec).
-      dtypes: findings by dtype.
-      process: of the second process.
-      missing: program -> why it was not run.
-      compilations: how many programs were compiled, each in its `compile_seconds`.
-      seconds: in all.
-    """
+    """One examination of one device."""
 
     KEY: ClassVar = ("kind",)
 
-    device: dict[str, Any]
-    environment: dict[str, Any]
+    device: dict[str, Any]  # platform, kind, runtime and whether memory was preallocated
+    environment: dict[str, Any]  # of the process (jaxkv.provenance.environment)
     compiler_options: dict[str, Any]
-    spec: dict[str, Any]
+    spec: dict[str, Any]  # what was asked (jaxkv.experiments.doctor.run.DoctorSpec)
     dtypes: dict[str, Findings]
     process: Process
-    missing: dict[str, str]
+    missing: dict[str, str]  # program -> why it was not run
     compilations: int
     compile_seconds: dict[str, Finite]
     seconds: Finite

@@ -6,32 +6,27 @@ the program's shape (B batch, T rows, S slots), or the rows in their company. Wh
 
 import dataclasses
 import hashlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
+
+from jaxkv.config import ModelConfig
+from jaxkv.models.families import get_preset
 
 Results = dict[str, np.ndarray]  # operation -> [rows, n]
 
 
-def bits(x: np.ndarray) -> np.ndarray:
-    """The array's bits as unsigned integers: -0 and +0 differ."""
-    x = np.ascontiguousarray(x)
-    return x.view(f"u{x.dtype.itemsize}")
-
-
 def compare_bits(reference: np.ndarray, other: np.ndarray) -> dict[str, Any]:
-    """How two results of one dtype differ.
+    """How many elements of two results of one dtype have other bits, so that -0 is not +0, and by how much at most.
 
-    Returns:
-      elements: how many were compared. nonfinite: how many of them are not finite in either. differ: how many have
-      other bits. max_ulp: largest difference in units in the last place of the larger of the two elements and the
-      root mean square of the reference, below which a unit would only tell of cancellation. The last two are None if
-      anything is not finite, since NaN is no agreement.
-
-    Raises:
-      ValueError: the shapes or dtypes differ.
+    `max_ulp` is in units in the last place of the larger of the two elements and the root mean square of the reference,
+    below which a unit would only tell of cancellation. Where anything is not finite both figures are None, since NaN is
+    no agreement. Raises ValueError where the shapes or dtypes differ.
     """
     if reference.shape != other.shape or reference.dtype != other.dtype:
         raise ValueError(f"not comparable: {reference.shape} {reference.dtype}, {other.shape} {other.dtype}")
@@ -43,8 +38,8 @@ def compare_bits(reference: np.ndarray, other: np.ndarray) -> dict[str, Any]:
     info = jnp.finfo(reference.dtype)
     size = np.maximum(np.maximum(np.abs(a), np.abs(b)), np.sqrt(np.mean(a * a)))
     ulp = np.ldexp(float(info.eps), np.frexp(np.maximum(size, float(info.tiny)))[1] - 1)
-    differ = int(np.count_nonzero(bits(reference) != bits(other)))
-    return figure | {"differ": differ, "max_ulp": float(np.max(np.abs(a - b) / ulp))}
+    one, two = (np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}") for x in (reference, other))
+    return figure | {"differ": int(np.count_nonzero(one != two)), "max_ulp": float(np.max(np.abs(a - b) / ulp))}
 
 
 def merge_figures(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -68,45 +63,70 @@ class Shape:
         return f"{self.operations} {self.batch}x{self.rows}, {self.slots} slots"
 
 
-@dataclasses.dataclass(frozen=True)
-class Pool:
-    """Where rows come from: `tested` rows, whose results are compared, and two sets of others to fill a tile with.
+def _one_layer() -> ModelConfig:
+    return dataclasses.replace(get_preset("smollm2-135m"), num_layers=1)
 
-    Attributes:
-      tested: how many rows are compared.
-      most: rows of the largest tile.
-      filled: slots that hold a history, which every row sees.
+
+def default_workers() -> int:
+    """Programs compiled at a time; on a GPU few, since XLA times kernels under a lock and none may be late."""
+    return min(3 if jax.default_backend() == "gpu" else 4, os.cpu_count() or 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class DoctorSpec:
+    """What is measured, and the pool that rows come from.
+
+    Of the pool the `tested` rows are compared, and two sets of others fill a tile up. What is not compiled in time is
+    listed as missing.
     """
 
-    tested: int
-    most: int
-    filled: int
+    dtypes: tuple[str, ...] = ("fp16", "bf16", "fp32")  # of the policies
+    rows: tuple[int, ...] = (1, 4, 8, 16, 64, 256)  # row counts; the first is what the others are compared with
+    slots: tuple[int, ...] = (128, 256, 512, 1024)  # slot counts at one row, likewise
+    batches: tuple[int, ...] = (2, 8)  # batch sizes of one row each, compared with a row alone
+    filled: int = 100  # slots that hold a history, whatever the number of slots
+    tested: int = 16  # rows that are compared, a multiple of every smaller row count and batch size
+    process_rows: tuple[int, ...] = (1, 16)  # row counts whose results a second process computes too
+    config: ModelConfig = dataclasses.field(default_factory=_one_layer)
+    wide: tuple[int, int] = (4096, 1024)  # inputs and outputs of the long matmul
+    seed: int = 0  # of all contents
+    workers: int = dataclasses.field(default_factory=default_workers)
+    seconds: float = 44.0  # how long compilations may begin so that all is done in about a minute
+    child_seconds: float = 50.0  # a second process that takes longer is given up; it runs beside this one
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, which msgspec makes an equal spec of again."""
+        return msgspec.json.decode(msgspec.json.encode(self))
 
     @property
-    def size(self) -> int:
-        return self.tested + 2 * self.most
+    def pool_size(self) -> int:
+        return self.tested + 2 * max(self.rows)
 
     def filler(self, variant: int, columns: np.ndarray) -> np.ndarray:
         """Ids of filling rows for tile columns."""
-        return self.tested + variant * self.most + columns
+        return self.tested + variant * max(self.rows) + columns
 
     def offsets(self, ids: np.ndarray) -> np.ndarray:
         """Position of each row after the history."""
-        return np.where(ids < self.tested, ids, (ids - self.tested) % self.most)
+        return np.where(ids < self.tested, ids, (ids - self.tested) % max(self.rows))
+
+    def row_shape(self, rows: int, batch: int = 1) -> Shape:
+        """Shape of a program that computes `rows` rows; all have slots enough for the largest."""
+        return Shape(batch, rows, -(-(self.filled + max(self.rows)) // 128) * 128)
+
+    def slot_shape(self, slots: int) -> Shape:
+        return Shape(1, 1, slots, "slots")
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
     """The rows of one call.
 
-    Attributes:
-      ids: [B, T] rows of the pool.
-      slots: S.
-      causal: whether rows see each other, as in decoding, or the history alone, so that a row computed in another tile
-        has the same inputs to the bit.
+    They see each other if `causal`, as in decoding, else the history alone, so that a row computed in another tile has
+    the same inputs to the bit.
     """
 
-    ids: np.ndarray
+    ids: np.ndarray  # [B, T] rows of the pool
     slots: int
     causal: bool = False
 
@@ -114,41 +134,33 @@ class Tile:
 Run = Callable[[Tile], Results]  # but [B, T, n]
 
 
-def cover_tested(shape: Shape, pool: Pool) -> list[Tile]:
+def cover_tested(shape: Shape, spec: DoctorSpec) -> list[Tile]:
     """Tiles that cover the tested rows once, filled up with other rows where they are larger."""
     width = shape.batch * shape.rows
-    columns = np.arange(max(width, pool.tested))
-    ids = np.where(columns < pool.tested, columns, pool.filler(0, columns))
+    columns = np.arange(max(width, spec.tested))
+    ids = np.where(columns < spec.tested, columns, spec.filler(0, columns))
     return [Tile(chunk.reshape(shape.batch, shape.rows), shape.slots) for chunk in ids.reshape(-1, width)]
 
 
-def compute_tested(run: Run, shape: Shape, pool: Pool) -> Results:
+def compute_tested(run: Run, shape: Shape, spec: DoctorSpec) -> Results:
     """Results of the tested rows, computed at this shape."""
-    parts = [run(tile) for tile in cover_tested(shape, pool)]
+    parts = [run(tile) for tile in cover_tested(shape, spec)]
     joined = {key: np.concatenate([p[key].reshape(-1, p[key].shape[-1]) for p in parts]) for key in parts[0]}
-    return {key: value[: pool.tested] for key, value in joined.items()}
+    return {key: value[: spec.tested] for key, value in joined.items()}
 
 
-def compare_results(reference: Results, others: Mapping[int, Results]) -> dict[str, dict[str, Any]]:
-    """Figures by operation and by what was varied, each against the reference."""
-    return {
-        key: {str(label): compare_bits(values, other[key]) for label, other in others.items() if key in other}
-        for key, values in reference.items()
-    }
-
-
-def compare_company(run: Run, shape: Shape, pool: Pool) -> dict[str, dict[str, Any]]:
+def compare_company(run: Run, shape: Shape, spec: DoctorSpec) -> dict[str, dict[str, Any]]:
     """Two calls of one program, in which some rows keep their content and the others get new.
 
     In a batch the first row is kept and its neighbours change, with their histories. Otherwise rows see each other
     causally, the first rows are kept and what follows them changes.
     """
     width = shape.batch * shape.rows
-    kept = 1 if shape.batch > 1 else min(pool.tested, width // 2)
+    kept = 1 if shape.batch > 1 else min(spec.tested, width // 2)
     columns = np.arange(width)
     found = []
     for variant in (0, 1):
-        ids = np.where(columns < kept, columns, pool.filler(variant, columns))
+        ids = np.where(columns < kept, columns, spec.filler(variant, columns))
         results = run(Tile(ids.reshape(shape.batch, shape.rows), shape.slots, causal=shape.batch == 1))
         found.append({key: value.reshape(width, -1)[:kept] for key, value in results.items()})
     return {key: compare_bits(found[0][key], found[1][key]) for key in found[0]}

@@ -10,7 +10,6 @@ from jaxkv.experiments import record_parts as parts
 from jaxkv.experiments.record_parts import Amount, Count, require, require_length
 
 T = TypeVar("T")
-FIGURES = ("instrumented_bit_equal", "places", "layers", "logits", "grid", "first", "path", "repeated")
 
 
 class Segments(parts.Part, Generic[T], frozen=True):
@@ -47,19 +46,12 @@ WATCHED = Watched.__struct_fields__
 
 
 class Columns(parts.Table, frozen=True):
-    """A tensor over layers.
+    """A tensor over layers."""
 
-    Attributes:
-      relative: L2 norm of the difference over that of the uncached value, mean over positions.
-      cosine: 1 - cos of their angle, mean over positions.
-      max_abs: largest difference.
-      bit_equal: positions at which all bits are equal.
-    """
-
-    relative: list[Amount]
-    cosine: list[Amount]
-    max_abs: list[Amount]
-    bit_equal: list[Count]
+    relative: list[Amount]  # L2 norm of the difference over that of the uncached value, mean over positions
+    cosine: list[Amount]  # 1 - cos of their angle, mean over positions
+    max_abs: list[Amount]  # largest difference
+    bit_equal: list[Count]  # positions at which all bits are equal
 
     def check(self, field: str, layers: int, places: int) -> None:
         """Raises ValueError unless there are so many layers and places."""
@@ -87,22 +79,21 @@ class Grid(Tensors[GridFigures], frozen=True):
 
 
 class Difference(parts.Part, frozen=True):
-    """The first value, in order of execution, that differs in bits or dtype.
-
-    Attributes:
-      position: of the first place at which it differs.
-      dtypes: of the cached and the uncached arm.
-      relative: L2 norm of the difference over that of the uncached value; `max_abs` the largest difference.
-      places: at which it differs.
-    """
+    """The first value, in order of execution, that differs in bits or dtype."""
 
     op: str
     layer: Count | None
-    position: Count
-    dtypes: tuple[str, str]
-    max_abs: Amount
-    relative: Amount
-    places: Count
+    position: Count  # of the first place at which it differs
+    dtypes: tuple[str, str]  # of the cached and the uncached arm
+    max_abs: Amount  # largest difference
+    relative: Amount  # L2 norm of the difference over that of the uncached value
+    places: Count  # at which it differs
+
+    def __str__(self) -> str:
+        of = "" if self.layer is None else f" of layer {self.layer}"
+        kinds = " beside ".join(dict.fromkeys(self.dtypes))
+        size = f"max |diff| {self.max_abs:.2g}, relative {self.relative:.2g}, {self.places} rows"
+        return f"first in {self.op}{of} at position {self.position} ({kinds}, {size})"
 
 
 class Path(parts.Table, frozen=True):
@@ -124,26 +115,22 @@ class Repeated(parts.Part, frozen=True):
 class DriftRecord(parts.Traced, frozen=True):
     """One problem, layer by layer.
 
-    Attributes:
-      instrumented_bit_equal: whether watching changed a bit.
-      places: positions compared; a segment without any has no columns.
-      layers: as `logits` and `grid`, of the watching that reads the less; `first` and `path` are of the walk.
-      repeated: None if the model has as many K/V heads as query heads.
+    `layers`, `logits` and `grid` are of the watching that reads the less, `first` and `path` of the walk.
     """
 
-    FIGURES: ClassVar = FIGURES
+    FIGURES: ClassVar = ("instrumented_bit_equal", "places", "layers", "logits", "grid", "first", "path", "repeated")
     LACKING: ClassVar = ("repeated",)
 
     heads: parts.Heads
     num_layers: Count
-    instrumented_bit_equal: Watched | None
-    places: Segments[Count] | None
+    instrumented_bit_equal: Watched | None  # whether watching changed a bit
+    places: Segments[Count] | None  # positions compared; a segment without any has no columns
     layers: Layers | None
     logits: parts.LogitSums | None
     grid: Grid | None
     first: Segments[Difference | None] | None
     path: Path | None
-    repeated: Repeated | None
+    repeated: Repeated | None  # None if the model has as many K/V heads as query heads
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,6 +5,7 @@ uncached one.
 """
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,11 +30,7 @@ Measured = Sequence[tuple[DriftRecord, Layers]]  # samples with layers of theirs
 
 
 def summarize_drift(records: Sequence[object], run: Mapping[str, Any]) -> dict[str, Any]:
-    """Summarizes the 'drift' records of a run, as `begin_summary` says.
-
-    Returns:
-      Plain values. `layers` and `repeated.layers` hold tensor -> segment -> columns with one entry a layer.
-    """
+    """Summarizes the 'drift' records of a run, as `begin_summary` says; layers as tensor -> segment -> columns."""
     summary, _, valid = begin_summary(records, run, DriftRecord)
     if not valid:
         return summary
@@ -131,11 +128,9 @@ def _share_of_first_layer(measured: Measured) -> dict[str, Any] | None:
 
 
 def _compare_first_layers(given: Measured, repeated: Measured) -> dict[str, Any] | None:
-    """The share of the drift that leaves the first layer, the model's against that with repeated heads, by problem.
+    """The share of the drift that leaves the first layer, the model's against that with repeated heads.
 
-    Returns:
-      `difference` of the shares and `ratio`, each with an interval paired by problem (None where there is none) and
-      what its tests are made of; None without drift in one of the two.
+    Intervals are paired by problem. None without drift in one of the two.
     """
     sides = _leaving(given), _leaving(repeated)
     a, b = (sum(first) / sum(last) if sum(last) else 0.0 for first, last in sides)
@@ -186,11 +181,6 @@ def _compare_to_repeated(repeated: Measured, tensor: str) -> dict[str, Any] | No
     return {"given": given, "repeated": other, "difference": given - other, "interval": interval}
 
 
-def name_value(op: str, layer: int | None) -> str:
-    """'k of layer 3', 'logits'."""
-    return op if layer is None else f"{op} of layer {layer}"
-
-
 def conclude(summary: Summary) -> list[str]:
     """What the figures allow to say, one sentence each; never more than their intervals do."""
     if nothing := say_nothing(summary, "nothing can be said of drift"):
@@ -239,9 +229,9 @@ def _conclude_first(summary: Summary, segment: str) -> str:
     if found["equal"] == found["problems"]:
         return f"{what} no value of any operation differs in {found['problems']} problems."
     place = found["places"][0]
-    others = len(found["places"]) - 1
+    others, of = len(found["places"]) - 1, "" if place["layer"] is None else f" of layer {place['layer']}"
     text = (
-        f"{what} the first value that differs is {name_value(place['op'], place['layer'])} "
+        f"{what} the first value that differs is {place['op']}{of} "
         f"({' beside '.join(dict.fromkeys(place['dtypes']))}) in {place['problems']} of {found['problems']} problems, "
         f"by at most {format_number(place['relative'])} of its size ({format_number(place['max_abs'])})"
     )
@@ -274,18 +264,13 @@ HEADER = ["layer", *(LABELS[tensor] for tensor in TENSORS), "residual bit-equal"
 
 def make_rows(summary: Summary) -> list[list[str]]:
     """The cells of the table, a row a layer: mean relative distance over decoded positions."""
-    columns = {tensor: summary["layers"][tensor]["decoded"] for tensor in TENSORS}
-    if any(column is None for column in columns.values()):
+    found = [summary["layers"][tensor]["decoded"] for tensor in TENSORS]
+    if None in found:
         return []
-    rows = []
-    for layer in range(summary["num_layers"] + 1):
-        cells = [
-            format_number(column["relative"][layer]["mean"]) if layer < len(column["relative"]) else "-"
-            for column in columns.values()
-        ]
-        equal = columns["resid_pre"]["bit_equal"][layer] / columns["resid_pre"]["places"]
-        rows.append([str(layer) if layer < summary["num_layers"] else "out", *cells, f"{format_percent(equal)} %"])
-    return rows
+    names, stream = [*map(str, range(summary["num_layers"])), "out"], found[TENSORS.index("resid_pre")]
+    sizes = [[format_number(entry["mean"]) for entry in column["relative"]] for column in found]
+    equal = [f"{format_percent(count / stream['places'])} %" for count in stream["bit_equal"]]
+    return [list(row) for row in itertools.zip_longest(names, *sizes, equal, fillvalue="-")]
 
 
 def write_drift(summary: Summary) -> list[Block]:

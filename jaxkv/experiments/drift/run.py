@@ -19,24 +19,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from msgspec import structs
 
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.config import ModelConfig
 from jaxkv.decode import Arms
+from jaxkv.experiments import traced_runs
 from jaxkv.experiments.batches import Batch, Item, RunSpec
-from jaxkv.experiments.drift.record import FIGURES, SEGMENTS, TENSORS, WATCHED
+from jaxkv.experiments.drift.record import SEGMENTS, TENSORS, WATCHED, DriftRecord
 from jaxkv.experiments.driver import ArmsRunner, Condition, Line, Took
 from jaxkv.experiments.first_difference import Gap, compare_traces, fed_slots, find_first, names_that_fit, split_name
-from jaxkv.experiments.traced_runs import (
-    Reference,
-    count_equal,
-    describe_row,
-    find_fault,
-    require_one_length,
-    run_reference,
-    shorten,
-    sum_logits,
-)
+from jaxkv.experiments.record_parts import ARMS
+from jaxkv.experiments.traced_runs import Reference, count_equal, find_fault, shorten, sum_logits
 from jaxkv.logits import compare_logits
 from jaxkv.rollout import Rollout
 from jaxkv.tracing import trace_cached, trace_uncached
@@ -45,12 +39,7 @@ GRID_CELLS = 1140  # layers times bins: a record's grid then stays near 120 kB
 
 
 def repeat_kv_heads(config: ModelConfig, state: nnx.State) -> tuple[ModelConfig, nnx.State]:
-    """The mathematically equal model with as many K/V heads as query heads: each is repeated for its G queries.
-
-    Args:
-      config: of the model.
-      state: its weights, prepared or not.
-    """
+    """The mathematically equal model with as many K/V heads as query heads: each is repeated for its G queries."""
     groups = config.num_query_heads // config.num_kv_heads
     wide = dataclasses.replace(config, name=f"{config.name}-repeated", num_kv_heads=config.num_query_heads)
     leaves = {path: leaf[...] for path, leaf in flat_paths(state).items()}
@@ -87,19 +76,24 @@ def _of_layers(gaps: Mapping[str, Gap], tensor: str) -> list[Gap]:
     return [gap for name, gap in gaps.items() if split_name(name)[0] == tensor]
 
 
-def _measure_layers(gaps: Mapping[str, Gap], row: int, segments: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    def measure(tensor: str, counted: np.ndarray) -> dict[str, list] | None:
-        if not counted.any():
-            return None
-        found = _of_layers(gaps, tensor)
-        return {
-            "relative": [shorten(gap.relative[row][counted].mean()) for gap in found],
-            "cosine": [shorten(gap.cosine[row][counted].mean()) for gap in found],
-            "max_abs": [shorten(gap.max_abs[row][counted].max()) for gap in found],
-            "bit_equal": [int(gap.equal[row][counted].sum()) for gap in found],
-        }
+def _measure(gaps: Sequence[Gap], row: int, counted: np.ndarray) -> dict[str, list]:
+    """The columns of a record over the positions counted, [S] booleans."""
+    return {
+        "relative": [shorten(gap.relative[row][counted].mean()) for gap in gaps],
+        "cosine": [shorten(gap.cosine[row][counted].mean()) for gap in gaps],
+        "max_abs": [shorten(gap.max_abs[row][counted].max()) for gap in gaps],
+        "bit_equal": [int(gap.equal[row][counted].sum()) for gap in gaps],
+    }
 
-    return {tensor: {name: measure(tensor, counted) for name, counted in segments.items()} for tensor in TENSORS}
+
+def _measure_layers(gaps: Mapping[str, Gap], row: int, segments: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    return {
+        tensor: {
+            name: _measure(_of_layers(gaps, tensor), row, counted) if counted.any() else None
+            for name, counted in segments.items()
+        }
+        for tensor in TENSORS
+    }
 
 
 def plan_bins(places: Mapping[str, int], layers: int) -> list[list[int]]:
@@ -140,12 +134,8 @@ def _list_path(gaps: Mapping[str, Gap], row: int, counted: np.ndarray, begin: st
     """Every value from `begin` to the logits; nothing if there is none to begin with."""
     names = list(gaps)
     shown = names[names.index(begin) :] if begin else []
-    return {
-        "name": shown,
-        "relative": [shorten(gaps[name].relative[row][counted].mean()) for name in shown],
-        "max_abs": [shorten(gaps[name].max_abs[row][counted].max()) for name in shown],
-        "bit_equal": [int(gaps[name].equal[row][counted].sum()) for name in shown],
-    }
+    found = _measure([gaps[name] for name in shown], row, counted)
+    return {"name": shown} | {figure: found[figure] for figure in ("relative", "max_abs", "bit_equal")}
 
 
 class Drift(ArmsRunner[Reference, None, dict[str, Pair]]):
@@ -154,7 +144,7 @@ class Drift(ArmsRunner[Reference, None, dict[str, Pair]]):
     name = "drift"
 
     def __init__(self, arms: Arms, state: nnx.State, spec: RunSpec):
-        require_one_length(arms, spec, self.name, plain=False)
+        traced_runs.require_one_length(arms, spec, self.name, plain=False)
         super().__init__(arms, state, spec, {(): None})
 
     @functools.cached_property
@@ -167,7 +157,7 @@ class Drift(ArmsRunner[Reference, None, dict[str, Pair]]):
         return Arms(*given, tile=arms.tile, attention=arms.attention), wide
 
     def begin(self, batch: Batch, missing: Sequence[None]) -> Reference:
-        return run_reference(self.arms, self.state, batch, self.spec)
+        return traced_runs.run_reference(self.arms, self.state, batch, self.spec)
 
     def run(self, reference: Reference, variant: None) -> dict[str, Pair]:
         if reference.broken:
@@ -193,10 +183,10 @@ class Drift(ArmsRunner[Reference, None, dict[str, Pair]]):
             "experiment": "drift",
             "problem": item.problem,
             "key": ["drift", item.problem],
-            **describe_row(self.arms, item, row, reference, self.spec, fault),
+            **traced_runs.describe_row(self.arms, item, row, reference, self.spec, fault),
             "heads": {"query": config.num_query_heads, "kv": config.num_kv_heads},
             "num_layers": config.num_layers,
-            **dict.fromkeys(FIGURES),
+            **dict.fromkeys(DriftRecord.FIGURES),
         }
         if fault or not pairs:
             return record
@@ -211,17 +201,14 @@ class Drift(ArmsRunner[Reference, None, dict[str, Pair]]):
         name = None if begin is None else begin.op if begin.layer is None else f"{begin.op}.{begin.layer}"
         record |= {
             "instrumented_bit_equal": {
-                name: {
-                    "cached": count_equal(pairs[name].cached, reference.cached, row, steps),
-                    "uncached": count_equal(pairs[name].uncached, reference.uncached, row, steps),
-                }
+                name: {arm: count_equal(getattr(pairs[name], arm), getattr(reference, arm), row, steps) for arm in ARMS}
                 for name in WATCHED
             },
             "places": places,
             "layers": _measure_layers(pair.gaps, row, segments),
             "logits": _measure_logits(pair.uncached, pair.cached, row, steps),
             "grid": _measure_grid(pair.gaps, row, first, places, config.num_layers),
-            "first": {name: found and found.to_json() for name, found in differences.items()},
+            "first": {name: found and structs.asdict(found) for name, found in differences.items()},
             "path": _list_path(walk.gaps, row, segments["decoded"], name),
         }
         if repeated is not None:

@@ -30,35 +30,24 @@ class Depths(parts.Table, frozen=True):
 
 
 class Stream(parts.Part, frozen=True):
-    """The residual stream in the rows that give the logits, by programs that also give it out.
+    """The residual stream in the rows that give the logits, by programs that also give it out."""
 
-    Attributes:
-      bit_equal: tokens at which their logits have the bits of the cell's own program.
-      distance: ||a - b|| over the root mean square of ||a|| and ||b||, by pair of cells.
-    """
-
-    bit_equal: dict[str, Count]
-    distance: dict[str, Depths]
+    bit_equal: dict[str, Count]  # tokens at which their logits have the bits of the cell's own program
+    distance: dict[str, Depths]  # ||a - b|| over the root mean square of ||a|| and ||b||, by pair of cells
 
 
 class ParityRecord(parts.Setting, frozen=True):
-    """One problem in four cells, all of which follow the tokens of JAX's cached arm.
+    """One problem in four cells along the tokens of JAX's cached arm, with an entry for each of these in every list.
 
-    Attributes:
-      attention: PyTorch's implementation; `versions` are of packages.
-      torch_uncached: how PyTorch's uncached arm runs.
-      tokens: ids; every list below has an entry for each.
-      choices: each cell's argmax.
-      pairs: comparisons; a pair's first cell is the reference.
-      cosine: between what the cache does to the logits in the two frameworks: JAX's cached minus uncached logits and
-        PyTorch's, each less its mean; None where either is zero.
+    `choices` are each cell's argmax, and a pair's first cell is its reference. `cosine` is between what the cache does
+    to the logits in the two frameworks: cached minus uncached, less its mean; None where either is zero.
     """
 
     FIGURES: ClassVar = ("choices", "pairs", "cosine", "layers")
 
-    attention: str
-    versions: dict[str, str]
-    torch_uncached: str
+    attention: str  # PyTorch's implementation
+    versions: dict[str, str]  # of packages
+    torch_uncached: str  # how PyTorch's uncached arm runs
     tokens: Tokens
     choices: dict[str, Tokens] | None
     pairs: dict[str, parts.Comparison] | None

@@ -30,16 +30,10 @@ ARMS = ("uncached", "cached")
 
 
 def judge_gap(framework: Sequence[float], cache: Sequence[float], *, shares: bool) -> dict[str, Any]:
-    """Whether the framework gap is larger or smaller than the cache gap, problems being the unit.
+    """Whether the gap of each problem between frameworks is larger than that between the arms of one framework.
 
-    Args:
-      framework: gap of each problem between frameworks.
-      cache: gap of each problem between the arms of one framework.
-      shares: whether gaps are shares of arms that part; else they are skewed, as KL is.
-
-    Returns:
-      means of both, their difference with an interval, and `larger`: 'framework', 'cache' or None where the interval
-      holds 0, or where there is none, problems being too few or all equal.
+    Gaps are `shares` of arms that part, or skewed, as KL is. `larger` is 'framework', 'cache', or None where the
+    interval holds 0, or where there is none, problems being too few or all equal.
     """
     differ = [a - b for a, b in zip(framework, cache, strict=True)]
     estimate = statistics.estimate_paired(framework, cache, skewed=True)
@@ -62,11 +56,9 @@ def judge_gap(framework: Sequence[float], cache: Sequence[float], *, shares: boo
 
 
 def count_same(pairs: Iterable[Sequence[bool]], fisher: bool = False) -> dict[str, Any]:
-    """Whether two frameworks part at the same places: counts, and what independence would give.
+    """Whether two frameworks part at the same places, given which part at each: counts, and what independence gives.
 
-    Args:
-      pairs: for each place, whether either parts.
-      fisher: whether places are independent, as Fisher's test takes them: sequences are, steps of one are not.
+    Fisher's test takes places to be independent: sequences are, steps of one are not.
     """
     both = np.asarray(list(pairs), bool).reshape(-1, 2)
     first, second = (int(column.sum()) for column in both.T)

@@ -16,18 +16,14 @@ DIRECTIONS = INTO_CACHED, INTO_UNCACHED = "uncached into cached", "cached into u
 class Kind:
     """What a patch replaces.
 
-    Attributes:
-      residual: 'now' at the newest position of each step, leaving no trace in the cache; 'everywhere' at all positions,
-        prompt included; None not at all.
-      state: of 'k' and 'v', at all positions.
-      through: whether the stream after the last layer and after the final norm is replaced as well.
-      itself: whether the values are the recipient's own.
+    The residual stream 'now' is that at the newest position of each step, which leaves no trace in the cache, and
+    'everywhere' that at all positions, prompt included.
     """
 
     residual: str | None
-    state: tuple[str, ...] = ()
-    through: bool = False
-    itself: bool = False
+    state: tuple[str, ...] = ()  # of 'k' and 'v', at all positions
+    through: bool = False  # the stream after the last layer and after the final norm as well
+    itself: bool = False  # by the recipient's own values
 
 
 RESIDUAL_NOW, RESIDUAL, KEYS, VALUES, KEYS_VALUES = "residual now", "residual", "K", "V", "K and V"
@@ -45,7 +41,6 @@ PATCHES = {
 }
 CONTROLS = (EVERYTHING, ITSELF)
 COUNTS = ("recovered", "broken", "bit_equal")
-FIGURES = ("instrumented_bit_equal", "gap", "all", "unchanged", "by_layer", "grid", "trajectory")
 
 
 class Gap(parts.Part, frozen=True):
@@ -66,10 +61,7 @@ class Patched(parts.Part, frozen=True):
 
 
 class ByLayer(parts.Table, frozen=True):
-    """As `Patched`, one layer at a time.
-
-    For the residual stream layer l is the stream entering it, and L what leaves the last.
-    """
+    """As `Patched`, one layer at a time: of the residual stream what enters it, and as layer L what leaves the last."""
 
     layer: list[Count]
     kl: list[Amount]
@@ -94,35 +86,27 @@ class Grid(parts.Part, frozen=True):
 class Trajectory(parts.Part, frozen=True):
     """B running free, patched in all layers with the values of A's own free run of `steps` tokens.
 
-    Attributes:
-      parted: where the unpatched B first departs from A's tokens.
-      until: where the patched one does, None if never. Into uncached it comes from following A's tokens, which is the
-        same up to there.
-      agreeing: of A's tokens from `parted` on, those that are met; None into uncached.
+    Into uncached, `until` comes from following A's tokens, which is the same up to there.
     """
 
     steps: Count
-    parted: Count
-    until: Count | None
-    agreeing: Count | None
+    parted: Count  # where the unpatched B first departs from A's tokens
+    until: Count | None  # where the patched one does, None if never
+    agreeing: Count | None  # of A's tokens from `parted` on, those that are met; None into uncached
 
     def __post_init__(self) -> None:
         require_most("agreeing", self.agreeing or 0, max(self.steps - self.parted, 0))
 
 
 class PatchingRecord(parts.Traced, frozen=True):
-    """One problem, one direction, one patch.
+    """One problem, one direction, one patch of PATCHES.
 
-    Attributes:
-      patch: one of PATCHES.
-      instrumented_bit_equal: steps at which an arm's program that can be patched, unpatched, has the logits of its own.
-      all: layers 0 to L - 1 patched at once.
-      unchanged: steps at which the patched B has the bits of the unpatched.
-      trajectory: None where A and B generate the same tokens.
+    `instrumented_bit_equal` counts the steps at which an arm's program that can be patched, unpatched, has the logits
+    of its own.
     """
 
     KEY: ClassVar = ("problem", "direction", "patch")
-    FIGURES: ClassVar = FIGURES
+    FIGURES: ClassVar = ("instrumented_bit_equal", "gap", "all", "unchanged", "by_layer", "grid", "trajectory")
     LACKING: ClassVar = ("by_layer", "grid", "trajectory")
 
     direction: Literal["uncached into cached", "cached into uncached"]
@@ -131,11 +115,11 @@ class PatchingRecord(parts.Traced, frozen=True):
     num_layers: Count
     instrumented_bit_equal: parts.Arms[Count] | None
     gap: Gap | None
-    all: Patched | None
-    unchanged: Count | None
+    all: Patched | None  # layers 0 to L - 1 at once
+    unchanged: Count | None  # steps at which the patched B has the bits of the unpatched
     by_layer: ByLayer | None
     grid: Grid | None
-    trajectory: Trajectory | None
+    trajectory: Trajectory | None  # None where A and B generate the same tokens
 
     def __post_init__(self) -> None:
         require("patch", self.patch in PATCHES, f"'{self.patch}' is not one of {', '.join(PATCHES)}")

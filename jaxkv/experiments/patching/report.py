@@ -45,11 +45,10 @@ NOTE = (
 
 
 def summarize_patching(records: Sequence[object], run: Mapping[str, Any]) -> dict[str, Any]:
-    """Summarizes the 'patching' records of a run, as `begin_summary` says.
+    """Summarizes the 'patching' records of a run, as `begin_summary` says, with the verdict on C5a as `claim`.
 
-    Returns:
-      Plain values. `directions` holds direction -> patch -> figures over its valid samples (None without any),
-      `differences` how much more of the gap one patch closes than another, and `claim` the verdict on C5.
+    `directions` holds direction -> patch -> figures over its valid samples (None without any), `differences` how much
+    more of the gap one patch closes than another.
     """
     summary, samples, valid = begin_summary(records, run, PatchingRecord)
     asked = len({s.problem for s in samples}) * len(DIRECTIONS) * len(PATCHES)
@@ -182,18 +181,13 @@ def find_broken_controls(summary: Summary) -> list[str]:
 
 
 def judge_claim(summary: Summary) -> dict[str, Any]:
-    """C5a: the K/V state carries the divergence along (jaxkv.reporting.rules).
+    """C5a, by this run alone: the K/V state carries the divergence along (jaxkv.reporting.rules).
 
     Trajectories are those that every value of the donor brings back, where the unpatched programs flip a token.
     Supported if the residual stream patched at each current position brings back fewer than half of them, and K and V
     more than half; refuted if the stream brings back more than half, or K and V fewer. By exact tests, and only where
     free runs part. What the stream at all positions closes of the gap decides nothing: it sets what K and V are
     computed from.
-
-    Returns:
-      verdict: of this run alone, 'reproduced', 'not reproduced' or 'cannot tell'.
-      why: one sentence.
-      supports, refutes: p-values, as in `rules.Evidence`.
     """
 
     def say(verdict: str, why: str, found: Evidence = OPEN) -> dict[str, Any]:
@@ -221,17 +215,17 @@ def judge_claim(summary: Summary) -> dict[str, Any]:
     if gap["interval"] is not None:
         brings += f"; at all positions the stream closes {_portion(gap)} more of the gap than K and V, in the mean of "
         brings += f"{gap['problems']} problems"
-    stream, carried = (Evidence(*_against_half(entry)) for entry in (back, back_state))
+    stream, carried = map(_against_half, (back, back_state))
     found = Evidence(max(stream.refutes, carried.supports), min(1.0, 2 * min(stream.supports, carried.refutes)))
     if found.p > FAMILY:
         return say(CANNOT_TELL, f"{brings}: the counts leave the claim open.", found)
     return say(REPRODUCED if found.holds else NOT_REPRODUCED, f"{brings}.", found)
 
 
-def _against_half(entry: Mapping[str, Any]) -> tuple[float, float]:
-    """p-values that a share is not above and not below a half."""
-    test = statistics.share_p_above, statistics.share_p_below
-    return test[0](entry["count"], entry["total"], HALF), test[1](entry["count"], entry["total"], HALF)
+def _against_half(entry: Mapping[str, Any]) -> Evidence:
+    """That a share is above a half."""
+    given = entry["count"], entry["total"], HALF
+    return Evidence(statistics.share_p_above(*given), statistics.share_p_below(*given))
 
 
 def _portion(entry: Summary | None) -> str:
@@ -302,18 +296,13 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
 def _write_layers(summary: Summary, rows: Sequence[Row]) -> list[Block]:
     """Share of the gap closed by one layer at a time: a row a layer, a column a patch."""
     found = {
-        patch: dict(zip(figures["by_layer"]["layer"], figures["by_layer"]["closed"], strict=True))
+        patch: dict(zip(by_layer["layer"], by_layer["closed"], strict=True))
         for patch, figures in rows
-        if figures["by_layer"] is not None
+        if (by_layer := figures["by_layer"]) is not None
     }
+    names = {layer: str(layer) for layer in range(summary["num_layers"])} | {summary["num_layers"]: "out"}
     layers = sorted({layer for column in found.values() for layer in column})
-    cells = [
-        [
-            str(layer) if layer < summary["num_layers"] else "out",
-            *(_percent(column.get(layer)) for column in found.values()),
-        ]
-        for layer in layers
-    ]
+    cells = [[names[layer], *(_percent(column.get(layer)) for column in found.values())] for layer in layers]
     return [Only("page", [Table(["layer", *found], cells, "Share closed, one layer at a time")])] if cells else []
 
 

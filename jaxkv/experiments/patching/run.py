@@ -10,7 +10,7 @@ kinds of values are patched are arguments: a grid of layers and positions compil
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -20,45 +20,24 @@ from flax import nnx
 
 from jaxkv.decode import Arms
 from jaxkv.drafts import first_disagreement, free_stepwise
+from jaxkv.experiments import traced_runs
 from jaxkv.experiments.batches import Batch, Item, RunSpec, taken
 from jaxkv.experiments.driver import ArmsRunner, Condition, Line
-from jaxkv.experiments.patching.record import (
-    CONTROLS,
-    COUNTS,
-    DIRECTIONS,
-    FIGURES,
-    INTO_CACHED,
-    KEYS_VALUES,
-    PATCHES,
-    RESIDUAL,
-    Kind,
-)
-from jaxkv.experiments.traced_runs import (
-    Reference,
-    count_equal,
-    describe_row,
-    find_fault,
-    require_one_length,
-    run_reference,
-)
+from jaxkv.experiments.patching import record as records
+from jaxkv.experiments.patching.record import COUNTS, DIRECTIONS, INTO_CACHED, PATCHES, Kind
+from jaxkv.experiments.record_parts import ARMS
+from jaxkv.experiments.traced_runs import Reference, count_equal, find_fault, sum_logits
 from jaxkv.logits import compare_logits
 from jaxkv.rollout import PAD_ID, Layout, Rollout, Rows, force
 from jaxkv.tracing import Trace, list_values, make_patch, trace_cached, trace_uncached
 
-GRID_PATCHES = (RESIDUAL, KEYS_VALUES)
+GRID_PATCHES = (records.RESIDUAL, records.KEYS_VALUES)
 Values = dict[str, jax.Array]
 Where = dict[str, np.ndarray]
 
 
 def select(kind: Kind, layers: Sequence[int], num_layers: int, slots: np.ndarray) -> Where:
-    """Masks of a patch: name -> [S].
-
-    Args:
-      kind: what is replaced.
-      layers: in which layers; for the residual stream num_layers is what leaves the last.
-      num_layers: L.
-      slots: [S] booleans.
-    """
+    """Masks [S] of a patch by name, in these layers; of the residual stream `num_layers` is what leaves the last."""
     names = [f"resid_pre.{layer}" for layer in layers] if kind.residual else []
     names += [f"{part}.{layer}" for part in kind.state for layer in layers if layer < num_layers]
     names += [f"resid_pre.{num_layers}", "final_norm"] if kind.through else []
@@ -82,50 +61,44 @@ class Patcher:
         self.nothing = {name: jnp.zeros(shapes[name].shape, shapes[name].dtype) for name in self.names}
 
     def run(
-        self, arm: str, tokens: np.ndarray, rows: Rows, values: Values, where: Where, newest: bool = False
+        self,
+        arm: str,
+        tokens: np.ndarray,
+        rows: Rows,
+        values: Values | None = None,
+        where: Where | None = None,
+        newest: bool = False,
     ) -> Trace:
         """A run of 'cached' or 'uncached' with `values` in place of its own at the slots `where` names them."""
-        patch = make_patch(values, {name: jnp.asarray(mask) for name, mask in where.items()}, newest)
+        masks = {name: jnp.asarray(mask) for name, mask in (where or {}).items()}
+        patch = make_patch(self.nothing if values is None else values, masks, newest)
         given = (self.arms, self.state, tokens, rows, self.layout, self.names, patch)
         return trace_cached(*given) if arm == "cached" else trace_uncached(*given, stepwise=newest)
-
-    def run_bare(self, arm: str, tokens: np.ndarray, rows: Rows) -> Trace:
-        """A run that nothing is put into, through the same programs."""
-        return self.run(arm, tokens, rows, self.nothing, {})
 
 
 @dataclasses.dataclass(frozen=True)
 class Sides:
-    """A direction of patching in a batch.
-
-    Attributes:
-      direction: one of DIRECTIONS.
-      recipient: arm that is patched.
-      base: it, unpatched, along the cached arm's tokens.
-      donor: the other arm along the same.
-      free: the donor's own free run with its values, None if no row parts.
-      gaps: of each row, base beside donor (compare_logits); None where it broke.
-    """
+    """A direction of patching in a batch."""
 
     direction: str
-    recipient: str
-    base: Trace
-    donor: Trace
-    free: Trace | None
-    gaps: list[dict[str, list] | None]
+    recipient: str  # arm that is patched
+    base: Trace  # it, unpatched, along the cached arm's tokens
+    donor: Trace  # the other arm along the same
+    free: Trace | None  # the donor's own free run with its values, None if no row parts
+    gaps: list[dict[str, list] | None]  # of each row, base beside donor (compare_logits); None where it broke
 
 
 def open_sides(patcher: Patcher, arms: Arms, reference: Reference) -> dict[str, Sides]:
     """Both directions."""
     layout, lengths = reference.layout, np.asarray(reference.cached.lengths)
-    traces = {arm: patcher.run_bare(arm, reference.text, reference.forced) for arm in ("cached", "uncached")}
+    traces = {arm: patcher.run(arm, reference.text, reference.forced) for arm in ARMS}
     broke = {f"{arm} (watched)": trace.run for arm, trace in traces.items()}
-    parts = first_disagreement(reference.uncached, layout.prompt) < lengths
-    own: dict[str, Trace | None] = {"cached": traces["cached"] if parts.any() else None, "uncached": None}
-    if parts.any():
+    own: dict[str, Trace | None] = dict.fromkeys(ARMS)
+    if np.any(first_disagreement(reference.uncached, layout.prompt) < lengths):
         free = free_stepwise(arms, patcher.state, reference.uncached, reference.rows, layout)
         text = np.asarray(free.tokens)[:, : layout.slots]
-        own["uncached"] = patcher.run_bare("uncached", text, force(reference.rows, free))
+        own["cached"] = traces["cached"]
+        own["uncached"] = patcher.run("uncached", text, force(reference.rows, free))
 
     def open_side(direction: str) -> Sides:
         to, of = ("cached", "uncached") if direction == INTO_CACHED else ("uncached", "cached")
@@ -141,17 +114,11 @@ def open_sides(patcher: Patcher, arms: Arms, reference: Reference) -> dict[str, 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What is kept of a patched run.
+    """What is kept of a patched run."""
 
-    Attributes:
-      nonfinite_step: [B].
-      figures: of each row (record); None where it broke.
-      unchanged: of each row, steps with the bits of the unpatched run.
-    """
-
-    nonfinite_step: np.ndarray
-    figures: list[dict[str, Any] | None]
-    unchanged: list[int]
+    nonfinite_step: np.ndarray  # [B]
+    figures: list[dict[str, Any] | None]  # of each row (record); None where it broke
+    unchanged: list[int]  # of each row, steps with the bits of the unpatched run
 
 
 def measure(sides: Sides, run: Rollout) -> Outcome:
@@ -176,40 +143,16 @@ def measure(sides: Sides, run: Rollout) -> Outcome:
     return Outcome(broke, [of_row(row) for row in rows], unchanged)
 
 
-def _follow(sides: Sides, patched: Rollout, reference: Reference, row: int) -> dict[str, Any] | None:
-    """How far a patched run goes along the donor's own tokens."""
-    prompt = reference.layout.prompt
-    parted = int(first_disagreement(reference.uncached, prompt)[row])
-    if sides.free is None or parted >= int(reference.cached.lengths[row]):
-        return None
-
-    own = taken(sides.free.run, row, prompt)
-    if sides.direction != INTO_CACHED:
-        until = int(first_disagreement(patched, prompt)[row])
-        return {"steps": len(own), "parted": parted, "until": until if until < len(own) else None, "agreeing": None}
-    tokens = taken(patched, row, prompt)
-    shared = min(len(own), len(tokens))
-    same = np.equal(own[:shared], tokens[:shared])
-    until = shared if same.all() else int(np.argmin(same))
-    return {
-        "steps": len(own),
-        "parted": parted,
-        "until": None if until == len(own) == len(tokens) else until,
-        "agreeing": int(same[parted:].sum()),
-    }
-
-
 @dataclasses.dataclass(frozen=True)
 class Patched:
-    """All runs of one patch in one direction; `free` is the free one, None if there is nothing to follow."""
+    """All runs of one patch in one direction: everywhere, freely (None if there is nothing to follow), and in parts."""
 
+    sides: Sides
     everywhere: Outcome
     free: Rollout | None
-    layers: list[int]
-    by_layer: list[Outcome]
-    grid_layers: list[int]
+    by_layer: dict[int, Outcome]
     bins: list[tuple[int, int]]
-    grid: list[list[Outcome]]
+    grid: dict[int, list[Outcome]]  # layer -> of each bin
 
 
 def run_patch(
@@ -233,7 +176,7 @@ def run_patch(
     everywhere, free = run(range(L)), None
     if sides.free is not None and not kind.itself:
         free = run_free(sides.free.values) if forward else everywhere
-    alone = patch not in CONTROLS and (forward or not newest)  # else each layer takes a recomputation a step
+    alone = patch not in records.CONTROLS and (forward or not newest)  # else each layer takes a recomputation a step
     layers = spread(L + (bool(kind.residual) and not kind.state), max_layers) if alone else []
     grid_layers: list[int] = []
     bins: list[tuple[int, int]] = []
@@ -242,21 +185,44 @@ def run_patch(
         begin, end = int(np.min(reference.rows.first)), layout.prompt + int(np.max(reference.cached.lengths))
         bins = list(itertools.pairwise(np.unique(np.linspace(begin, end, position_bins + 1).astype(int)).tolist()))
     return Patched(
-        everywhere=measure(sides, everywhere),
-        free=free,
-        layers=layers,
-        by_layer=[measure(sides, run([layer])) for layer in layers],
-        grid_layers=grid_layers,
-        bins=bins,
-        grid=[[measure(sides, run([layer], (slots >= a) & (slots < b))) for a, b in bins] for layer in grid_layers],
+        sides,
+        measure(sides, everywhere),
+        free,
+        {layer: measure(sides, run([layer])) for layer in layers},
+        bins,
+        {layer: [measure(sides, run([layer], (slots >= a) & (slots < b))) for a, b in bins] for layer in grid_layers},
     )
 
 
-def _find_patched_fault(reference: Reference, row: int, sides: Sides, patched: Patched) -> dict[str, Any] | None:
-    outcomes = {"patched": patched.everywhere}
-    outcomes |= {f"patched in layer {n}": found for n, found in zip(patched.layers, patched.by_layer, strict=True)}
-    outcomes |= {f"patched in part {n}": found for n, found in enumerate(itertools.chain(*patched.grid))}
-    runs: dict[str, Any] = {"donor": sides.donor.run, "recipient": sides.base.run, **outcomes}
+def _follow(patched: Patched, reference: Reference, row: int) -> dict[str, Any] | None:
+    """How far a patched run goes along the donor's own tokens."""
+    sides, run, prompt = patched.sides, patched.free, reference.layout.prompt
+    parted = int(first_disagreement(reference.uncached, prompt)[row])
+    if run is None or sides.free is None or parted >= int(reference.cached.lengths[row]):
+        return None
+    own = taken(sides.free.run, row, prompt)
+    if sides.direction != INTO_CACHED:
+        until = int(first_disagreement(run, prompt)[row])
+        return {"steps": len(own), "parted": parted, "until": until if until < len(own) else None, "agreeing": None}
+    tokens = taken(run, row, prompt)
+    shared = min(len(own), len(tokens))
+    same = np.equal(own[:shared], tokens[:shared])
+    until = shared if same.all() else int(np.argmin(same))
+    return {
+        "steps": len(own),
+        "parted": parted,
+        "until": None if until == len(own) == len(tokens) else until,
+        "agreeing": int(same[parted:].sum()),
+    }
+
+
+def _find_patched_fault(reference: Reference, row: int, patched: Patched | None) -> dict[str, Any] | None:
+    if patched is None:
+        return find_fault(reference, row, {})
+    runs: dict[str, Any] = {"donor": patched.sides.donor.run, "recipient": patched.sides.base.run}
+    runs |= {"patched": patched.everywhere}
+    runs |= {f"patched in layer {layer}": found for layer, found in patched.by_layer.items()}
+    runs |= {f"patched in part {n}": found for n, found in enumerate(itertools.chain(*patched.grid.values()))}
     return find_fault(reference, row, runs if patched.free is None else runs | {"patched (free)": patched.free})
 
 
@@ -272,21 +238,15 @@ class Begun:
 class Patching(ArmsRunner[Begun, tuple[str, str], Patched | None]):
     """Every patch of every problem, in both directions.
 
-    Args:
-      arms: the plain programs.
-      state: as for every runner.
-      spec: likewise.
-      max_layers: most layers that are patched one at a time; spread evenly if there are more.
-      position_bins: columns of the grid, 0 for no grid. It has half as many layers.
-
-    Raises:
-      UserError: arms of the aligned regime, or an uncached arm of several lengths.
+    At most `max_layers` are patched one at a time, spread evenly if there are more. The grid has half as many, and
+    `position_bins` columns; 0 is no grid. Raises UserError on arms of the aligned regime, and on an uncached arm of
+    several lengths.
     """
 
     name = "patching"
 
     def __init__(self, arms: Arms, state: nnx.State, spec: RunSpec, max_layers: int = 16, position_bins: int = 4):
-        require_one_length(arms, spec, self.name, plain=True)
+        traced_runs.require_one_length(arms, spec, self.name, plain=True)
         super().__init__(arms, state, spec, {pair: pair for pair in itertools.product(DIRECTIONS, PATCHES)})
         self.max_layers, self.position_bins = max_layers, position_bins
 
@@ -294,7 +254,7 @@ class Patching(ArmsRunner[Begun, tuple[str, str], Patched | None]):
         return {"patching": {"layers": self.max_layers, "bins": self.position_bins}}
 
     def begin(self, batch: Batch, missing: Sequence[tuple[str, str]]) -> Begun:
-        reference = run_reference(self.arms, self.state, batch, self.spec)
+        reference = traced_runs.run_reference(self.arms, self.state, batch, self.spec)
         patcher = Patcher(self.arms, self.state, reference.layout)
         return Begun(reference, patcher, {} if reference.broken else open_sides(patcher, self.arms, reference))
 
@@ -306,54 +266,44 @@ class Patching(ArmsRunner[Begun, tuple[str, str], Patched | None]):
 
     def record(self, item: Item, row: int, begun: Begun, variant: tuple[str, str], patched: Patched | None) -> Line:
         config, reference, (direction, patch) = self.arms.config, begun.reference, variant
-        sides = begun.sides.get(direction)
-        if sides is None or patched is None:
-            fault = find_fault(reference, row, {})
-        else:
-            fault = _find_patched_fault(reference, row, sides, patched)
+        fault = _find_patched_fault(reference, row, patched)
         record: dict[str, Any] = {
             "experiment": "patching",
             "problem": item.problem,
             "key": ["patching", item.problem, direction, patch],
             "direction": direction,
             "patch": patch,
-            **describe_row(self.arms, item, row, reference, self.spec, fault),
+            **traced_runs.describe_row(self.arms, item, row, reference, self.spec, fault),
             "heads": {"query": config.num_query_heads, "kv": config.num_kv_heads},
             "num_layers": config.num_layers,
-            **dict.fromkeys(FIGURES),
+            **dict.fromkeys(records.PatchingRecord.FIGURES),
         }
-        if fault or sides is None or patched is None or (gap := sides.gaps[row]) is None:
+        if fault or patched is None or (gap := patched.sides.gaps[row]) is None:
             return record
-        steps, first = record["steps"], int(reference.rows.first[row])
-        watched = {"cached": sides.base.run, "uncached": sides.donor.run}
-        if direction != INTO_CACHED:
-            watched = {"cached": sides.donor.run, "uncached": sides.base.run}
+        sides, steps, first = patched.sides, record["steps"], int(reference.rows.first[row])
+        pair = (sides.base.run, sides.donor.run) if direction == INTO_CACHED else (sides.donor.run, sides.base.run)
+        sums = sum_logits(gap)
         record |= {
             "instrumented_bit_equal": {
-                "cached": count_equal(watched["cached"], reference.cached, row, steps),
-                "uncached": count_equal(watched["uncached"], reference.uncached, row, steps),
+                arm: count_equal(run, getattr(reference, arm), row, steps) for arm, run in zip(ARMS, pair, strict=True)
             },
-            "gap": {
-                "kl": float(np.sum(gap["kl"])),
-                "flips": int(np.sum(gap["flip"])),
-                "bit_equal": int(np.sum(gap["bit_equal"])),
-            },
+            "gap": {name: sums[name] for name in ("kl", "flips", "bit_equal")},
             "all": patched.everywhere.figures[row],
             "unchanged": patched.everywhere.unchanged[row],
-            "trajectory": None if patched.free is None else _follow(sides, patched.free, reference, row),
+            "trajectory": _follow(patched, reference, row),
         }
 
-        def column(outcomes: Sequence[Outcome], name: str) -> list[Any]:
+        def column(outcomes: Iterable[Outcome], name: str) -> list[Any]:
             return [figures[name] for outcome in outcomes if (figures := outcome.figures[row]) is not None]
 
-        if patched.layers:
-            names = ("kl", *COUNTS)
-            record["by_layer"] = {"layer": patched.layers} | {name: column(patched.by_layer, name) for name in names}
+        if by_layer := patched.by_layer:
+            columns = {name: column(by_layer.values(), name) for name in ("kl", *COUNTS)}
+            record["by_layer"] = {"layer": list(by_layer), **columns}
         if patched.grid:
             record["grid"] = {
-                "layer": patched.grid_layers,
+                "layer": list(patched.grid),
                 "bins": [[max(a - first, 0), max(b - first, 0)] for a, b in patched.bins],
-                "kl": [column(line, "kl") for line in patched.grid],
+                "kl": [column(line, "kl") for line in patched.grid.values()],
             }
         return record
 

@@ -3,12 +3,10 @@
 import dataclasses
 import itertools
 import json
-import pathlib
-import re
 
 import pytest
 from absl import flags
-from commands import SMALL, parse, run_in_process
+from commands import FEW, LAUNCH, SMALL, parse, refuse, run_in_process
 from plain_records import read_run
 
 from jaxkv import launch, sweep
@@ -16,12 +14,7 @@ from jaxkv.checks import check_condition
 from jaxkv.errors import UserError
 from jaxkv.experiments.driver import share_arms
 
-LAUNCH = pathlib.Path(__file__).parents[1] / "launch"
 pytestmark = pytest.mark.usefixtures("one_layer")
-FEW = [
-    "--num_problems=1", "--max_new_tokens=3", "--gate=off", "--control_problems=0", "--stepwise_problems=0",
-    "--truth_problems=0",
-]  # fmt: skip
 
 
 def overview(directory):
@@ -226,9 +219,7 @@ def test_a_flagfile_that_is_none_is_one_line(tmp_path, monkeypatch, content, fil
     monkeypatch.chdir(tmp_path)
     if content is not None:
         (tmp_path / "a.flags").write_text(content)
-    with pytest.raises(UserError, match=re.escape(said)) as caught:
-        run_in_process(f"--conditions={files}")
-    assert "\n" not in str(caught.value)
+    assert said in refuse(f"--conditions={files}")
 
 
 def test_the_nine_conditions_have_flagfiles():

@@ -300,11 +300,11 @@ class Condition:
         if not counted:
             return None
         value = sum(counted) / len(counted)
-        if self.measure == "kl":
-            apart = fractions.Fraction(value) - fractions.Fraction(float(self.bound))
-        else:  # a fraction of whole numbers: the float nearest to it may have other bits than the bound
-            apart = fractions.Fraction(int(sum(counted)), len(counted)) - self.bound
-        return value if apart > 0 or (self.least and apart == 0) else None
+        exact: float | fractions.Fraction = value
+        bound: float | fractions.Fraction = float(self.bound)
+        if self.measure != "kl":  # a fraction of whole numbers, and the bound nearest to it may be of other bits
+            exact, bound = fractions.Fraction(int(sum(counted)), len(counted)), self.bound
+        return value if exact > bound or (self.least and exact == bound) else None
 
 
 def read_condition(text: str) -> Condition:

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Sequence
 
 import msgspec
-from rich.console import Console, Group
+from rich.console import Console
 
 from jaxkv import stopping
 from jaxkv.condition import name_condition, run_path
@@ -34,6 +34,7 @@ WAITING, RUNNING, ELSEWHERE, DONE, FAILED = "waiting", "running", "running elsew
 STATUSES = (WAITING, RUNNING, ELSEWHERE, DONE, FAILED)
 TRACEBACK = "traceback.txt"
 OVERVIEW, SWEEP_LOCK = "overview.json", "sweep.lock"
+_COLUMNS = ["condition", "experiments", "status", "records", "seconds", "run"]
 
 
 @dataclasses.dataclass
@@ -108,7 +109,7 @@ def _run_all(conditions: Sequence[Options], directory: pathlib.Path) -> int:
     runs = [path for entry, _, path in work if entry.records and (path / "run.json").exists()]
     finished = all(entry.status == DONE for entry in [*entries, *others]) and not conditions[0].output.verbose
     brief = show_briefly(runs) if runs and finished else None
-    shown.print(brief or render_overview([*entries, *others]))
+    shown.print(brief or to_terminal([_make_table([*entries, *others], brief=True)]))
     shown.print(f"overview: {directory / 'overview.md'}", highlight=False, soft_wrap=True)
     if runs:
         write_study(runs, directory)
@@ -173,21 +174,16 @@ def write_overview(directory: pathlib.Path, entries: Sequence[Entry]) -> None:
     values = {"counts": counts, "conditions": [dataclasses.asdict(entry) for entry in entries]}
     write_atomically(directory / OVERVIEW, json.dumps(values, indent=2) + "\n")
     said = ", ".join(f"{n} {status}" for status, n in counts.items() if n)
-    table = Table(_HEADER, list(map(_cells, entries)))
+    table = _make_table(entries, brief=False)
     write_atomically(directory / "overview.md", to_markdown("Overview", [Paragraph(f"{said}."), table]))
 
 
-_HEADER = ["condition", "experiments", "status", "records", "seconds", "run"]
-
-
-def _cells(entry: Entry) -> list[str]:
-    seconds = "" if entry.seconds is None else f"{entry.seconds:.0f}"
-    status = entry.status if entry.fault is None else f"{entry.status}: {entry.fault}"
-    return [entry.name, ", ".join(entry.experiments), status, str(entry.records), seconds, entry.run]
-
-
-def render_overview(entries: Sequence[Entry]) -> Group:
-    """The overview as a table for a terminal; what failed is told apart from it, in full."""
-    cells = [_cells(entry) for entry in entries]
-    rows = [[*row[:2], entry.status, *row[3:5]] for entry, row in zip(entries, cells, strict=True)]
-    return to_terminal([Table(_HEADER[:5], rows)])
+def _make_table(entries: Sequence[Entry], brief: bool) -> Table:
+    """The overview; in brief for a terminal, where what failed is told apart from it, in full."""
+    rows = []
+    for entry in entries:
+        seconds = "" if entry.seconds is None else f"{entry.seconds:.0f}"
+        status = entry.status if brief or entry.fault is None else f"{entry.status}: {entry.fault}"
+        rows.append([entry.name, ", ".join(entry.experiments), status, str(entry.records), seconds, entry.run])
+    columns = _COLUMNS[:-1] if brief else _COLUMNS
+    return Table(columns, [row[: len(columns)] for row in rows])

@@ -242,8 +242,7 @@ def test_the_first_op_that_is_not_finite_is_named(path, index, op, layer):
 
 
 @pytest.mark.parametrize(
-    ("family", "length"),
-    daily([("mistral", 3), ("gemma2", 40)], itertools.product(("mistral", "gemma2"), (3, 15, 40))),
+    ("family", "length"), daily([("mistral", 3), ("gemma2", 40)], itertools.product(("mistral", "gemma2"), (3, 15, 40)))
 )
 def test_a_nan_is_found_where_it_begins_whatever_the_rows(family, length):
     """A compiled maximum on a CPU drops NaN from some 16 rows on; the fault then showed in a later operation."""

@@ -96,7 +96,6 @@ MISTAKES = [
     (["--uncached_length=bucket:10000000000"], "--uncached_length=bucket:10000000000 is not understood"),
     (["--regime=aligned", "--uncached_length=bucket:64"], "use padded"),
     (["--experiments=doctor,divergence"], "run it by itself"),
-    (["--experiments=perplexity,divergence"], "run it by itself"),
     ([MITIGATE, "--precision=fp16,fp64"], "--precision=fp64"),
     ([MITIGATE, "--residual=fp32"], "--residual=fp32"),
     ([MITIGATE, "--cache=fp32"], "--cache=fp32"),
@@ -116,7 +115,6 @@ MISTAKES = [
     ([ACCUMULATE, "--blocks=0"], "--blocks=0: '0' is no whole number in the range [1, 131072]"),
     ([ACCUMULATE, "--cache_error=normal:0,1"], "--cache_error has no effect without"),
     (["--cache_error=normal:0,1"], "--cache_error has no effect without"),
-    (["--cache_quant=int8"], "--cache_quant has no effect without"),
 ]
 
 

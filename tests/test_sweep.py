@@ -94,11 +94,7 @@ def test_what_nobody_foresaw_fails_one_condition(fake, tmp_path, capsys, error, 
     told["bf16"] = error
     command = [f"--out={tmp_path}", "--precision=fp16,bf16,fp32"]
     assert fails(*command) == 1
-    assert seen == [
-        ["running", "waiting", "waiting"],
-        ["done", "running", "waiting"],
-        ["done", "failed", "running"],
-    ]
+    assert seen == [["running", "waiting", "waiting"], ["done", "running", "waiting"], ["done", "failed", "running"]]
     name = "tiny-gemma2-bf16-greedy"
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert line.startswith(f"error: {name}: {said}")
@@ -254,7 +250,7 @@ def test_the_overview_is_replaced_in_one_step(tmp_path, monkeypatch):
     text = (tmp_path / "overview.json").read_text()
     assert json.loads(text)["conditions"] == [dataclasses.asdict(entries[0])]
     row = (tmp_path / "overview.md").read_text().splitlines()[-1]
-    assert row.replace("\\|", "").count("|") == len(sweep._HEADER) + 1
+    assert row.replace("\\|", "").count("|") == len(sweep._COLUMNS) + 1
     monkeypatch.setattr("jaxkv.writing.os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
     with pytest.raises(UserError, match="no space left"):
         sweep.write_overview(tmp_path, [])

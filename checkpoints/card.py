@@ -38,15 +38,8 @@ def draw(summary: dict[str, Any], path: pathlib.Path) -> None:
     steps, losses = zip(*summary["loss"], strict=True)
     left.plot(steps, losses, color="C0", linewidth=1, label="training, weighted")
     held_out = summary["held_out"]
-    left.plot(
-        [point["step"] for point in held_out],
-        [point["held_out_answer_loss"] for point in held_out],
-        "o-",
-        color="C1",
-        markersize=3,
-        linewidth=1,
-        label="held-out answers",
-    )
+    points = [[point[name] for point in held_out] for name in ("step", "held_out_answer_loss")]
+    left.plot(*points, "o-", color="C1", markersize=3, linewidth=1, label="held-out answers")
     left.set(xlabel="step", ylabel="loss, nats a token", yscale="log", title="Loss")
     left.yaxis.set_minor_locator(ticker.LogLocator(subs=(2, 5)))
     left.yaxis.set_major_formatter("{x:g}")

@@ -5,6 +5,7 @@ and starts with a BOS. Everything is a function of the spec and the tokenizer, w
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -26,32 +27,20 @@ SEEDS_A_RUN = 1_000_000
 
 @dataclasses.dataclass(frozen=True)
 class CorpusSpec:
-    """What the text is.
+    """What the text is."""
 
-    Attributes:
-      problems: how many are generated, rounded up to whole chunks.
-      single: share of documents with one problem; the others have 2 to MOST_PROBLEMS.
-      length: tokens of a row.
-      seed: another one gives other problems.
-    """
-
-    problems: int
-    single: float
-    length: int
+    problems: int  # how many are generated, rounded up to whole chunks
+    single: float  # share of documents with one problem; the others have 2 to MOST_PROBLEMS
+    length: int  # tokens of a row
     seed: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Packed text.
+    """Packed text."""
 
-    Attributes:
-      tokens: [R, length] uint16.
-      answers: [R, length] whether a token belongs to an answer, the blank line or EOS after it included.
-    """
-
-    tokens: np.ndarray
-    answers: np.ndarray
+    tokens: np.ndarray  # [R, length] uint16
+    answers: np.ndarray  # [R, length] whether a token belongs to an answer, the blank line or EOS after it included
 
     def digest(self) -> str:
         """SHA-256 over both arrays."""
@@ -78,8 +67,7 @@ def encode_documents(
 ) -> Iterator[tuple[list[int], list[bool]]]:
     """Ids of each document, and which of them belong to answers.
 
-    Pieces are encoded one by one: no token crosses from a question into its answer, as none does where a model goes on
-    from a prompt.
+    Pieces are encoded one by one: as where a model goes on from a prompt, no token crosses from question into answer.
     """
     bos, eos = tokenizer.token_to_id("<bos>"), tokenizer.token_to_id("<eos>")
     for problems in documents:
@@ -92,16 +80,16 @@ def encode_documents(
 
 def pack(documents: Iterable[tuple[list[int], list[bool]]], length: int) -> Rows:
     """Packs encoded documents into rows. The document that a row ends in is cut, a row that is not full is left out."""
-    tokens, answers = [], []
-    ids: list[int] = []
-    marks: list[bool] = []
-    for more_ids, more_marks in documents:
-        ids, marks = ids + more_ids, marks + more_marks
-        if len(ids) >= length:
-            tokens.append(np.array(ids[:length], np.uint16))
-            answers.append(np.array(marks[:length], bool))
-            ids, marks = [], []
-    return Rows(np.array(tokens, np.uint16).reshape(-1, length), np.array(answers, bool).reshape(-1, length))
+    tokens: list[int] = []
+    answers: list[bool] = []
+    for ids, marks in documents:
+        room = length - len(tokens) % length
+        tokens += ids[:room]
+        answers += marks[:room]
+    full = len(tokens) - len(tokens) % length
+    return Rows(
+        np.array(tokens[:full], np.uint16).reshape(-1, length), np.array(answers[:full], bool).reshape(-1, length)
+    )
 
 
 def group(problems: Sequence[Problem], single: float, rng: np.random.Generator) -> Iterator[Sequence[Problem]]:
@@ -129,31 +117,24 @@ def make_chunk(spec: CorpusSpec, tokenizer_json: str, chunk: int) -> Rows:
 def make_corpus(
     spec: CorpusSpec, tokenizer_json: str, workers: int, progress: Callable[[int, int], None] | None = None
 ) -> Rows:
-    """Generates, encodes and packs the training text.
+    """Generates, encodes and packs the training text; `progress` is called after each chunk with (done, of).
 
-    Args:
-      spec: what it is.
-      tokenizer_json: the tokenizer.
-      workers: processes; no effect on the result.
-      progress: called after each chunk with (done, of).
+    The number of workers, which are processes, has no effect on the result.
     """
     chunks = -(-spec.problems // CHUNK)
     work = functools.partial(make_chunk, spec, tokenizer_json)
     parts = []
-
-    def collect(results: Iterable[Rows]) -> None:
-        for done, part in enumerate(results, start=1):
+    with contextlib.ExitStack() as stack:
+        run: Callable[..., Iterable[Rows]] = map
+        if workers > 1 and chunks > 1:
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core already
+            context = multiprocessing.get_context("spawn")  # JAX's threads do not survive a fork
+            pool = concurrent.futures.ProcessPoolExecutor(min(workers, chunks), mp_context=context)
+            run = stack.enter_context(pool).map
+        for done, part in enumerate(run(work, range(chunks)), start=1):
             parts.append(part)
             if progress is not None:
                 progress(done, chunks)
-
-    if workers <= 1 or chunks == 1:
-        collect(map(work, range(chunks)))
-    else:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core already
-        context = multiprocessing.get_context("spawn")  # JAX's threads do not survive a fork
-        with concurrent.futures.ProcessPoolExecutor(min(workers, chunks), mp_context=context) as pool:
-            collect(pool.map(work, range(chunks)))
     return Rows(np.concatenate([part.tokens for part in parts]), np.concatenate([part.answers for part in parts]))
 
 

@@ -19,19 +19,12 @@ BUCKET = 128  # coarse, so that all batches of a prompt style share one compiled
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Answers to some problems.
+    """Answers to some problems."""
 
-    Attributes:
-      correct: one boolean a problem.
-      margins: top-1 minus top-2 logit of every generated step, all problems one after the other.
-      texts: what was generated, up to the stop.
-      unfinished: how many met neither EOS nor a stop string.
-    """
-
-    correct: np.ndarray
-    margins: np.ndarray
-    texts: tuple[str, ...]
-    unfinished: int
+    correct: np.ndarray  # one boolean a problem
+    margins: np.ndarray  # top-1 minus top-2 logit of every generated step, all problems one after the other
+    texts: tuple[str, ...]  # what was generated, up to the stop
+    unfinished: int  # how many met neither EOS nor a stop string
 
     @property
     def accuracy(self) -> float:
@@ -61,12 +54,9 @@ class Evaluator:
         self.arms = Arms(config, make_precision("fp32"), stop_ids=tokenizer.eos_ids, keep_logits=True)
 
     def answer(self, state: nnx.State, task: Task, count: int) -> Outcome:
-        """Answers the first `count` problems of a task.
+        """Answers the first `count` problems of a task with prompts in plain text, with weights in fp32.
 
-        Args:
-          state: weights in fp32.
-          task: with prompts in plain text.
-          count: of problems; the last batch is filled up with its last problem.
+        The last batch is filled up with its last problem.
         """
         state = self.arms.prepare(state)
         correct, margins, texts, unfinished = [], [], [], 0

@@ -26,25 +26,15 @@ Params = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How the weights are changed.
-
-    Attributes:
-      steps: number of optimizer steps.
-      lr: peak learning rate; it rises linearly over `warmup` steps and falls to a tenth along a cosine.
-      warmup: steps.
-      weight_decay: decoupled, on matrices only (with muon, on those of the layers only).
-      clip: largest norm of the gradient.
-      b2: decay of Adam's second moment.
-      optimizer: 'adamw', or 'muon', which orthogonalizes the updates of the layers' matrices.
-    """
+    """How the weights are changed."""
 
     steps: int
-    lr: float
+    lr: float  # the peak; it rises linearly over `warmup` steps and falls to a tenth along a cosine
     warmup: int
-    weight_decay: float
-    clip: float
-    b2: float
-    optimizer: str
+    weight_decay: float  # decoupled, on matrices only (with muon, on those of the layers only)
+    clip: float  # largest norm of the gradient
+    b2: float  # decay of Adam's second moment
+    optimizer: str  # 'adamw', or 'muon', which orthogonalizes the updates of the layers' matrices
 
     def rate(self) -> optax.Schedule:
         """Learning rate by step."""
@@ -92,13 +82,8 @@ def locate(tokens: jax.Array, bos: int) -> tuple[jax.Array, jax.Array]:
 class Learner:
     """Compiled training of one model. Weights are a dict from the decoder's paths to fp32 arrays.
 
-    Args:
-      config: architecture.
-      precision: policy of the forward and backward pass.
-      schedule: how the weights are changed.
-      question_weight: of a question's tokens in the loss; an answer's have 1.
-      bos: id that starts a document.
-      remat: whether the backward pass computes each layer's inner values again rather than keep them.
+    A question's tokens have `question_weight` in the loss, an answer's 1; `bos` starts a document. With `remat` the
+    backward pass computes each layer's inner values again rather than keep them.
     """
 
     def __init__(
@@ -176,16 +161,9 @@ class Learner:
         return (optax.apply_updates(params, updates), opt_state), metrics
 
     def _train(self, params: Params, opt_state: Any, tokens: jax.Array, answers: jax.Array):
-        """Several steps. Weights and optimizer state are donated.
+        """Steps on tokens [n, B, T + 1] uint16 and answers [n, B, T + 1] bool, a batch a step.
 
-        Args:
-          params: weights.
-          opt_state: of the optimizer.
-          tokens: [n, B, T + 1] uint16, a batch a step.
-          answers: [n, B, T + 1] bool.
-
-        Returns:
-          New weights and optimizer state, and `loss` and `gradient_norm`, each [n].
+        Returns new weights and optimizer state, the old ones being donated, and `loss` and `gradient_norm`, each [n].
         """
         (params, opt_state), metrics = jax.lax.scan(self._step, (params, opt_state), (tokens, answers))
         return params, opt_state, metrics

@@ -18,7 +18,7 @@ from corpus import CorpusSpec, Rows, make_corpus, make_test_rows
 from evaluation import Evaluator
 from learner import Learner, Schedule, training_precision
 from rich.console import Console
-from trainer import CHECKPOINT, METRICS, SUMMARY, Metrics, Plan, Run, Trainer, restore_run
+from trainer import CHECKPOINT, METRICS, SUMMARY, Metrics, Run, Trainer, restore_run
 from vocabulary import train_tokenizer, wrap_tokenizer
 
 from jaxkv.checkpoints.tokenizer import Tokenizer
@@ -119,14 +119,8 @@ def main(argv: list[str]) -> None:
     data, held_out = make_data(recipe, raw, console)
     digest = data.digest()
     schedule = Schedule(**{field.name: recipe[field.name] for field in dataclasses.fields(Schedule)})
-    learner = Learner(
-        config,
-        training_precision(recipe["precision"]),
-        schedule,
-        question_weight=recipe["question_weight"],
-        bos=tokenizer.bos_id,
-        remat=recipe["remat"],
-    )
+    precision, weight = training_precision(recipe["precision"]), recipe["question_weight"]
+    learner = Learner(config, precision, schedule, question_weight=weight, bos=tokenizer.bos_id, remat=recipe["remat"])
     run = Run(*learner.initialize(recipe["seed"]))
     if (out / CHECKPOINT).exists():
         run = restore_run(run, out / CHECKPOINT, recipe, digest)
@@ -135,11 +129,10 @@ def main(argv: list[str]) -> None:
     few_shot = load_task("arith", spec=PromptSpec("few_shot", shots=8))
     evaluator = Evaluator(config, tokenizer, FLAGS.new_tokens, min(100, FLAGS.test_problems))
     metrics = Metrics(out / METRICS, run.step)
-    plan = Plan(FLAGS.checkpoint_every, FLAGS.eval_every, FLAGS.eval_problems)
-    command = show_command(recipe)
     trainer = Trainer(
-        out, recipe, command, plan, config, tokenizer, data, digest, held_out, learner, run, metrics, console
-    )
+        out, recipe, show_command(recipe), config, tokenizer, data, digest, held_out, learner, run, metrics, console,
+        FLAGS.checkpoint_every, FLAGS.eval_every, FLAGS.eval_problems,
+    )  # fmt: skip
     trainer.train(evaluator, zero_shot)
     trainer.finish(
         evaluator, {"zero_shot": (zero_shot, FLAGS.test_problems), "few_shot_8": (few_shot, FLAGS.few_shot_problems)}

@@ -32,34 +32,12 @@ CHECKPOINT, METRICS, SUMMARY, FINAL = "checkpoint.safetensors", "metrics.jsonl",
 
 @dataclasses.dataclass
 class Run:
-    """Where a run stands.
-
-    Attributes:
-      params: weights.
-      opt_state: of the optimizer.
-      step: steps done.
-      seconds: wall time of training and evaluation so far, over all restarts.
-    """
+    """Where a run stands."""
 
     params: Params
     opt_state: Any
-    step: int = 0
-    seconds: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What happens on the way; no effect on the weights.
-
-    Attributes:
-      checkpoint_every: steps between checkpoints.
-      eval_every: steps between evaluations.
-      eval_problems: held-out problems of each.
-    """
-
-    checkpoint_every: int
-    eval_every: int
-    eval_problems: int
+    step: int = 0  # steps done
+    seconds: float = 0.0  # wall time of training and evaluation so far, over all restarts
 
 
 def leaves_by_name(run: Run) -> dict[str, jax.Array]:
@@ -116,7 +94,6 @@ class Trainer:
     out: pathlib.Path
     recipe: dict[str, Any]
     command: str
-    plan: Plan
     config: ModelConfig
     tokenizer: Tokenizer
     data: Rows
@@ -126,6 +103,9 @@ class Trainer:
     run: Run
     metrics: Metrics
     console: Console
+    checkpoint_every: int  # steps between checkpoints
+    eval_every: int  # steps between evaluations
+    eval_problems: int  # held-out problems of each
 
     def batches(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and answers [n, B, T + 1] of the next call's steps."""
@@ -160,10 +140,10 @@ class Trainer:
                     raise UserError(f"the loss at step {run.step} is not finite; use a lower --lr")
                 state = f"loss {loss.mean():.4f}, {rate / self.recipe['batch'] / self.recipe['length']:.2f} steps/s"
                 progress.update(bar, completed=run.step, state=state)
-                if run.step % self.plan.eval_every == 0 or run.step == steps:
+                if run.step % self.eval_every == 0 or run.step == steps:
                     self.evaluate(evaluator, task)
                 run.seconds += time.perf_counter() - begin
-                if run.step % self.plan.checkpoint_every == 0 or run.step == steps:
+                if run.step % self.checkpoint_every == 0 or run.step == steps:
                     save_run(run, self.out / CHECKPOINT, self.recipe, self.digest)
                 begin = time.perf_counter()
 
@@ -172,7 +152,7 @@ class Trainer:
         batch = min(self.recipe["batch"], len(self.held_out.tokens))
         parts = self.learner.measure(self.run.params, self.held_out.tokens[:batch], self.held_out.answers[:batch])
         losses = {f"held_out_{name}_loss": float(value) for name, value in parts.items()}
-        outcome = evaluator.answer(self.learner.to_state(self.rounded()), task, self.plan.eval_problems)
+        outcome = evaluator.answer(self.learner.to_state(self.rounded()), task, self.eval_problems)
         self.metrics.write(step=self.run.step, **losses, accuracy=outcome.accuracy, problems=len(outcome.correct))
         self.console.print(
             f"step {self.run.step}: held-out loss {losses['held_out_answer_loss']:.4f} in answers, "

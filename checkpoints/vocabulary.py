@@ -13,12 +13,7 @@ SEED = 1  # of its problems; seed 0 makes the worked examples of few-shot prompt
 
 
 def train_tokenizer(problems: int, most_ids: int = MOST_IDS) -> tokenizers.Tokenizer:
-    """Trains the tokenizer; the same arguments give the same bytes.
-
-    Args:
-      problems: how many it sees.
-      most_ids: size of the vocabulary, reached if the text is rich enough.
-    """
+    """Trains the tokenizer; the same arguments give the same bytes. Rich text fills the vocabulary up to `most_ids`."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     # Digits are split off first, so the space before a number is a token of its own and no merge crosses a digit.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

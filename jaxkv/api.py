@@ -8,7 +8,6 @@ found.first_divergence, found.steps
 
 import dataclasses
 import pathlib
-from collections.abc import Callable
 from typing import Any, TypedDict, Unpack, overload
 
 import jax
@@ -20,12 +19,12 @@ from jaxkv.comparison import Comparison
 from jaxkv.errors import UserError, nearest
 from jaxkv.experiments.batches import Item, RunSpec
 from jaxkv.options import OPTIONS
-from jaxkv.prompt_model import Model, PromptRun, load_model
+from jaxkv.prompt_model import Model, PromptRun, Tell, load_model
+from jaxkv.rollout import start_rollout
 from jaxkv.sampling import make_sampler
-from jaxkv.side_by_side import compare_prompt, generate_text
+from jaxkv.side_by_side import compare_prompt
 
 COMPILATION_CACHE = "~/.cache/jaxkv/xla"
-Tell = Callable[[str], None]
 
 
 def load(
@@ -146,7 +145,15 @@ def generate(model: Model, prompt: str, cache: bool = True, **asked: Unpack[Aske
 
     Args are those of `compare`. Raises UserError where a number is not finite.
     """
-    return generate_text(_start(model, prompt, asked), cache)
+    run = _start(model, prompt, asked)
+    arms, (layout, tokens, rows) = model.arms(run.sampler), run.lay_out()
+    if cache:
+        done = arms.run_cached(model.state, tokens, rows, layout)
+    else:
+        done = arms.run_uncached(model.state, start_rollout(arms, tokens, rows, layout), rows, layout)
+    if (step := int(done.nonfinite_step[0])) >= 0:
+        raise UserError(f"{model.name}: the logits of token {step + 1} are not finite; use a wider precision")
+    return model.decode(run.item.prompt, run.take(done))
 
 
 @dataclasses.dataclass(frozen=True)

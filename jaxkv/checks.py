@@ -127,8 +127,7 @@ def check_condition(options: Options) -> None:
 def check_data(conditions: Sequence[Options]) -> None:
     """Reads the data that conditions ask for, each once, where it lies in a file.
 
-    Raises:
-      UserError: a file that is missing, of another kind or broken, or has fewer problems than are asked for.
+    Raises UserError on a file that is missing, of another kind or broken, or has fewer problems than are asked for.
     """
     seen = set()
     for one in conditions:

@@ -5,7 +5,7 @@ import os
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from absl import app, flags, logging
 
@@ -18,7 +18,7 @@ FLAGFILE = "--flagfile"
 _PACKAGE = pathlib.Path(__file__).resolve().parent
 
 
-def _fail(message: str, code: int) -> None:
+def _fail(message: str, code: int) -> NoReturn:
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(code)
 
@@ -87,17 +87,11 @@ def _find_flagfile(path: str) -> str:
 
 
 def read_flagfile(path: str, outer: Sequence[str] = ()) -> list[str]:
-    """The flags of a flagfile, with those of the flagfiles that it names.
+    """The flags of a UTF-8 file with one a line and comments after # or //, and of the flagfiles that it names.
 
-    absl reads such files too, but not those with a byte order mark, and it drops what is no flag.
-
-    Args:
-      path: of a UTF-8 file with one flag a line; lines that begin with # or // are comments. The name alone of one that
-        comes with the package, as in `--flagfile=paper`, will do.
-      outer: the files that name this one.
-
-    Raises:
-      UserError: a file that cannot be read or names itself, or a line that is no flag.
+    absl reads such files too, but not those with a byte order mark, and it drops what is no flag. The name alone of one
+    that comes with the package will do, as in `--flagfile=paper`; `outer` are the files that name this one. Raises
+    UserError on a file that cannot be read or names itself, and on a line that is no flag.
     """
     path = _find_flagfile(path)
     if path in outer:
@@ -109,30 +103,27 @@ def read_flagfile(path: str, outer: Sequence[str] = ()) -> list[str]:
         if not line.startswith("-") or not line.isprintable():
             shown = ascii(line) if not line.isprintable() else f"'{line}'"
             raise UserError(f"{path} line {number}: {shown:.60} is no flag; write one flag a line as --name=value")
-        flag, _, inner = line.partition("=")
-        if flag.split()[0] not in (FLAGFILE, FLAGFILE[1:]):
-            found.append(line)
-        elif not inner.strip():
-            raise UserError(f"{path} line {number}: {FLAGFILE} names no file; write {FLAGFILE}=FILE")
-        else:
-            found += read_flagfile(inner.strip(), [*outer, path])
+        found += expand_flagfiles([line], [*outer, path], f"{path} line {number}: ")
     return found
 
 
-def expand_flagfiles(arguments: Sequence[str]) -> list[str]:
-    """Arguments with the flags of each flagfile in its place. Raises UserError as `read_flagfile`."""
+def expand_flagfiles(arguments: Sequence[str], outer: Sequence[str] = (), where: str = "") -> list[str]:
+    """Arguments with the flags of each flagfile in its place. Raises UserError as `read_flagfile`.
+
+    `outer` are the flagfiles that the arguments stand in, and a fault begins with `where`.
+    """
     found: list[str] = []
     rest = iter(arguments)
     for argument in rest:
         name, _, path = argument.partition("=")
         if argument == "--":  # what follows is no flag
             return [*found, argument, *rest]
-        if name not in (FLAGFILE, FLAGFILE[1:]):
+        if name.partition(" ")[0] not in (FLAGFILE, FLAGFILE[1:]):
             found.append(argument)
         elif path := path or next(rest, ""):
-            found += read_flagfile(path)
+            found += read_flagfile(path.strip(), outer)
         else:
-            raise UserError(f"{FLAGFILE} names no file; write {FLAGFILE}=FILE")
+            raise UserError(f"{where}{FLAGFILE} names no file; write {FLAGFILE}=FILE")
     return found
 
 
@@ -145,13 +136,9 @@ def _spell(argument: str) -> str:
 
 
 def parse_flags(argv: Sequence[str], found: flags.FlagValues = flags.FLAGS) -> list[str]:
-    """Parses flags, those of flagfiles too.
+    """Parses flags, those of flagfiles too. Returns the program's name and the arguments that are no flags.
 
-    Returns:
-      What is left: the program's name, and arguments that are no flags.
-
-    Raises:
-      UserError: an unknown flag, a value that it cannot have, or what `read_flagfile` raises.
+    Raises UserError on an unknown flag, on a value that it cannot have, and as `read_flagfile`.
     """
     try:
         given = expand_flagfiles(argv[1:])
@@ -166,17 +153,12 @@ def _parse(argv: list[str]) -> list[str]:
         return parse_flags(argv)
     except UserError as error:
         _fail(str(error), 2)
-    return argv
 
 
 def run_command(command: Callable[[list[str]], None], argv: list[str] | None = None) -> None:
-    """Runs an entry module.
+    """Runs an entry module, whose command gets the positional arguments, program name first.
 
     Exit code 2 after a user's mistake, 130 after Ctrl-C and 143 after SIGTERM (jaxkv.stopping), 1 when memory runs out.
-
-    Args:
-      command: gets the positional arguments, program name first.
-      argv: the command line; this process's if None.
     """
 
     def main(argv: list[str]) -> None:

@@ -80,13 +80,10 @@ def _compare(prompts: Sequence[str], given: dict[str, Any]) -> Iterator[Comparis
         make_sampler(given["sampler"], given["temperature"], given["top_k"], given["top_p"])
         if given["with"] is not None:
             read_beside(given["with"])
-        parts = {name: given[name] for name in ("residual", "accumulation", "cache", "scores")}
-        model = api.load(
-            given["model"], given["checkpoint"], precision=given["precision"], revision=given["revision"],
-            compilation_cache=given["compilation_cache"], tell=tell, **parts,
-        )  # fmt: skip
-        names = ("max_new_tokens", "sampler", "temperature", "top_k", "top_p", "seed", "bucket")
-        asked: Any = {name: given[name] for name in names} | {"chat": False if given["raw"] else None, "tell": tell}
+        loaded = {one.flag: given[one.flag] for one in COMPARE_OPTIONS if one.group in ("model", "precision")}
+        model = api.load(**loaded, compilation_cache=given["compilation_cache"], tell=tell)
+        asked: Any = {name: given[name] for name in api.Asked.__annotations__ if name in given}
+        asked |= {"chat": False if given["raw"] else None, "tell": tell}
         for prompt in prompts:
             yield api.compare(model, prompt, given["with"], **asked)
 
@@ -94,10 +91,4 @@ def _compare(prompts: Sequence[str], given: dict[str, Any]) -> Iterator[Comparis
 def start(arguments: list[str]) -> None:
     """The verb `compare`."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-    def command(argv: list[str]) -> None:
-        del argv
-        if code := compare_command(arguments):
-            sys.exit(code)
-
-    run_command(command, ["jaxkv compare"])
+    run_command(lambda _: sys.exit(compare_command(arguments)), ["jaxkv compare"])

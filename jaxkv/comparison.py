@@ -8,7 +8,7 @@ import fractions
 import html
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from rich.cells import cell_len, set_cell_size
@@ -43,62 +43,39 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 class Parting(msgspec.Struct, frozen=True):
-    """The first step at which the two sides choose another token, after the same tokens.
+    """The first step at which the two sides choose another token, after the same tokens."""
 
-    Attributes:
-      step: from 0, of the new tokens.
-      candidates: what the first side chose, and what the second.
-      margin: by how much the first side prefers its choice to the other's, in logits, the sampler's noise counted.
-      perturbation: by how much this gap is another on the second side.
-      unit: spacing of the dtype's numbers at the top logit; None where the sides have other dtypes.
-      tie: whether the two are exactly equal on a side: then the lowest id wins.
-      begin: characters of both texts before it.
-      noise: how much of the gap is the sampler's noise, which both sides share; 0 if greedy.
-      cut: whether top_k or top_p decides: it leaves a token out on one side that would have won there.
-    """
-
-    step: int
-    candidates: tuple[Candidate, Candidate]
-    margin: float
-    perturbation: float
-    unit: float | None
-    tie: bool
-    begin: int
-    noise: float = 0.0
-    cut: bool = False
+    step: int  # from 0, of the new tokens
+    candidates: tuple[Candidate, Candidate]  # what the first side chose, and what the second
+    margin: float  # by how much the first side prefers its choice, in logits, the sampler's noise counted
+    perturbation: float  # by how much this gap is another on the second side
+    unit: float | None  # spacing of the dtype's numbers at the top logit; None where the sides have other dtypes
+    tie: bool  # whether the two are exactly equal on a side: then the lowest id wins
+    begin: int  # characters of both texts before it
+    noise: float = 0.0  # how much of the gap is the sampler's noise, which both sides share; 0 if greedy
+    cut: bool = False  # whether top_k or top_p decides: it leaves a token out on one side that would have won there
 
 
 class Wider(msgspec.Struct, frozen=True):
     """Both arms in fp32 with the same weights along the same tokens, where the texts part or margins are narrowest.
 
-    Attributes:
-      choices: what the arm with the cache chooses, and the other.
-      margin: in logits, between the two tokens of the parting (negative where fp32 prefers the second side's), or
-        between the top two.
-      perturbation: by how much this gap is another in the other arm.
+    The margin is, in logits, that of the two tokens of the parting (negative where fp32 prefers the second side's), or
+    of the top two.
     """
 
-    choices: tuple[str, str]
+    choices: tuple[str, str]  # what the arm with the cache chooses, and the other
     margin: float
-    perturbation: float
+    perturbation: float  # by how much this gap is another in the other arm
 
 
 class Checks(msgspec.Struct, frozen=True):
-    """What rules out other explanations of a difference between the arms.
+    """What rules out other explanations of a difference between the arms."""
 
-    Attributes:
-      aligned: steps of which every bit is the same in the aligned arms; None if they differ or were not run.
-      aligned_fault: where they differ.
-      wider: what fp32 says; None in fp32 itself.
-      falls: whether the difference falls from 16 bits to fp32 as the dtypes' units do.
-      distance: of both arms to an fp32 or a float64 run, in words; None if neither was run or fits into memory.
-    """
-
-    aligned: int | None
-    aligned_fault: str | None
-    wider: Wider | None
-    falls: bool | None
-    distance: str | None
+    aligned: int | None  # steps of which every bit is the same in the aligned arms; None if they differ or did not run
+    aligned_fault: str | None  # where they differ
+    wider: Wider | None  # what fp32 says; None in fp32 itself
+    falls: bool | None  # whether the difference falls from 16 bits to fp32 as the dtypes' units do
+    distance: str | None  # of both arms to an fp32 or a float64 run, in words; None if neither ran or fits into memory
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,20 +161,19 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     def lines(self, verbose: bool = False) -> Iterator[str]:
         """The comparison in lines of at most 80 columns after the sentence; with `verbose` whole texts and more."""
         yield from (self.sentence, "")
-        names = [side.name for side in self.sides]
-        wide = max(map(len, names))
-        begin = 0 if self.first_divergence is None else self.first_divergence.begin
-        for side in self.sides if begin or self.first_divergence else self.sides[:1]:
+        names, parting = [side.name for side in self.sides], self.first_divergence
+        wide, begin = max(map(len, names)), parting.begin if parting else 0
+        for side in self.sides if parting else self.sides[:1]:
             shared = _flat(side.text[:begin])
             before = shared if cell_len(shared) <= BEFORE else f"...{_crop(shared[::-1], BEFORE)[::-1]}"
             yield _fit(f"{side.name:{wide}}  {before}{'|' * bool(before)}{_flat(side.text[begin:])}")
-        if self.first_divergence is not None:
+        if parting is not None:
             if len({side.text for side in self.sides}) == 1:
                 yield "the texts are the same: the tokens differ in how they are cut, or after its end"
             yield ""
-            yield from _describe_parting(self.first_divergence, names)
+            yield from _describe_parting(parting, names)
         if self.checks is not None:
-            yield from _describe_checks(self.checks, self.first_divergence)
+            yield from _describe_checks(self.checks, parting)
         if verbose:
             yield from self._more()
 
@@ -290,7 +266,7 @@ def _describe_checks(checks: Checks, parting: Parting | None) -> Iterator[str]:
         if len(set(wider.choices)) > 1:
             same = f"the arms {verb} {' and '.join(choices)}"
         where = "there" if parting is not None else "at the narrowest margin"
-        falls = {True: "", False: " (does NOT fall as rounding does)", None: ""}[checks.falls]
+        falls = " (does NOT fall as rounding does)" if checks.falls is False else ""
         yield f"fp32 {where}: {same}, margin {_size(wider.margin)}, perturbation {_size(wider.perturbation)}{falls}"
     if checks.distance is not None:
         yield f"distance {checks.distance}"
@@ -313,23 +289,22 @@ class Condition:
 
     def failed(self, found: list[Comparison]) -> float | None:
         """The measure where it passes the bound, else None. Prompts whose numbers broke off do not count."""
-        columns = [one.columns for one in found if one.columns is not None]
-        flips, kl, equal = ([x for one in columns for x in getattr(one, n)] for n in ("flip", "kl", "bit_equal"))
-        values: dict[str, list[float]] = {
-            "flips": flips, "kl": kl, "bits": [not one for one in equal],
-            "diverged": [one.first_divergence is not None for one in found if one.columns is not None],
-        }  # fmt: skip
-        counted = values[self.measure]
+        counted: list[float] = []
+        for one in found:
+            if (columns := one.columns) is not None:
+                values: dict[str, list[Any]] = {
+                    "flips": columns.flip, "kl": columns.kl, "diverged": [one.first_divergence is not None],
+                    "bits": [not equal for equal in columns.bit_equal],
+                }  # fmt: skip
+                counted += values[self.measure]
         if not counted:
             return None
         value = sum(counted) / len(counted)
-        # A share is a fraction of whole numbers, and the bound nearest to it may be of other bits.
-        apart = (
-            value - float(self.bound)
-            if self.measure == "kl"
-            else fractions.Fraction(int(sum(counted)), len(counted)) - self.bound
-        )
-        return value if apart > 0 or (self.least and apart == 0) else None
+        exact: float | fractions.Fraction = value
+        bound: float | fractions.Fraction = float(self.bound)
+        if self.measure != "kl":  # a fraction of whole numbers, and the bound nearest to it may be of other bits
+            exact, bound = fractions.Fraction(int(sum(counted)), len(counted)), self.bound
+        return value if exact > bound or (self.least and exact == bound) else None
 
 
 def read_condition(text: str) -> Condition:

@@ -1,12 +1,7 @@
 """The command: flags in, a run directory with records, a table and a report out.
 
-    python -m jaxkv.launch --model=gemma2-2b --precision=fp16
-
-Without flags it runs a small model that ships with the package on problems of its own, in bf16, fp16 and, as a control,
-fp32.
 Lists make a sweep with one run directory for each condition, and an overview of them; so does a list of flagfiles, for
-conditions that differ in more. The same command again does only what is missing; `--flagfile=RUN/run.flags` replays a
-run.
+conditions that differ in more. The same command again does only what is missing.
 """
 
 from jaxkv import stopping
@@ -54,8 +49,7 @@ for _option in OPTIONS:
 def read_options(found: flags.FlagValues = FLAGS) -> list[Options]:
     """The conditions that flags ask for: one for each framework, model, precision and sampler that they list.
 
-    Raises:
-      UserError: an empty value, or --problems and --num_problems that differ.
+    Raises UserError on an empty or unknown value, and on --problems and --num_problems that differ.
     """
     values: list[list[Any]] = []
     bare = not any(found[option.flag].present for option in OPTIONS if not option.incidental)
@@ -92,18 +86,10 @@ def _fill_usual(grid: Sequence[Options]) -> list[Options]:
     return [replace(one, data=data, decoding=replace(one.decoding, max_new_tokens=tokens)) for one in grid]
 
 
-def _forget(found: flags.FlagValues) -> None:
-    """Takes back what was parsed, so that another command may be."""
-    found.unparse_flags()
-    for option in OPTIONS:
-        found[option.flag].unparse()
-
-
 def read_flagfiles(files: Sequence[str]) -> list[list[Options]]:
     """The conditions of each flagfile with the command's own flags after it, and a directory of its own in --out.
 
-    Raises:
-      UserError: a file that cannot be read, holds what is no flag or --conditions, or is called as another is.
+    Raises UserError on a file that cannot be read, holds what is no flag or --conditions, or is called as another is.
     """
     names = [pathlib.PurePath(file).stem for file in files]
     if len(set(names)) != len(names):
@@ -113,7 +99,7 @@ def read_flagfiles(files: Sequence[str]) -> list[list[Options]]:
     read = []
     for file, name in zip(files, names, strict=True):
         found = copy.deepcopy(FLAGS)
-        _forget(found)
+        found.unparse_flags()
         try:
             odd = parse_flags(["launch", *read_flagfile(file), *given], found)[1:]
         except UserError as error:
@@ -135,10 +121,8 @@ def _put(one: Options, name: str) -> Options:
 def spread(grid: Sequence[Options]) -> list[Options]:
     """Conditions as they are run: with what their framework decides, and each with its directory if several.
 
-    Mitigations have precisions of their own: they are a condition for each model and sampler.
-
-    Raises:
-      UserError: options that say different things.
+    Mitigations have precisions of their own: they are a condition for each model and sampler. Raises UserError on
+    options that say different things.
     """
     check_options(grid)
     asked = grid[0].run.experiments

@@ -1,9 +1,7 @@
-"""Every option of the command once: its name, type, default, help and bounds.
+"""Every option of the command once. Flags, run.flags and the name of a run's directory are made of these dataclasses.
 
-Flags (jaxkv.launch), run.flags and the name of a run's directory are made from the dataclasses below: a new option is a
-new field. Its annotation is the type in a condition that `launch` has filled in; None as the default stands for what
-depends on other options. What options say against each other is in jaxkv.checks. Imports nothing that takes long:
-registries are asked when they are needed.
+A new option is a new field. Its annotation is the type in a condition that jaxkv.launch has filled in; None as the
+default stands for what depends on other options. Imports nothing that takes long: registries are asked when needed.
 """
 
 import dataclasses
@@ -28,42 +26,22 @@ DTYPES = "jaxkv.config:DTYPES"
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """One option, as its field declares it.
-
-    Attributes:
-      default: where no flag is given.
-      help: for people; {choices} stands for those.
-      low: least value of a number, or of each of several.
-      high: greatest one.
-      choices: the values that a text may have, or as "module:name" where they stand; none if any will do.
-      flag: name of the flag; that of the field if not given.
-      axis: of an option whose flag is a list that makes conditions, with one value each: the list's default.
-      repeated: whether the flag is given once for each of several values, which hold commas.
-      path: whether it may name a file, which run.flags then has in full.
-      incidental: whether it decides no number of a model. The name of a run's directory leaves it out.
-      later: whether it came when directories had names already. It is in them only where it is not the default.
-      named_by: what makes of each of several values what it is in that name.
-      group: field of Options that has it.
-      name: of its field.
-      kind: str, int, float or bool, of each of several values.
-      several: whether there may be several values.
-    """
+    """One option, as its field declares it; `list_options` fills in the last four."""
 
     default: Any
-    help: str
-    low: float = -math.inf
+    help: str  # {choices} stands for those
+    low: float = -math.inf  # least value of a number, or of each of several
     high: float = math.inf
-    choices: tuple[str, ...] | str = ()
-    flag: str = ""
-    axis: tuple[str, ...] | None = None
-    repeated: bool = False
-    path: bool = False
-    incidental: bool = False
-    later: bool = False
-    named_by: Callable[[Any], str] | None = None
-    group: str = ""
-    name: str = ""
-    kind: type = str
+    choices: tuple[str, ...] | str = ()  # of a text, or "module:name" where they stand; none if any will do
+    flag: str = ""  # that of the field if not given
+    axis: tuple[str, ...] | None = None  # default of a flag that lists values, each of which makes a condition
+    repeated: bool = False  # the flag is given once for each of several values, which hold commas
+    path: bool = False  # it may name a file, which run.flags then has in full
+    incidental: bool = False  # it decides no number of a model, and is not in the name of a run's directory
+    named_by: Callable[[Any], str] | None = None  # makes of each of several values what it is in that name
+    group: str = ""  # field of Options that has it
+    name: str = ""  # of its field
+    kind: type = str  # str, int, float or bool, of each of several values
     several: bool = False
 
     def known(self) -> tuple[str, ...]:
@@ -293,7 +271,7 @@ def name_values(options: Options) -> dict[str, Any]:
     """All that decides numbers, by flag, as the name of a run's directory has it in its hash."""
     found = {}
     for one in OPTIONS:
-        value = one.get(options)
-        if not one.incidental and not (one.later and value == one.default):
+        if not one.incidental:
+            value = one.get(options)
             found[one.flag] = value if one.named_by is None else [one.named_by(item) for item in value]
     return found

@@ -1,13 +1,10 @@
-"""Run directories: resumable records, provenance, and the schema of a sample. Imports neither jax nor flax.
-
-A run directory holds
+"""Run directories: resumable records and their provenance. Imports neither jax nor flax. A run directory holds
 
 * ``run.flags``: an absl flagfile that replays the run;
-* ``run.json``: ``{"format", "config", "fingerprint", "sessions", "samples"}``. ``config`` is what decides the numbers;
-  a directory belongs to one config for good. ``samples`` is the size and hash of what samples.jsonl had when run.json
-  was written, which is every half minute and when a process closes the directory: of a run that was killed it is an
-  earlier part of the file. ``sessions`` has one entry for each process that opened the directory, with
-  ``started`` (UTC) and the provenance it recorded (git revision, versions, device, XLA flags, hashes, sampling);
+* ``run.json``: ``config`` is what decides the numbers; a directory belongs to one for good. ``samples`` is the size and
+  hash of what samples.jsonl had when run.json was written, which is every half minute and when a process closes the
+  directory: of a run that was killed it is an earlier part of the file. ``sessions`` has one entry for each process
+  that opened the directory, with ``started`` (UTC) and its provenance (revision, versions, device, XLA flags, hashes);
 * ``samples.jsonl``: one record a line, append-only, each with a natural ``key``;
 * ``tokens.json``: the text of each token of the samples, for reports (jaxkv.pieces);
 * ``timing.jsonl``: timings, apart from the samples, so that the samples of a run that was killed and resumed are byte
@@ -20,9 +17,9 @@ JSON is strict: a non-finite float is written as the string "nan", "inf" or "-in
 import contextlib
 import dataclasses
 import datetime
+import hashlib
 import json
 import math
-import os
 import pathlib
 import time
 from collections.abc import Iterator, Mapping
@@ -31,21 +28,21 @@ from typing import Annotated, Any, Union
 import msgspec
 import numpy as np
 
-from jaxkv import run_file
 from jaxkv.errors import UserError
 from jaxkv.experiments.experiment import EXPERIMENTS
-from jaxkv.experiments.record_parts import Record
-from jaxkv.files import check, decode_json
-from jaxkv.run_file import FORMAT, check_samples, read_run_file
+from jaxkv.experiments.record_parts import Count, Record
+from jaxkv.files import Path, check, convert, decode_json
 from jaxkv.writing import Busy, Lines, is_locked, new_directories, read_complete, take_lock
 from jaxkv.writing import write_atomically as write_atomically
 
 Key = tuple[str | int, ...]
+Values = Mapping[str, Any]
 SEALING = 30.0  # seconds after which run.json learns what samples.jsonl has grown to
 # What a process that was killed before it wrote run.json, or that failed, leaves in a directory.
 LEFTOVERS = ("lock", "sweep.lock", "traceback.txt", "run.*.tmp", "overview.*.tmp", ".probe.*")
 # Fields of a session that say what it did, not by what: resuming a run changes them.
 OF_ONE_SESSION = ("started", "done_before", "gate", "asked", "remedy", "totals", "seconds")
+FORMAT = 1
 AGAIN = "put back a copy, or delete the directory to run it again"
 
 
@@ -53,30 +50,31 @@ def to_plain(value: Any) -> Any:
     """Returns `value` in JSON's own types: numpy and tuples unpacked, non-finite floats as "nan", "inf" or "-inf"."""
     if isinstance(value, Mapping):
         return {str(k): to_plain(v) for k, v in value.items()}
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray | np.generic):
         return to_plain(value.tolist())
-    if isinstance(value, np.generic):
-        return to_plain(value.item())
     if isinstance(value, list | tuple):
         return [to_plain(v) for v in value]
     if isinstance(value, float) and not math.isfinite(value):
-        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
-    if isinstance(value, pathlib.PurePath):
         return str(value)
-    return value
+    return str(value) if isinstance(value, pathlib.PurePath) else value
 
 
-def to_line(record: Mapping[str, Any]) -> bytes:
+def fingerprint(config: Values) -> str:
+    """SHA-256 of a config as canonical JSON; the order of keys and tuple against list make no difference."""
+    text = json.dumps(to_plain(config), allow_nan=False, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _dump(value: Any, **style: Any) -> str:
+    return json.dumps(to_plain(value), allow_nan=False, **style) + "\n"
+
+
+def to_line(record: Values) -> bytes:
     """Returns the record as one line of strict JSON, newline included."""
-    return json.dumps(to_plain(record), allow_nan=False, separators=(",", ":")).encode() + b"\n"
+    return _dump(record, separators=(",", ":")).encode()
 
 
-def fingerprint(config: Mapping[str, Any]) -> str:
-    """SHA-256 of the config as canonical JSON; the order of keys and tuple against list make no difference."""
-    return run_file.fingerprint(to_plain(config))
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: Values, prefix: str = "") -> dict[str, Any]:
     """Returns nested mappings as one level with dotted keys: ``{"a": {"b": 1}}`` becomes ``{"a.b": 1}``."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
@@ -85,6 +83,54 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+# What readers ask of the fields of run.json; a config and a session may hold more.
+Names = dict[str, str | None]
+
+
+def _struct(*fields: tuple[Any, ...], **optional: Any) -> Any:
+    """A struct: fields as msgspec has them, and the type of each field that may be missing or null."""
+    return msgspec.defstruct("Part", [*fields, *((name, kind | None, None) for name, kind in optional.items())])
+
+
+class _Gate(msgspec.Struct):
+    passed: bool | None
+    why: str = ""
+    problems: Count | None = None
+    steps: Count | None = None
+    tile: Count | None = None
+    plain: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.why and None in (self.problems, self.steps, self.tile):
+            raise ValueError("a gate has problems, steps and tile, or says why there was none")
+
+
+class _Session(msgspec.Struct):
+    started: str = ""
+    git: str | None = None
+    packages: Names | None = None
+    variables: Names | None = None
+    checkpoint: dict[str, Any] | None = None
+    gate: _Gate | None = None
+    asked: dict[str, list[tuple[str, int]]] = {}
+
+
+_CONFIG = _struct(
+    ("experiments", list[str], []), ("num_problems", Count, 0),
+    framework=str, attention=str, task=str, held=Names, versions=Names, checkpoint=dict[str, Any],
+    data=dict[str, Any] | str,
+    model=_struct(name=str, family=str, num_layers=Count, num_query_heads=Count, num_kv_heads=Count) | str,
+    precision=_struct(name=str, accumulation=str) | str,
+    sampling=_struct(sampler=str, temperature=float, top_k=Count, top_p=float, seed=int),
+    decoding=_struct(new_tokens=Count, batch_size=Count, padding=str, tile=Count),
+    device=_struct(kind=str, platform=str) | str,
+)  # fmt: skip
+_FORMAT = _struct(("format", int))
+# How much of samples.jsonl a process knew when it wrote run.json last: that prefix stays for good.
+_SAMPLES = _struct(("bytes", Count), ("sha256", Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]))
+_RUN_FILE = _struct(("config", _CONFIG), ("fingerprint", str), ("sessions", list[_Session]), samples=_SAMPLES)
 
 
 class OtherRecord(msgspec.Struct, frozen=True):
@@ -99,12 +145,8 @@ RECORDS = {one.name: one.record for one in EXPERIMENTS.values()}
 _KNOWN: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Union[tuple(RECORDS.values())])  # noqa: UP007
 
 
-def to_record(values: Mapping[str, Any]) -> AnyRecord:
-    """A record of plain values as one of its experiment's type.
-
-    Raises:
-      ValueError: it is none; starts with the dotted name of a field at fault.
-    """
+def to_record(values: Values) -> AnyRecord:
+    """A record of plain values as one of its experiment's type. Raises ValueError as `jaxkv.files.check`."""
     other = check(values, OtherRecord)
     return check(values, RECORDS[other.experiment]) if other.experiment in RECORDS else other
 
@@ -122,11 +164,7 @@ def read_record(line: bytes, where: str) -> AnyRecord:
 
 
 def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The JSON objects in the complete lines of a file; none if there is no file.
-
-    Raises:
-      UserError: a complete line is not a JSON object, or the file cannot be read.
-    """
+    """The JSON objects in the complete lines of a file, none if there is no file. Raises UserError as `decode_json`."""
     return [decode_json(line, dict[str, Any], where, AGAIN) for where, line in _number_lines(read_complete(path), path)]
 
 
@@ -135,15 +173,45 @@ def _number_lines(lines: bytes, path: pathlib.Path) -> Iterator[tuple[str, bytes
         yield f"{path}, line {number}", line
 
 
-def _read_samples(run: Mapping[str, Any], directory: pathlib.Path) -> dict[Key, AnyRecord]:
+def read_run_file(directory: pathlib.Path) -> dict[str, Any] | None:
+    """The content of a directory's run.json, None if it has none.
+
+    Raises UserError if it cannot be read, is of another format, has a field of another type, or a config that is not
+    the one of its fingerprint.
+    """
+    path = directory / "run.json"
+    remedy = "put back a copy, or delete the directory or choose another --out"
+    try:
+        content = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; check the path") from error
+    run = decode_json(content, dict[str, Any], path, remedy)
+    found = convert(run, _FORMAT, path, remedy).format
+    if found != FORMAT:
+        raise UserError(f"{path} has format {found}, this jaxkv reads {FORMAT}; choose another --out")
+    convert(run, _RUN_FILE, path, remedy)
+    if fingerprint(run["config"]) != run["fingerprint"]:
+        raise UserError(f"{path}: the config is not the one of its fingerprint, so it was changed by hand; {remedy}")
+    return run
+
+
+def _read_samples(run: Values, directory: pathlib.Path) -> dict[Key, AnyRecord]:
     """The records of samples.jsonl by key, in order.
 
-    Raises:
-      UserError: a file that was changed, a line that is no record of its type, or a key twice.
+    Raises UserError unless they begin with those that run.json knows of (older runs know of none), and on a line that
+    is no record of its type, or a key twice.
     """
-    path = directory / "samples.jsonl"
-    lines = read_complete(path)
-    check_samples(run, lines, directory)
+    path, lines = directory / "samples.jsonl", read_complete(directory / "samples.jsonl")
+    seal = run.get("samples") or {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}
+    known = seal["bytes"]
+    if len(lines) < known:
+        raise UserError(f"{path} is missing or cut: it has {len(lines)} bytes, and run.json knows of {known}; {AGAIN}")
+    if hashlib.sha256(lines[:known]).hexdigest() != seal["sha256"]:
+        raise UserError(
+            f"{path} was changed by hand: its first {known} bytes have another hash than in run.json; {AGAIN}"
+        )
     records: dict[Key, AnyRecord] = {}
     for where, line in _number_lines(lines, path):
         record = read_record(line, where)
@@ -154,14 +222,10 @@ def _read_samples(run: Mapping[str, Any], directory: pathlib.Path) -> dict[Key, 
     return records
 
 
-def read_run(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[AnyRecord]]:
-    """Reads a run directory without locking or changing it, e.g. for a report on a run that still goes on.
+def read_run(path: Path) -> tuple[dict[str, Any], list[AnyRecord]]:
+    """The content of run.json and the complete records of samples.jsonl, e.g. for a report on a run that still goes on.
 
-    Returns:
-      The content of run.json and the complete records of samples.jsonl.
-
-    Raises:
-      UserError: not a run directory, another format, or one whose files are corrupt or were changed.
+    Locks and changes nothing. Raises UserError if it is not a run directory, of another format, corrupt or changed.
     """
     directory = pathlib.Path(path)
     run = read_run_file(directory)  # before the samples: they may grow meanwhile
@@ -171,11 +235,9 @@ def read_run(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[AnyReco
 
 
 def check_place(directory: pathlib.Path) -> None:
-    """Whether a directory is there for a run: new, empty, or a run directory.
+    """Raises UserError unless a directory is there for a run: new, empty, or a run directory; Busy if it is open.
 
-    Raises:
-      UserError: it is a file, or holds files that are not ours: nothing of the user's is overwritten.
-      Busy: another process has it open.
+    Nothing of the user's is overwritten.
     """
     if not directory.is_dir():
         if directory.exists():
@@ -183,14 +245,14 @@ def check_place(directory: pathlib.Path) -> None:
         return
     if is_locked(directory):
         raise Busy(f"another process is at work in {directory}; wait for it to end or choose another --out")
-    if not (directory / "run.json").exists() and (odd := find_foreign(directory)):
-        raise UserError(f"{directory} is no run directory and holds {odd}; choose another --out, or move what is there")
+    refuse_foreign(directory, "run directory", "run.json")
 
 
-def find_foreign(directory: pathlib.Path) -> str | None:
-    """The name of something in a directory that no run of ours leaves there before it has begun; None without."""
+def refuse_foreign(directory: pathlib.Path, what: str, *marks: str) -> None:
+    """Raises UserError on what no run of ours leaves in a directory before it has one of the marks."""
     names = (place.name for place in sorted(directory.iterdir()) if not any(map(place.match, LEFTOVERS)))
-    return next(names, None)
+    if not any((directory / mark).exists() for mark in marks) and (odd := next(names, None)):
+        raise UserError(f"{directory} is no {what} and holds {odd}; choose another --out, or move what is there")
 
 
 @dataclasses.dataclass
@@ -207,23 +269,13 @@ class RunDirectory:
 
     @classmethod
     def open(
-        cls,
-        path: str | os.PathLike[str],
-        config: Mapping[str, Any],
-        flags_text: str | None = None,
-        provenance: Mapping[str, Any] | None = None,
+        cls, path: Path, config: Values, flags_text: str | None = None, provenance: Values | None = None
     ) -> "RunDirectory":
-        """Creates a run directory, or resumes one of the same config.
+        """Creates a run directory with its parents, or resumes one of the same config.
 
-        Args:
-          path: the directory; made with its parents if missing.
-          config: all that decides the numbers, checkpoint and data hashes included, as JSON values. A directory that
-            was begun with another config is refused.
-          flags_text: a flagfile that replays the run, or None to write none.
-          provenance: what is known of this process; `record_provenance` adds to it later.
-
-        Raises:
-          UserError: another config, another process at work in the directory, corrupt records, or not writable.
+        `config` has all that decides the numbers, hashes of checkpoint and data included; `flags_text` is a flagfile
+        that replays the run, and `provenance` what is known of this process. Raises UserError on another config,
+        another process at work in the directory, corrupt records, or what cannot be written.
         """
         directory, ours = pathlib.Path(path), to_plain(config)
 
@@ -249,13 +301,13 @@ class RunDirectory:
             keys = set(_read_samples(run, directory))
             started = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
             run["sessions"].append({"started": started, "done_before": len(keys)} | to_plain(provenance or {}))
-            write_atomically(directory / "run.json", _pretty(run))
+            write_atomically(directory / "run.json", _dump(run, indent=2))
             if flags_text is not None and not (directory / "run.flags").exists():
                 write_atomically(directory / "run.flags", flags_text)
             samples, timing = Lines(directory / "samples.jsonl"), Lines(directory / "timing.jsonl")
             return cls(directory, run, keys, samples, timing, held.pop_all())
 
-    def record_provenance(self, provenance: Mapping[str, Any]) -> None:
+    def record_provenance(self, provenance: Values) -> None:
         """Adds fields to this session's entry in run.json, e.g. once device and checkpoint are known."""
         self.run["sessions"][-1] |= to_plain(provenance)
         self._write()
@@ -263,19 +315,18 @@ class RunDirectory:
     def _write(self) -> None:
         """Writes run.json, with what samples.jsonl is now."""
         self.run["samples"] = self._samples.seal()
-        write_atomically(self.path / "run.json", _pretty(self.run))
+        write_atomically(self.path / "run.json", _dump(self.run, indent=2))
         self._sealed = time.monotonic()
 
     def done_keys(self) -> set[Key]:
         """Keys of the records on disk, as tuples."""
         return set(self._keys)
 
-    def append(self, record: Mapping[str, Any]) -> None:
+    def append(self, record: Values) -> None:
         """Adds one record; it is on disk when this returns.
 
-        Raises:
-          ValueError: the record breaks its experiment's schema, or its key is there already.
-          UserError: disk full or not writable; the records so far stay whole.
+        Raises ValueError if it breaks its experiment's schema or its key is there already, UserError if the disk is
+        full or not writable; the records so far stay whole.
         """
         plain = to_plain(record)
         key = to_record(plain).key
@@ -286,7 +337,7 @@ class RunDirectory:
         if time.monotonic() - self._sealed > SEALING:
             self._write()
 
-    def append_timing(self, timing: Mapping[str, Any]) -> None:
+    def append_timing(self, timing: Values) -> None:
         """Adds one line to timing.jsonl. A kill between the two files may lose or repeat a timing, never a sample."""
         self._timing.append(to_line(timing))
 
@@ -313,18 +364,14 @@ class RunDirectory:
             self.close()
 
 
-def _pretty(values: Mapping[str, Any]) -> str:
-    return json.dumps(to_plain(values), allow_nan=False, indent=2) + "\n"
-
-
-def describe_difference(stored: Mapping[str, Any], ours: Mapping[str, Any], most: int = 5) -> str:
+def describe_difference(stored: Values, ours: Values, most: int = 5) -> str:
     """Names the keys in which two configs differ, e.g. ``precision is fp16 there, bf16 here``."""
     there, here = flatten(to_plain(stored)), flatten(to_plain(ours))
-    names = sorted(name for name in there.keys() | here.keys() if there.get(name, "unset") != here.get(name, "unset"))
+    pairs = {name: (there.get(name, "unset"), here.get(name, "unset")) for name in sorted(there.keys() | here.keys())}
 
-    def show(values: dict[str, Any], name: str) -> str:
-        text = str(values[name]) if name in values else "unset"
+    def show(value: Any) -> str:
+        text = str(value)
         return text if len(text) <= 40 else text[:37] + "..."
 
-    parts = [f"{name} is {show(there, name)} there, {show(here, name)} here" for name in names[:most]]
-    return ", ".join(parts + ([f"and {len(names) - most} more"] if len(names) > most else []))
+    found = [f"{name} is {show(a)} there, {show(b)} here" for name, (a, b) in pairs.items() if a != b]
+    return ", ".join(found[:most] + ([f"and {len(found) - most} more"] if len(found) > most else []))

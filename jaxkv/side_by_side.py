@@ -1,8 +1,7 @@
 """One prompt run in two ways: with the cache and without it, or beside another precision, cache or framework.
 
-Nothing is decoded here: the arms are those of the experiments, and so are what compares them and what tells rounding
-from a fault. The second side always follows the first side's tokens, for figures free of compounding, and runs on its
-own, for its text.
+The arms are those of the experiments, and so is what compares them. The second side follows the first side's tokens,
+for figures free of compounding, and also runs on its own, for its text.
 """
 
 import dataclasses
@@ -24,9 +23,8 @@ from jaxkv.experiments.record_parts import Comparison as StepColumns
 from jaxkv.logits import compare_logits
 from jaxkv.prompt_model import PRECISIONS, PromptRun, load_model
 from jaxkv.reporting.metrics import free_running
-from jaxkv.rollout import Layout, Rollout, Rows, force, start_rollout
+from jaxkv.rollout import Layout, Rollout, Rows, force
 
-WITH_CACHE, WITHOUT = "with its cache", "without it"
 KINDS = ("precision", "cache_quant", "cache_error", "framework")
 
 
@@ -42,16 +40,7 @@ class _Pair:
 
 
 def compare_prompt(run: PromptRun, beside: str | None) -> Comparison:
-    """Runs a prompt in two ways.
-
-    Args:
-      run: the prompt.
-      beside: None compares with no cache; otherwise `precision:fp32`, `cache_quant:SPEC`, `cache_error:SPEC` or
-        `framework:torch`, which compares the cached arm with one that differs in this alone.
-
-    Raises:
-      UserError: anything the user can mend.
-    """
+    """Runs a prompt in two ways; `beside` is that of `jaxkv.compare`. Raises UserError on what the user can mend."""
     if beside is None:
         return _compare_with_none(run)
     kind, value = read_beside(beside)
@@ -75,18 +64,6 @@ def read_beside(beside: str) -> tuple[str, str]:
     return kind, value
 
 
-def generate_text(run: PromptRun, cache: bool) -> str:
-    """The text of one arm, run freely. Raises UserError where a number is not finite."""
-    model, arms, (layout, tokens, rows) = run.model, run.model.arms(run.sampler), run.lay_out()
-    if cache:
-        done = arms.run_cached(model.state, tokens, rows, layout)
-    else:
-        done = arms.run_uncached(model.state, start_rollout(arms, tokens, rows, layout), rows, layout)
-    if (step := int(done.nonfinite_step[0])) >= 0:
-        raise UserError(f"{model.name}: the logits of token {step + 1} are not finite; use a wider precision")
-    return model.decode(run.item.prompt, run.take(done))
-
-
 def _compare_with_none(run: PromptRun) -> Comparison:
     """The cached arm beside the uncached one, with what tells rounding from a fault."""
     model, arms, length = run.model, run.model.arms(run.sampler), run.spec.uncached_length
@@ -96,7 +73,7 @@ def _compare_with_none(run: PromptRun) -> Comparison:
     with run.phase("without it", first=True):
         forced = arms.run_forced(model.state, cached, rows, layout, length)
         ((free, _),) = jax.block_until_ready(free_by_drafts(arms, model.state, [Forced(forced, rows, layout)], length))
-    pair = _Pair((WITH_CACHE, WITHOUT), cached, forced, free, _audit(run, (cached, forced, free), rows))
+    pair = _Pair(("with its cache", "without it"), cached, forced, free, _audit(run, (cached, forced, free), rows))
     if pair.invalid is not None:
         return _describe(run, pair, "invalid")
     columns = _compare_steps(forced, cached, int(cached.lengths[0]))

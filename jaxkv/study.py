@@ -18,7 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from jaxkv.condition import is_of, read_precision, run_path
+from jaxkv.condition import is_of, make_provenance, make_run_config, read_precision, run_path
 from jaxkv.errors import UserError
 from jaxkv.experiments.divergence.record import DivergenceRecord
 from jaxkv.experiments.experiment import EXPERIMENTS
@@ -29,7 +29,6 @@ from jaxkv.pieces import write_pieces
 from jaxkv.programs import release_programs
 from jaxkv.provenance import describe_device, environment, git_revision, hash_tokens
 from jaxkv.records import RunDirectory, check_place, read_run
-from jaxkv.run_config import make_provenance, make_run_config
 from jaxkv.writing import check_writable
 
 if TYPE_CHECKING:

@@ -1,8 +1,7 @@
 """A sweep: conditions one after the other, each in its run directory, and an overview of them.
 
-A condition that fails does not stop the others; it is named at the end. The same command goes on where a sweep stopped:
-what is recorded is not run again, and what failed is tried again. The sweep's directory holds `overview.json` and
-`overview.md`, replaced in one step whenever a condition begins or ends, and at the end a report of all conditions.
+A condition that fails does not stop the others. The same command goes on where a sweep stopped, and tries again what
+failed. The overview is replaced in one step whenever a condition begins or ends; at the end there is a report of all.
 """
 
 import contextlib
@@ -13,10 +12,10 @@ import pathlib
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
-from rich.console import Console, Group
+from rich.console import Console
 
 from jaxkv import stopping
 from jaxkv.condition import name_condition, run_path
@@ -24,7 +23,7 @@ from jaxkv.errors import UserError, describe_memory
 from jaxkv.files import read_json
 from jaxkv.options import Options
 from jaxkv.overview.page import write_study
-from jaxkv.records import find_foreign, fingerprint, write_atomically
+from jaxkv.records import fingerprint, refuse_foreign, write_atomically
 from jaxkv.reporting.document import Paragraph, Table, to_markdown, to_terminal
 from jaxkv.study import run_study
 from jaxkv.terminal import show_briefly
@@ -34,31 +33,21 @@ WAITING, RUNNING, ELSEWHERE, DONE, FAILED = "waiting", "running", "running elsew
 STATUSES = (WAITING, RUNNING, ELSEWHERE, DONE, FAILED)
 TRACEBACK = "traceback.txt"
 OVERVIEW, SWEEP_LOCK = "overview.json", "sweep.lock"
+_COLUMNS = ["condition", "experiments", "status", "records", "seconds", "run"]
 
 
 @dataclasses.dataclass
 class Entry:
-    """A condition in the overview.
+    """A condition in the overview."""
 
-    Attributes:
-      name: what tells it from the others.
-      experiments: what it runs.
-      run: its run directory, relative to the sweep's where it lies there.
-      status: one of STATUSES.
-      records: how many are on disk.
-      seconds: wall time of this process's work on it.
-      fault: why it failed, in one line.
-      mendable: whether the fault is the user's to mend; otherwise the run directory has a traceback.
-    """
-
-    name: str
+    name: str  # what tells it from the others
     experiments: list[str]
-    run: str
-    status: str = WAITING
-    records: int = 0
-    seconds: float | None = None
-    fault: str | None = None
-    mendable: bool | None = None
+    run: str  # its directory, relative to the sweep's where it lies there
+    status: str = WAITING  # one of STATUSES
+    records: int = 0  # on disk
+    seconds: float | None = None  # wall time of this process's work on it
+    fault: str | None = None  # why it failed, in one line
+    mendable: bool | None = None  # by the user; otherwise the run directory has a traceback
 
 
 class _Overview(msgspec.Struct):
@@ -73,40 +62,18 @@ def sweep_path(conditions: Sequence[Options], out: str | None) -> pathlib.Path:
 
 
 def run_sweep(conditions: Sequence[Options], out: str | None) -> int:
-    """Runs all conditions and prints the overview.
+    """Runs all conditions and prints the overview; `out` is the sweep's directory, if the user named one.
 
-    Args:
-      conditions: options of each.
-      out: the sweep's directory, if the user named one.
-
-    Returns:
-      Exit code: 0, 2 if only mistakes of the user made conditions fail, else 1.
-
-    Raises:
-      UserError: the sweep's directory cannot be written.
+    Returns 0, 2 if only mistakes of the user made conditions fail, else 1. Raises UserError if the directory cannot be
+    written, holds files that are not ours, or another process has it.
     """
     directory = sweep_path(conditions, out)
-    with _hold(directory):
-        return _run_all(conditions, directory)
-
-
-@contextlib.contextmanager
-def _hold(directory: pathlib.Path) -> Iterator[None]:
-    """Keeps the sweep's directory for this process alone.
-
-    Raises:
-      UserError: it cannot be written, holds files that are not ours, or another process has it.
-    """
     with new_directories(directory):
-        ours = any((directory / name).exists() for name in (OVERVIEW, "run.json"))
-        if not ours and (odd := find_foreign(directory)):
-            raise UserError(
-                f"{directory} is no sweep's directory and holds {odd}; choose another --out, or move what is there"
-            )
+        refuse_foreign(directory, "sweep's directory", OVERVIEW, "run.json")
         with take_lock(directory, SWEEP_LOCK):
             for leftover in directory.glob("overview.*.tmp"):
                 leftover.unlink(missing_ok=True)
-            yield
+            return _run_all(conditions, directory)
 
 
 def _run_all(conditions: Sequence[Options], directory: pathlib.Path) -> int:
@@ -141,9 +108,9 @@ def _run_all(conditions: Sequence[Options], directory: pathlib.Path) -> int:
     runs = [path for entry, _, path in work if entry.records and (path / "run.json").exists()]
     finished = all(entry.status == DONE for entry in [*entries, *others]) and not conditions[0].output.verbose
     brief = show_briefly(runs) if runs and finished else None
-    shown.print(brief or render_overview([*entries, *others]))
+    shown.print(brief or to_terminal([_make_table([*entries, *others], brief=True)]))
     shown.print(f"overview: {directory / 'overview.md'}", highlight=False, soft_wrap=True)
-    if runs := [path for entry, _, path in work if entry.records and (path / "run.json").exists()]:
+    if runs:
         write_study(runs, directory)
         shown.print(f"report: {directory / 'report.html'}", highlight=False, soft_wrap=True)
     return _tell_faults(entries)
@@ -177,24 +144,18 @@ def _run_condition(entry: Entry, options: Options, path: pathlib.Path) -> None:
     print(f"{entry.name}: {', '.join(entry.experiments)}", file=sys.stderr)
     try:
         run_study(options, alone=False)
-        entry.status = DONE
-        entry.fault = entry.mendable = None
+        entry.status, entry.fault, entry.mendable = DONE, None, None
         (path / TRACEBACK).unlink(missing_ok=True)
-    except Busy as error:
-        entry.status, entry.fault, entry.mendable = ELSEWHERE, str(error), True
     except UserError as error:
-        entry.status, entry.fault, entry.mendable = FAILED, str(error), True
+        entry.status = ELSEWHERE if isinstance(error, Busy) else FAILED
+        entry.fault, entry.mendable = str(error), True
     except Exception as error:
         if stopping.stopped():
-            entry.status = WAITING
             raise
         message = describe_memory(error) or " ".join(f"{type(error).__name__}: {error}".split())[:300]
         entry.status, entry.fault, entry.mendable = FAILED, f"{message} (see {path / TRACEBACK})", False
         path.mkdir(parents=True, exist_ok=True)
         write_atomically(path / TRACEBACK, traceback.format_exc())
-    except KeyboardInterrupt:
-        entry.status = WAITING
-        raise
     entry.seconds = round(time.monotonic() - begin, 1)
     gc.collect()  # programs and weights lie in cycles, and the next condition needs their memory
 
@@ -212,21 +173,16 @@ def write_overview(directory: pathlib.Path, entries: Sequence[Entry]) -> None:
     values = {"counts": counts, "conditions": [dataclasses.asdict(entry) for entry in entries]}
     write_atomically(directory / OVERVIEW, json.dumps(values, indent=2) + "\n")
     said = ", ".join(f"{n} {status}" for status, n in counts.items() if n)
-    table = Table(_HEADER, list(map(_cells, entries)))
+    table = _make_table(entries, brief=False)
     write_atomically(directory / "overview.md", to_markdown("Overview", [Paragraph(f"{said}."), table]))
 
 
-_HEADER = ["condition", "experiments", "status", "records", "seconds", "run"]
-
-
-def _cells(entry: Entry) -> list[str]:
-    seconds = "" if entry.seconds is None else f"{entry.seconds:.0f}"
-    status = entry.status if entry.fault is None else f"{entry.status}: {entry.fault}"
-    return [entry.name, ", ".join(entry.experiments), status, str(entry.records), seconds, entry.run]
-
-
-def render_overview(entries: Sequence[Entry]) -> Group:
-    """The overview as a table for a terminal; what failed is told apart from it, in full."""
-    cells = [_cells(entry) for entry in entries]
-    rows = [[*row[:2], entry.status, *row[3:5]] for entry, row in zip(entries, cells, strict=True)]
-    return to_terminal([Table(_HEADER[:5], rows)])
+def _make_table(entries: Sequence[Entry], brief: bool) -> Table:
+    """The overview; in brief for a terminal, where what failed is told apart from it, in full."""
+    rows = []
+    for entry in entries:
+        seconds = "" if entry.seconds is None else f"{entry.seconds:.0f}"
+        status = entry.status if brief or entry.fault is None else f"{entry.status}: {entry.fault}"
+        rows.append([entry.name, ", ".join(entry.experiments), status, str(entry.records), seconds, entry.run])
+    columns = _COLUMNS[:-1] if brief else _COLUMNS
+    return Table(columns, [row[: len(columns)] for row in rows])

@@ -6,23 +6,30 @@ import subprocess
 import sys
 
 import jax
+import pytest
 from absl import flags
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxkv import launch
 from jaxkv.cli import parse_flags
+from jaxkv.errors import UserError
 
 CACHING = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
 DATA = pathlib.Path(__file__).parent / "data"
+LAUNCH = DATA.parents[1] / "launch"
 SMALL = [
     "--model=test-gemma2", "--checkpoint=random:0", f"--data={DATA / 'problems.jsonl'}", "--prompt=zero_shot",
     "--num_problems=5", "--max_new_tokens=6", "--control_problems=1", "--bucket=256", "--precision=fp16",
+]  # fmt: skip
+FEW = [
+    "--num_problems=1", "--max_new_tokens=3", "--gate=off", "--control_problems=0", "--stepwise_problems=0",
+    "--truth_problems=0",
 ]  # fmt: skip
 
 
 def parse(*arguments):
     """The conditions that the command makes of arguments, after those of an earlier call are forgotten."""
-    launch._forget(flags.FLAGS)
+    flags.FLAGS.unparse_flags()
     parse_flags(["launch", *arguments])
     return launch.read_options()
 
@@ -37,6 +44,14 @@ def run_in_process(*arguments):
         for name, value in kept.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()
+
+
+def refuse(*arguments):
+    """The line that a command ends in."""
+    with pytest.raises(UserError) as caught:
+        run_in_process(*arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 def run_process(*arguments, **options):

@@ -45,13 +45,15 @@ def check(reference, other, rtol=1e-12, atol=0):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("gap", [3.0, 1e-1, 1e-3])
+@pytest.mark.parametrize("gap", [3.0, 1e-1, 1e-3, 0.0])
 def test_figures_are_those_of_the_reference(dtype, gap):
     rng = np.random.default_rng(0)
     a = rng.normal(size=(40, 500)) * 4
     b = a + rng.normal(size=a.shape) * gap
     found = check(jnp.asarray(a, dtype), jnp.asarray(b, dtype))
-    assert not any(found["bit_equal"])
+    assert found["bit_equal"] == [not gap] * 40
+    for name in () if gap else ("flip", "kl", "kl_reverse", "js", "max_abs", "mean_abs"):
+        assert not any(found[name])
 
 
 @pytest.mark.parametrize("scale", [1e-5, 1e-6, 2e-7])
@@ -96,16 +98,6 @@ def test_odd_values(data):
         if found["bit_equal"][step]:
             assert not found["flip"][step]
             assert all(found[name][step] == 0 for name in ("kl", "kl_reverse", "js", "max_abs", "mean_abs"))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_equal_logits_differ_by_exactly_nothing(dtype):
-    a = jnp.asarray(np.random.default_rng(0).normal(size=(7, 500)) * 9, dtype)
-    found = check(a, a)
-    assert all(found["bit_equal"])
-    assert not any(found["flip"])
-    for name in ("kl", "kl_reverse", "js", "max_abs", "mean_abs"):
-        assert found[name] == [0.0] * 7
 
 
 def test_signed_zeros_are_equal_numbers_of_unequal_bits():
@@ -250,8 +242,7 @@ def test_the_first_op_that_is_not_finite_is_named(path, index, op, layer):
 
 
 @pytest.mark.parametrize(
-    ("family", "length"),
-    daily([("mistral", 3), ("gemma2", 40)], itertools.product(("mistral", "gemma2"), (3, 15, 40))),
+    ("family", "length"), daily([("mistral", 3), ("gemma2", 40)], itertools.product(("mistral", "gemma2"), (3, 15, 40)))
 )
 def test_a_nan_is_found_where_it_begins_whatever_the_rows(family, length):
     """A compiled maximum on a CPU drops NaN from some 16 rows on; the fault then showed in a later operation."""

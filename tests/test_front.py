@@ -1,14 +1,12 @@
 """`jaxkv VERB`, `import jaxkv` and flags: help at once, one line for a slip, and nothing heavy before it is needed."""
 
 import json
-import pathlib
 import subprocess
 import sys
 import time
-import tomllib
 
 import pytest
-from commands import parse
+from commands import LAUNCH, parse
 
 from jaxkv import __main__ as front
 from jaxkv.cli import read_flagfile
@@ -17,7 +15,6 @@ from jaxkv.experiments.experiment import NAMES
 from jaxkv.options import OPTIONS
 from jaxkv.usage import COMPARE_OPTIONS, VERBS, verb_help
 
-ROOT = pathlib.Path(__file__).parents[1]
 HEAVY = ("jax", "torch", "transformers", "datasets", "pandas", "numpy", "absl")
 
 
@@ -26,15 +23,13 @@ def python(code, *arguments):
 
 
 def test_importing_the_package_imports_nothing_heavy_and_offers_its_names():
-    done = python(f"import jaxkv, sys; print(dir(jaxkv)); print([m for m in {HEAVY} if m in sys.modules])")
-    names, heavy = done.stdout.splitlines()
+    """They stay functions once modules of the package are imported."""
+    code = f"import jaxkv, sys; print(dir(jaxkv)); print([m for m in {HEAVY} if m in sys.modules])"
+    calls = "import jaxkv.api, jaxkv.launch; print(*(callable(getattr(jaxkv, n)) for n in jaxkv.__all__))"
+    names, heavy, callables = python(f"{code}; {calls}").stdout.splitlines()
     assert heavy == "[]"
     assert all(name in names for name in ("load", "compare", "generate", "read_run"))
-
-
-def test_functions_of_the_package_stay_functions_once_its_modules_are_imported():
-    done = python("import jaxkv, jaxkv.api, jaxkv.launch; print(*(callable(getattr(jaxkv, n)) for n in jaxkv.__all__))")
-    assert set(done.stdout.split()) == {"True"}, done.stderr
+    assert set(callables.split()) == {"True"}
 
 
 @pytest.mark.parametrize("arguments", [["-h"], ["--version"], *([verb, "--help"] for verb in VERBS)])
@@ -75,21 +70,18 @@ def test_dashes_and_underscores_both_work():
     assert (one.decoding.max_new_tokens, one.data.allow_code_execution, one.data.problems) == (7, True, (3, 4))
 
 
-def test_flagfiles_are_found_by_name_and_are_in_the_wheel(tmp_path, monkeypatch):
+def test_flagfiles_are_found_by_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    whole = read_flagfile(str(ROOT / "launch" / "paper.flags"))
+    whole = read_flagfile(str(LAUNCH / "paper.flags"))
     assert read_flagfile("paper") == read_flagfile("paper.flags") == whole
     with pytest.raises(UserError, match="did you mean 'paper'"):
         read_flagfile("papers")
     (tmp_path / "paper").write_text("--seed=3\n")
     assert read_flagfile("paper") == ["--seed=3"]  # a file of the user's comes first
-    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
-    assert "/launch/*.flags" in wheel["include"]
-    assert wheel["sources"]["launch"] == "jaxkv/data/launch"
 
 
 def test_the_notebook_runs(monkeypatch):
-    cells = json.loads((ROOT / "launch" / "compare.ipynb").read_text())["cells"]
+    cells = json.loads((LAUNCH / "compare.ipynb").read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     scope: dict = {}
     for source in code:

@@ -7,12 +7,11 @@ import sys
 import time
 
 import pytest
-from commands import DATA, SMALL, parse, run_in_process, run_process
+from commands import DATA, SMALL, run_in_process, run_process
 from plain_records import read_run
 from sample_records import make_invalid
 
 from jaxkv.errors import UserError
-from jaxkv.records import RunDirectory
 
 
 @pytest.fixture(scope="session")
@@ -31,13 +30,8 @@ def test_a_run_leaves_table_report_and_records(finished):
     assert "Traceback" not in done.stderr
     run, samples = read_run(out)
     assert [s["problem"] for s in samples] == [0, 1, 2, 3, 4]
-    assert run["config"]["sampling"] == {
-        "sampler": "greedy",
-        "temperature": 1.0,
-        "top_k": None,
-        "top_p": None,
-        "seed": 0,
-    }
+    sampling = {"sampler": "greedy", "temperature": 1.0, "top_k": None, "top_p": None, "seed": 0}
+    assert run["config"]["sampling"] == sampling
     assert run["config"]["precision"]["cache"] == "float16"
     assert run["config"]["checkpoint"]["add_bos"] is True
     assert run["sessions"][0]["packages"]["jax"]
@@ -78,15 +72,6 @@ def test_chosen_problems_keep_their_numbers_and_results(finished, cache, tmp_pat
         assert sample["teacher_forced"] == whole[sample["problem"]]["teacher_forced"]
 
 
-def test_run_flags_replay_and_do_nothing_twice(finished):
-    out, _ = finished
-    before = (out / "samples.jsonl").read_bytes()
-    done = run_process(f"--flagfile={out / 'run.flags'}")
-    assert done.returncode == 0, done.stderr
-    assert "5 of 5 records of divergence are done already" in done.stderr
-    assert (out / "samples.jsonl").read_bytes() == before
-
-
 def test_killed_at_any_moment_ends_with_the_same_samples(finished, cache, tmp_path):
     out = tmp_path / "killed"
     samples = out / "samples.jsonl"
@@ -107,96 +92,20 @@ def test_killed_at_any_moment_ends_with_the_same_samples(finished, cache, tmp_pa
     assert samples.read_bytes() == (finished[0] / "samples.jsonl").read_bytes()
 
 
-MISTAKES = {
-    "unknown model": (["--model=gemma2-2"], "did you mean 'gemma2-2b'"),
-    "unknown precision": (["--precision=fp61"], "did you mean 'fp64'"),
-    "unknown part dtype": (["--residual=fp23"], "did you mean 'fp32'"),
-    "unknown sampler": (["--sampler=gredy"], "did you mean 'greedy'"),
-    "useless option": (["--temperature=0.5"], "--temperature=0.5 has no effect with --sampler=greedy"),
-    "unknown experiment": (["--experiments=divergance"], "did you mean 'divergence'"),
-    "unknown task": (["--task=gsm8"], "did you mean 'gsm8k'"),
-    "unknown prompt": (["--prompt=fewshot"], "did you mean 'few_shot'"),
-    "unknown padding": (["--padding=right"], "known: equal, left"),
-    "bad length": (["--uncached_length=bucket:x"], "use padded or bucket:M"),
-    "too many problems": (["--num_problems=99"], "the data has"),
-    "no problems": (["--num_problems=0"], "--num_problems=0: '0' is no whole number in the range [1, 1000000]"),
-    "no such problem": (["--problems=0,1,2,3,99"], "ask for 0 to"),
-    "no number of a problem": (["--problems=3,-1"], "'-1' is no whole number in the range [0, 1000000]"),
-    "a problem twice": (["--problems=3,3"], "--problems=3,3: names a value twice"),
-    "two numbers of problems": (["--problems=3,4", "--num_problems=1"], "say different things"),
-    "prompt too long": (["--max_new_tokens=600"], "--max_new_tokens=600 exceeds the context of 512"),
-    "missing data": (["--data=nowhere.jsonl"], "nowhere.jsonl"),
-    "missing checkpoint": (["--checkpoint=./nowhere"], "does not exist"),
-    "random weights of nothing": (["--model="], "--model=: an item is empty"),
-    "twice the same": (["--precision=fp16,fp16"], "names a value twice"),
-    "one typo of two": (["--precision=fp16,fp23"], "did you mean 'fp32'"),
-    "doctor and a study": (["--experiments=doctor,divergence"], "run it by itself"),
-    "unknown regime": (["--regime=algned"], "did you mean 'aligned'"),
-    "unknown gate": (["--gate=of"], "did you mean 'off'"),
-    "unknown uncached": (["--uncached=drafts"], "did you mean 'draft'"),
-    "no tile": (["--tile=0"], "--tile=0"),
-    "less than none": (["--stepwise_problems=-1"], "--stepwise_problems=-1"),
-    "aligned lengths": (["--regime=aligned", "--uncached_length=bucket:64"], "use padded"),
-    "mitigations in fp64": (["--experiments=mitigations", "--precision=fp16,fp64"], "--precision=fp64"),
-    "mitigations of a part": (["--experiments=mitigations", "--residual=fp32"], "--residual=fp32"),
-    "mitigations of products": (["--experiments=mitigations", "--accumulation=fp16"], "--accumulation=fp16"),
-    "mitigations of a cache": (["--experiments=mitigations", "--cache=fp32"], "--cache=fp32"),
-    "mitigations aligned": (["--experiments=divergence,mitigations", "--regime=aligned"], "one of their variants"),
-    "attribution aligned": (["--experiments=attribution", "--regime=aligned"], "plain regime"),
-    "attribution of lengths": (["--experiments=attribution", "--uncached_length=bucket:8"], "one padded length"),
-    "seed too large": (["--seed=3000000000"], "--seed=3000000000"),
-}
+@pytest.mark.parametrize(("name", "there", "here"), [("seed", 0, 1), ("tile", 8, 16)])
+def test_another_configuration_is_refused(finished, cache, name, there, here):
+    with pytest.raises(UserError, match=rf"another configuration: .*decoding\.{name} is {there} there, {here} here"):
+        run_in_process(*SMALL, cache, f"--out={finished[0]}", f"--{name}={here}")
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_end_in_one_line(name, tmp_path):
-    arguments, wanted = MISTAKES[name]
-    with pytest.raises(UserError) as caught:
-        run_in_process(*SMALL, "--compilation_cache=none", f"--out={tmp_path / 'run'}", *arguments)
-    assert wanted in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["padding", "checkpoint", "data", "out", "cache"])
-def test_an_empty_flag_is_a_mistake(name):
-    """As `--checkpoint=$UNSET` in a script: it would run something else."""
-    with pytest.raises(UserError, match=f"--{name}= is empty"):
-        parse(f"--{name}=", "--seed=4")
-
-
-def test_a_row_without_an_answer_is_named(tmp_path):
-    data = tmp_path / "rows.jsonl"
-    data.write_text('{"question": "1+1?", "answer": "#### 2"}\n{"question": "2+2?", "answer": "four"}\n')
-    with pytest.raises(UserError, match=r"rows\.jsonl.*2"):
-        run_in_process(*SMALL, "--compilation_cache=none", f"--out={tmp_path / 'run'}", f"--data={data}")
-
-
-def test_another_configuration_is_refused(finished, cache):
-    with pytest.raises(UserError, match=r"another configuration: .*decoding\.seed is 0 there, 1 here"):
-        run_in_process(*SMALL, cache, f"--out={finished[0]}", "--seed=1")
-
-
-def test_files_may_move_between_sessions(finished, cache, tmp_path, capsys):
+def test_run_flags_replay_and_files_may_move_between_sessions(finished, tmp_path, capsys):
     out, _ = finished
     before = (out / "samples.jsonl").read_bytes()
     moved = tmp_path / "elsewhere.jsonl"
     moved.write_bytes((DATA / "problems.jsonl").read_bytes())
-    run_in_process(*SMALL, cache, f"--out={out}", f"--data={moved}")
+    run_in_process(f"--flagfile={out / 'run.flags'}", f"--data={moved}")
     assert "5 of 5 records of divergence are done already" in capsys.readouterr().err
     assert (out / "samples.jsonl").read_bytes() == before
-
-
-def test_two_processes_on_one_directory(finished, cache):
-    out, _ = finished
-    run, _ = read_run(out)
-    with RunDirectory.open(out, run["config"]), pytest.raises(UserError, match="another process"):
-        run_in_process(*SMALL, cache, f"--out={out}")
-
-
-def test_unwritable_directory(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="choose another --out"):
-        run_in_process(*SMALL, f"--out={tmp_path / 'file' / 'run'}")
 
 
 def test_exit_codes_without_traceback():
@@ -226,11 +135,6 @@ def test_doctor_needs_no_model(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("jaxkv.experiments.doctor.run.run_doctor", lambda spec: pytest.fail("examined twice"))
     run_in_process(*arguments)
     assert capsys.readouterr().out == shown
-
-
-def test_another_tile_of_the_gate_is_another_run(finished, cache):
-    with pytest.raises(UserError, match=r"decoding\.tile is 8 there, 16 here"):
-        run_in_process(*SMALL, cache, f"--out={finished[0]}", "--tile=16")
 
 
 def test_a_run_without_a_valid_problem_fails_and_says_why(tmp_path, monkeypatch, capsys):

@@ -1,18 +1,19 @@
-"""Other experiments than divergence from the command: their run directories, reports and resumption."""
+"""Other experiments than divergence, changed caches too, from the command: run directories, reports, resumption."""
 
 import pytest
-from commands import SMALL, run_in_process
+from commands import FEW, LAUNCH, SMALL, parse, run_in_process
 from plain_records import read_run
 
 from jaxkv import checkpoints
 from jaxkv.errors import UserError
+from jaxkv.experiments.changes import make_changes
 from jaxkv.experiments.mitigations import run as mitigations
+from jaxkv.interventions.quantizers.spec import METHODS
+from jaxkv.models.families import get_preset
 
 pytestmark = pytest.mark.usefixtures("one_layer")
-FEW = [
-    "--num_problems=1", "--max_new_tokens=3", "--gate=off", "--control_problems=0", "--stepwise_problems=0",
-    "--truth_problems=0",
-]  # fmt: skip
+TWO = ["--num_problems=2", "--max_new_tokens=3", "--gate=off"]
+SPECS = ["--cache_error=normal:0,0.25;side=k", "--cache_quant=int8"]
 
 
 def test_attribution_and_divergence_share_a_run(tmp_path, cache, capsys):
@@ -80,14 +81,62 @@ def test_drift_patching_and_parity_from_the_command(tmp_path, cache, capsys):
     assert all(f"\n## {title}\n" in page for title in ("Drift by layer", "Activation patching", "JAX beside PyTorch"))
 
 
-@pytest.mark.parametrize(
-    ("experiment", "flag", "message"),
-    [
-        ("drift", "--uncached_length=bucket:64", "drift looks at one padded length"),
-        ("patching", "--regime=aligned", "patching explains the plain regime"),
-        ("parity", "--regime=aligned", "parity explains the plain regime"),
-    ],
-)
-def test_what_an_experiment_cannot_use_is_refused(experiment, flag, message, tmp_path):
-    with pytest.raises(UserError, match=message):
-        run_in_process(*SMALL, f"--experiments={experiment}", flag, f"--out={tmp_path / 'run'}")
+def test_injection_replays_from_its_flagfile_and_may_be_asked_for_more(tmp_path, cache, capsys):
+    out = tmp_path / "run"
+    few = [*TWO, "--experiments=injection", "--error_seeds=0,3"]
+    run_in_process(*SMALL, cache, f"--out={out}", *few, *SPECS)
+    run, records = read_run(out)
+    seeds = [["none", 0], ["int8", 0], ["normal:0,0.25;side=k", 0], ["normal:0,0.25;side=k", 3]]
+    assert run["sessions"][0]["asked"] == {"injection": seeds}
+    assert f"report: {out / 'report.md'}" in capsys.readouterr().out
+    keys = {(r["problem"], r["change"], r["seed"]) for r in records}
+    drawn = {(n, "normal:0,0.25;side=k", seed) for n in (0, 1) for seed in (0, 3)}
+    assert keys == drawn | {(n, name, 0) for n in (0, 1) for name in ("none", "int8")}
+    run_in_process(f"--flagfile={out / 'run.flags'}")
+    assert "8 of 8 records of injection are done already" in capsys.readouterr().err
+    assert read_run(out)[1] == records
+    run_in_process(*SMALL, cache, f"--out={out}", *few, *SPECS, "--cache_quant=int4")
+    assert "8 of 10 records of injection are done already" in capsys.readouterr().err
+    run_in_process(*SMALL, cache, f"--out={out}", *few, "--cache_quant=int2", "--gate=on")
+    assert "2 of 4 records of injection are done already" in capsys.readouterr().err
+    run, grown = read_run(out)
+    assert grown[:8] == records
+    assert [r["change"] for r in grown[8:]] == ["int4"] * 2 + ["int2"] * 2
+    assert run["sessions"][-1]["gate"]["passed"]  # for what is new, however much is done of other changes
+
+
+def test_perplexity_reads_a_text_and_leaves_its_uncached_arm_alone(tmp_path, cache, capsys):
+    text, out = tmp_path / "text.txt", tmp_path / "run"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 20)
+    few = ["--experiments=perplexity", f"--data={text}", "--context=16", "--max_new_tokens=8", "--num_problems=2"]
+    run_in_process(*SMALL, cache, *TWO, f"--out={out}", *few, "--cache_quant=int2")
+    run, records = read_run(out)
+    assert run["config"]["task"] == "text"
+    assert run["config"]["prompt"] == {"context": 16, "stride": 8, "bos": True}
+    by_change = {(r["problem"], r["change"]): r for r in records}
+    assert set(by_change) == {(n, name) for n in (0, 1) for name in ("none", "int2")}
+    for n in (0, 1):
+        clean, changed = by_change[n, "none"], by_change[n, "int2"]
+        assert clean["nats"]["uncached"] == changed["nats"]["uncached"]
+        assert clean["nats"]["cached"] != changed["nats"]["cached"]
+    run_in_process(f"--flagfile={out / 'run.flags'}")
+    assert "4 of 4 records of perplexity are done already" in capsys.readouterr().err
+
+
+def test_accumulation_has_a_record_for_every_regime(tmp_path, cache, capsys):
+    out = tmp_path / "run"
+    few = [*TWO, "--num_problems=1", "--experiments=accumulation", "--cache_quant=int4", "--blocks=2"]
+    run_in_process(*SMALL, cache, f"--out={out}", *few)
+    assert [r["regime"] for r in read_run(out)[1]] == ["static", "accumulated:2", "decode"]
+    run_in_process(f"--flagfile={out / 'run.flags'}")
+    assert "3 of 3 records of accumulation are done already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", ["tiny-llama2", "smollm2-135m", "gemma3-270m", "llama2-7b"])
+def test_flagfiles_of_changes_suit_the_models(model):
+    (options,) = parse(f"--flagfile={LAUNCH / 'quantizers.flags'}", f"--model={model}")
+    config = get_preset(model)
+    changes = make_changes(options.cache.cache_error, options.cache.cache_quant, config)
+    methods = {type(side.quantizer) for change in changes[1:] for side in (change.what.k, change.what.v)}
+    assert set(METHODS.values()) == methods
+    assert parse(f"--flagfile={LAUNCH / 'cache_errors.flags'}")[0].cache.cache_quant == ()

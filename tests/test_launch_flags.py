@@ -1,13 +1,14 @@
 """Flags beyond any use, flagfiles of other kinds, data that is not there: one line, once, before anything is loaded."""
 
 import math
+import re
 
 import pytest
-from commands import DATA, SMALL, parse, run_in_process
+from commands import SMALL, parse, refuse
 
+from jaxkv.checkpoints import load as load_checkpoint
 from jaxkv.errors import UserError
 from jaxkv.options import OPTIONS
-from jaxkv.sampling import make_sampler
 
 
 @pytest.fixture(autouse=True)
@@ -24,20 +25,7 @@ def loads(monkeypatch):
     return seen
 
 
-def refuse(*arguments):
-    """The line that a command ends in."""
-    with pytest.raises(UserError) as caught:
-        run_in_process(*arguments)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-NUMBERS = (
-    "num_problems", "max_new_tokens", "batch_size", "bucket", "tile", "context", "gate_problems", "control_problems",
-    "stepwise_problems", "truth_problems",
-    "patch_layers", "patch_bins", "shots", "shots_seed", "top_k", "seed", "temperature", "top_p",
-    "doctor_seconds", "problems", "blocks", "error_seeds",
-)  # fmt: skip
+NUMBERS = {option.flag: (option.low, option.high) for option in OPTIONS if option.kind in (int, float)}
 
 
 @pytest.mark.parametrize("name", NUMBERS)
@@ -49,9 +37,8 @@ def test_numbers_beyond_any_use_are_refused(name, value):
 
 
 def test_every_number_has_bounds():
-    numbers = {option.flag: (option.low, option.high) for option in OPTIONS if option.kind in (int, float)}
-    assert set(numbers) == set(NUMBERS)
-    assert all(math.isfinite(bound) for bounds in numbers.values() for bound in bounds)
+    assert len(NUMBERS) == 22
+    assert all(math.isfinite(bound) for bounds in NUMBERS.values() for bound in bounds)
 
 
 @pytest.mark.parametrize(
@@ -63,34 +50,92 @@ def test_an_empty_item_is_refused(flag):
     assert refuse(flag).startswith(f"flag {flag}: an item is empty")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--residual=fp8"], "--residual=fp8 is not known"),
-        (["--accumulation=fp8"], "--accumulation=fp8"),
-        (["--cache=int8"], "--cache=int8"),
-        (["--precision=fp16,fp8"], "--precision=fp8"),
-        (["--sampler=greedy,beam"], "--sampler=beam"),
-        (["--sampler=temperature", "--temperature=1e-40"], "--temperature=1e-40"),
-        (["--task=gsm"], "--task=gsm is not known (did you mean 'gsm8k'?)"),
-        (["--subset=short"], "--subset=short"),
-        (["--task=gsm8k", "--data=nowhere.jsonl"], "--data=nowhere.jsonl: does not exist"),
-        (["--task=gsm8k", "--data=."], "--data=.: is a directory"),
-        (["--task=gsm8k", f"--data={__file__}"], "'.py' is no kind of file that is read"),
-        (["--task=gsm8k", f"--data={DATA / 'problems.jsonl'}", "--fewshot_data=no.jsonl"], "--fewshot_data=no.jsonl"),
-        (["--task=gsm8k", f"--data={DATA / 'problems.jsonl'}", "--num_problems=99"], "--num_problems=99 but the data"),
-        (["--experiments=perplexity", "--data=nowhere.txt"], "--data=nowhere.txt: does not exist"),
-        (["--experiments=perplexity", "--context=5000"], "--context=5000 and --max_new_tokens=256 exceed the context"),
-        (["--bucket=100000"], "--bucket=100000 exceeds the context of"),
-        (["--uncached_length=bucket:100000"], "--uncached_length=bucket:100000 exceeds the context of"),
-        (["--uncached_length=bucket:10000000000"], "--uncached_length=bucket:10000000000 is not understood"),
-    ],
+INJECT, PERPLEX, ACCUMULATE, MITIGATE = (
+    f"--experiments={name}" for name in ("injection", "perplexity", "accumulation", "mitigations")
 )
+MISTAKES = [
+    (["--checkpoint="], "--checkpoint= is empty"),  # as of `--checkpoint=$UNSET` in a script
+    (["--out="], "--out= is empty"),
+    (["--padding="], "--padding= is empty"),
+    (["--model=gemma2-2"], "did you mean 'gemma2-2b'"),
+    (["--precision=fp16,fp23"], "--precision=fp23 is not known (did you mean 'fp32'?)"),
+    (["--residual=fp23"], "--residual=fp23 is not known (did you mean 'fp32'?)"),
+    (["--accumulation=fp8"], "--accumulation=fp8"),
+    (["--cache=int8"], "--cache=int8"),
+    (["--sampler=greedy,gredy"], "--sampler=gredy is not known (did you mean 'greedy'?)"),
+    (["--temperature=0.5"], "--temperature=0.5 has no effect with --sampler=greedy"),
+    (["--sampler=temperature", "--temperature=1e-40"], "--temperature=1e-40"),
+    (["--experiments=divergance"], "did you mean 'divergence'"),
+    (["--task=gsm"], "--task=gsm is not known (did you mean 'gsm8k'?)"),
+    (["--task=humaneval"], "--allow_code_execution"),
+    (["--subset=short"], "--subset=short"),
+    (["--subset=no_length_128"], "leave --subset at all"),
+    (["--prompt=fewshot"], "did you mean 'few_shot'"),
+    (["--padding=right"], "known: equal, left"),
+    (["--regime=algned"], "did you mean 'aligned'"),
+    (["--gate=of"], "did you mean 'off'"),
+    (["--uncached=drafts"], "did you mean 'draft'"),
+    (["--data=nowhere.jsonl"], "--data=nowhere.jsonl: does not exist"),
+    (["--data=."], "--data=.: is a directory"),
+    ([f"--data={__file__}"], "'.py' is no kind of file that is read"),
+    (["--fewshot_data=no.jsonl"], "--fewshot_data=no.jsonl"),
+    ([PERPLEX, "--data=nowhere.txt"], "--data=nowhere.txt: does not exist"),
+    (["--num_problems=99"], "--num_problems=99 but the data"),
+    (["--num_problems=0"], "--num_problems=0: '0' is no whole number in the range [1, 1000000]"),
+    (["--problems=0,1,2,3,99"], "ask for 0 to"),
+    (["--problems=3,-1"], "'-1' is no whole number in the range [0, 1000000]"),
+    (["--problems=3,4", "--num_problems=1"], "say different things"),
+    (["--tile=0"], "--tile=0"),
+    (["--stepwise_problems=-1"], "--stepwise_problems=-1"),
+    (["--seed=3000000000"], "--seed=3000000000"),
+    (["--max_new_tokens=600"], "--max_new_tokens=600 exceeds the context of 512"),
+    (["--bucket=100000"], "--bucket=100000 exceeds the context of"),
+    ([PERPLEX, "--context=5000"], "--context=5000 and --max_new_tokens=6 exceed the context"),
+    (["--uncached_length=bucket:x"], "use padded or bucket:M"),
+    (["--uncached_length=bucket:100000"], "--uncached_length=bucket:100000 exceeds the context of"),
+    (["--uncached_length=bucket:10000000000"], "--uncached_length=bucket:10000000000 is not understood"),
+    (["--regime=aligned", "--uncached_length=bucket:64"], "use padded"),
+    (["--experiments=doctor,divergence"], "run it by itself"),
+    ([MITIGATE, "--precision=fp16,fp64"], "--precision=fp64"),
+    ([MITIGATE, "--residual=fp32"], "--residual=fp32"),
+    ([MITIGATE, "--cache=fp32"], "--cache=fp32"),
+    (["--experiments=divergence,mitigations", "--regime=aligned"], "one of their variants"),
+    (["--experiments=attribution", "--regime=aligned"], "attribution explains the plain regime"),
+    (["--experiments=attribution", "--uncached_length=bucket:8"], "attribution looks at one padded length"),
+    (["--experiments=drift", "--uncached_length=bucket:64"], "drift looks at one padded length"),
+    (["--experiments=patching", "--regime=aligned"], "patching explains the plain regime"),
+    (["--experiments=parity", "--regime=aligned"], "parity explains the plain regime"),
+    ([INJECT, "--regime=aligned"], "no aligned regime"),
+    ([PERPLEX, "--regime=aligned", "--cache_quant=int8"], "no aligned regime"),
+    ([INJECT, "--framework=torch"], "JAX alone"),
+    ([INJECT, "--cache_error=norml:0,1"], "did you mean 'normal'"),
+    ([INJECT, "--cache_quant=kvran:k2v2"], "did you mean 'kvarn'"),
+    ([INJECT, "--cache_quant=kvarn:k2v2,tile=100000"], "tile"),
+    ([ACCUMULATE, "--cache_quant=kvarn"], "needs its bits after a colon"),
+    ([ACCUMULATE, "--blocks=0"], "--blocks=0: '0' is no whole number in the range [1, 131072]"),
+    ([ACCUMULATE, "--cache_error=normal:0,1"], "--cache_error has no effect without"),
+    (["--cache_error=normal:0,1"], "--cache_error has no effect without"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), MISTAKES)
 def test_the_flag_at_fault_is_named_before_anything_is_loaded(tmp_path, monkeypatch, loads, arguments, said):
     monkeypatch.chdir(tmp_path)
-    assert said in refuse(*arguments)
+    assert said in refuse(*SMALL, *arguments)
     assert not loads
     assert not list(tmp_path.iterdir())  # no runs/ either
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "said"),
+    [
+        (b'{"question": "1+1?", "answer": "#### 2"}\n{"question": "2+2?", "answer": "four"}\n', [], r"a\.jsonl.*2"),
+        ("caf\xe9".encode("latin1"), [PERPLEX], r"a\.jsonl line 1: is not UTF-8"),
+    ],
+)
+def test_the_line_at_fault_in_data_is_named(tmp_path, content, arguments, said):
+    (tmp_path / "a.jsonl").write_bytes(content)
+    assert re.search(said, refuse(*SMALL, f"--data={tmp_path / 'a.jsonl'}", *arguments))
 
 
 def test_the_data_of_several_conditions_is_read_once(monkeypatch):
@@ -100,12 +145,6 @@ def test_the_data_of_several_conditions_is_read_once(monkeypatch):
     )
     assert refuse("--model=tiny-llama2,tiny-mistral", "--precision=fp16,fp32") == "no"
     assert len(seen) == 1
-
-
-@pytest.mark.parametrize("value", [0.0, -1.0, 1e-40, 1e30, float("nan"), float("inf")])
-def test_a_sampler_has_a_temperature_that_it_can_divide_by(value):
-    with pytest.raises(UserError, match="temperature"):
-        make_sampler("temperature", value)
 
 
 FLAGFILES = {
@@ -149,22 +188,13 @@ def test_a_folder_with_files_of_the_user_is_refused_first(tmp_path, loads, more,
 
 def test_what_fails_while_it_loads_leaves_no_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("jaxkv.checkpoints.load", lambda *a, **k: (_ for _ in ()).throw(UserError("not there")))
-    refuse(
-        "--model=test-gemma2", "--checkpoint=./nowhere", "--precision=fp16", "--task=arith", "--compilation_cache=none"
-    )
+    monkeypatch.setattr("jaxkv.checkpoints.load", load_checkpoint)
+    assert "does not exist" in refuse(*SMALL, "--checkpoint=./nowhere", "--compilation_cache=none")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    "flag",
-    [
-        "--error_seeds=1,1",
-        "--error_seeds=-3,4,-03",
-        "--blocks=8,8",
-        "--experiments=drift,drift",
-        "--sampler=top_p,top_p",
-    ],
+    "flag", ["--error_seeds=-3,4,-03", "--blocks=8,8", "--experiments=drift,drift", "--precision=fp16,fp16"]
 )
 def test_a_value_that_stands_twice_is_refused(flag):
     assert refuse(flag).startswith(f"flag {flag}: names a value twice")

@@ -26,7 +26,6 @@ from jaxkv.provenance import sha256_file
 from jaxkv.tasks import arith
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-NAMES = SHIPPED
 LOADED = ("config.json", "generation_config.json", "tokenizer.json", "model.safetensors")
 FILES = {*LOADED, "tokenizer_config.json", "training.json"}
 FP16 = make_precision("fp16")
@@ -34,7 +33,7 @@ FP16 = make_precision("fp16")
 TOLERANCE = 1e-4
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SHIPPED)
 def test_loads_by_name(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     checkpoint = load(name, precision=FP16, config=get_preset(name))
@@ -52,7 +51,7 @@ def test_loads_by_name(name, tmp_path, monkeypatch):
     assert (checkpoint.generation["bos_token_id"], (stops,)) == (tokenizer.bos_id, tokenizer.eos_ids)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SHIPPED)
 def test_transformers_computes_its_logits(name):
     checkpoint, home = load(name, precision=make_precision("fp32")), find_shipped(name)
     problems = arith.generate("test", 12)
@@ -71,7 +70,7 @@ def test_transformers_computes_its_logits(name):
     assert difference < TOLERANCE
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SHIPPED)
 def test_its_window_binds(name):
     checkpoint, fp32 = load(name, precision=make_precision("fp32")), make_precision("fp32")
     config = checkpoint.config
@@ -87,7 +86,7 @@ def test_its_window_binds(name):
     assert np.median(apart[config.window :]) > 1e-2
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SHIPPED)
 def test_its_export_is_itself(name, tmp_path):
     home = find_shipped(name)
     export(load(name, precision=FP16), str(tmp_path / "dest"))
@@ -97,7 +96,7 @@ def test_its_export_is_itself(name, tmp_path):
     assert parse_config(configs[0], name) == parse_config(configs[1], name) == get_preset(name)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SHIPPED)
 def test_it_was_trained_to_the_right_degree(name):
     """Neither hopeless nor so sure that nothing comes near a tie."""
     facts = json.loads((find_shipped(name) / "training.json").read_text())
@@ -120,7 +119,7 @@ def test_wheel_holds_the_package_checkpoints_and_flagfiles_alone(wheel):
     assert {name.parts[0] for name in names} == {"jaxkv", f"{'-'.join(wheel.name.split('-')[:2])}.dist-info"}
     data = {str(name.relative_to("jaxkv/data")) for name in names if name.parts[1] == "data"}
     flagfiles = {f"launch/{path.name}" for path in (ROOT / "launch").glob("*.flags")}
-    assert data == {f"{name}/{file}" for name in NAMES for file in FILES} | flagfiles
+    assert data == {f"{name}/{file}" for name in SHIPPED for file in FILES} | flagfiles
     code = {name.relative_to("jaxkv") for name in names if name.parts[0] == "jaxkv" and name.parts[1] != "data"}
     kept = {path.relative_to(ROOT / "jaxkv") for path in (ROOT / "jaxkv").rglob("*") if path.is_file()}
     assert {str(path) for path in code} == {str(path) for path in kept if "__pycache__" not in path.parts}
@@ -144,12 +143,12 @@ for name in sys.argv[1:]:
 def test_wheel_loads_them_outside_the_checkout(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as file:
         file.extractall(tmp_path / "site")
-    command = [sys.executable, "-c", INSTALLED, *NAMES]
+    command = [sys.executable, "-c", INSTALLED, *SHIPPED]
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     home = tmp_path / "site" / "jaxkv"
-    for name, line in zip(NAMES, done.stdout.splitlines(), strict=True):
+    for name, line in zip(SHIPPED, done.stdout.splitlines(), strict=True):
         digest = sha256_file(find_shipped(name) / "model.safetensors")
         assert line == f"{name} {home / '__init__.py'} {home / 'data' / name} {digest}"
 
@@ -183,17 +182,14 @@ def test_a_path_of_that_name_comes_first(tree):
 
 def test_faults_are_one_line(tree):
     cases = {
-        "the files of tiny-gemma2 are missing.*install jaxkv again": lambda: load("tiny-gemma2", precision=FP16),
-        "revision belongs to a hub id, and tiny-mistral ships": lambda: load(
-            "tiny-mistral", precision=FP16, revision="main"
-        ),
-        "tiny-mistral is not a tiny-llama2: family mistral": lambda: load(
-            "tiny-mistral", precision=FP16, config=get_preset("tiny-llama2")
-        ),
-        "no checkpoint 'tiny-gemma' ships.*did you mean 'tiny-gemma2'": lambda: find_shipped("tiny-gemma"),
-        "tiny-gemma does not exist.*a shipped model .tiny-llama2, ": lambda: load("tiny-gemma", precision=FP16),
+        "the files of tiny-gemma2 are missing.*install jaxkv again": ("tiny-gemma2", {}),
+        "revision belongs to a hub id, and tiny-mistral ships": ("tiny-mistral", {"revision": "main"}),
+        "tiny-mistral is not a tiny-llama2: family mistral": ("tiny-mistral", {"config": get_preset("tiny-llama2")}),
+        "tiny-gemma does not exist.*a shipped model .tiny-llama2, ": ("tiny-gemma", {}),
     }
-    for words, run in cases.items():
+    for words, (name, given) in cases.items():
         with pytest.raises(UserError, match=words) as caught:
-            run()
+            load(name, precision=FP16, **given)
         assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match=r"no checkpoint 'tiny-gemma' ships.*did you mean 'tiny-gemma2'"):
+        find_shipped("tiny-gemma")

@@ -10,8 +10,7 @@ from jaxkv.experiments.divergence.wording import LABELS
 from jaxkv.experiments.record_parts import find_headline
 from jaxkv.experiments.reports import REPORTS
 from jaxkv.overview.first_screen import describe
-from jaxkv.overview.gather import describe_condition, read_runs
-from jaxkv.overview.policy import name_conditions
+from jaxkv.overview.gather import describe_condition, name_conditions, read_runs
 from jaxkv.reporting.document import Block, Paragraph, Table, to_terminal
 from jaxkv.reporting.format import format_count, format_number, format_percent
 

@@ -6,8 +6,7 @@ from sample_records import make_invalid, make_sample
 from study_records import as_torch, make_run, make_samples
 
 from jaxkv.overview.first_screen import Status, describe
-from jaxkv.overview.policy import name_precision
-from jaxkv.reporting.document import to_markdown
+from jaxkv.overview.gather import name_precision
 
 COUNT, TOKENS = 12, 20
 GATE = {"passed": True, "problems": COUNT, "steps": COUNT * TOKENS, "tile": 8}
@@ -171,13 +170,6 @@ def test_nothing_is_said_of_a_run_without_samples():
 
 def test_unfinished_runs_are_told():
     assert "UNFINISHED: tiny fp16 greedy has 12 of 20 samples." in say(make_run(make_samples(), num_problems=20)).means
-
-
-def test_blocks_hold_all_of_it():
-    found = say(with_gate(make_run(make_samples(flips=parted)), FULL))
-    page = to_markdown("t", found.to_blocks())
-    for text in (found.ran, "Rounding", found.means, found.how, found.todo, found.tiles[2].detail):
-        assert text in page
 
 
 def test_advice_names_what_is_missing():

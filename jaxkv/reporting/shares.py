@@ -37,13 +37,7 @@ def clustered_share(
     """A share of tokens with an interval over sequences, never narrower than if tokens were independent.
 
     None and all of the tokens say nothing of how flips cluster, so that their bound is of the share of sequences in
-    which there is one, or in which not all are.
-
-    Args:
-      counts: counted tokens of each sequence.
-      sizes: tokens of each sequence.
-      independent: how many trials would be independent if clusters were of no account; all unless said.
-      unit: what a sequence is called.
+    which there is one, or in which not all are. `independent`: trials, as `statistics.effective_trials` has them.
     """
     count, total, clusters = int(sum(counts)), int(sum(sizes)), sum(size > 0 for size in sizes)
     if total == 0:
@@ -73,10 +67,9 @@ def take_rest(entry: Mapping[str, Any]) -> dict[str, Any]:
 def describe_column(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> dict[str, Any]:
     """Mean over all tokens with its interval over sequences (None below three sequences), and the largest value."""
     sums = [float(c.sum()) for c in columns]
-    found = statistics.estimate_mean(sums, sizes)
     return {
         "mean": sum(sums) / sum(sizes),
-        "interval": statistics.ends(found),
+        "interval": statistics.ends(statistics.estimate_mean(sums, sizes)),
         "median": float(np.median(np.concatenate(columns))),
         "max": max(float(c.max()) for c in columns),
     }
@@ -84,13 +77,9 @@ def describe_column(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> dict
 
 def mean_over_problems(sums: Sequence[float], sizes: Sequence[float]) -> dict[str, Any]:
     """sum(sums) / sum(sizes) with an interval over problems, None below three problems, and the largest of one."""
-    found = statistics.estimate_mean(sums, sizes)
+    interval = statistics.ends(statistics.estimate_mean(sums, sizes))
     largest = max((total / size for total, size in zip(sums, sizes, strict=True) if size), default=0.0)
-    return {
-        "mean": float(np.sum(sums) / np.sum(sizes)),
-        "interval": statistics.ends(found),
-        "max": float(largest),
-    }
+    return {"mean": float(np.sum(sums) / np.sum(sizes)), "interval": interval, "max": float(largest)}
 
 
 def ratio_of_sums(first: Sequence[float], second: Sequence[float]) -> dict[str, Any] | None:

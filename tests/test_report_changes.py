@@ -44,7 +44,7 @@ def accumulated(name, quantizer, tokens="0"):
 def test_parts_are_joined_under_the_name_of_what_was_run():
     (run,), notes = join_parts(parts())
     assert run.name == "tiny-fp16-greedy-injection-gsm8k"
-    assert len(run.records) == 3 * N
+    assert (len(run.records), len(run.run["sessions"])) == (3 * N, 2)
     origin = describe_origin(run)
     assert origin["parts"] == ["a/x", "b/x"]
     assert origin["commands"] == [
@@ -87,6 +87,8 @@ def test_accumulation_is_joined_where_clean_arms_took_the_same_tokens():
     assert join_parts(others)[0] == to_typed(others)
     with pytest.raises(UserError, match="a and b have different records of accumulation 0,"):
         join_runs("both", others)
+    with pytest.raises(UserError, match="a and c are of different conditions"):
+        join_runs("both", [others[0], make_run([], "c")])
 
 
 def test_joined_runs_of_one_name_get_their_fingerprint():

@@ -1,6 +1,5 @@
 """The report of several runs: every figure comes from records, one file without a network, life without jax."""
 
-import dataclasses
 import html.parser
 import json
 import re
@@ -12,7 +11,7 @@ import time
 import pytest
 import scipy.stats
 from layer_records import make_drift, make_patching
-from plain_records import divergence_over_tokens, join_runs, margin_points, summarize_study, to_typed, write_blocks
+from plain_records import divergence_over_tokens, margin_points, summarize_study, write_blocks
 from sample_records import make_invalid
 from sealing import reseal
 from study_records import align, as_torch, make_parity, make_run, make_samples, write_run
@@ -299,21 +298,6 @@ def test_runs_are_found_once_and_named_apart(sweep, tmp_path):
     other = tmp_path / "other" / "fp16"
     other.mkdir(parents=True)
     assert name_runs([sweep / "fp16", other]) == [f"{sweep.name}/fp16", "other/fp16"]
-
-
-def test_runs_of_one_condition_are_joined():
-    samples = make_samples(count=3)
-    first, second = (make_run(part, name, fingerprint="f", num_problems=3) for name, part in
-                     (("a", samples[:2]), ("b", samples[1:])))  # fmt: skip
-    joined = join_runs("both", [first, second])
-    assert (joined.name, joined.records) == ("both", to_typed(samples))
-    assert len(joined.run["sessions"]) == 2
-    assert join_runs("one", [first]).records == to_typed(first.records)
-    changed = dataclasses.replace(second, records=[samples[1] | {"prompt_tokens": 99}])
-    with pytest.raises(UserError, match="a and b have different records of divergence 1,"):
-        join_runs("both", [first, changed])
-    with pytest.raises(UserError, match="a and c are of different conditions"):
-        join_runs("both", [first, make_run(samples, "c", fingerprint="g")])
 
 
 def test_commands_name_no_place():

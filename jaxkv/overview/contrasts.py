@@ -224,32 +224,28 @@ def find_replicates(runs: Sequence[Run]) -> list[dict[str, Any]]:
     for run in runs:
         if run.run.get("fingerprint") and run.of(DivergenceRecord):
             groups[_identify(run)].append(run)
-    found = []
-    for members in groups.values():
-        for first, second in itertools.combinations(members, 2):
-            a, b = find_valid(first), find_valid(second)
-            shared = [key for key in a if key in b]
-            kind = BUILD if _find_build(first) != _find_build(second) else PROCESS
-            if not shared or (kind == PROCESS and first.run["fingerprint"] != second.run["fingerprint"]):
-                continue
-            pairs = [(a[key], b[key]) for key in shared]
-            sides = zip(*pairs, strict=True)
-            leads = [sum(cached - uncached for cached, uncached in map(_score, side)) for side in sides]
-            found.append(
-                {
-                    "runs": [first.name, second.name],
-                    "kind": kind,
-                    "another": second.name if kind == PROCESS else fingerprint({"build": _find_build(second)}),
-                    "condition": describe_condition(first),
-                    "problems": len(shared),
-                    "other_tokens": share(sum(_tokens(one) != _tokens(two) for one, two in pairs), len(shared)),
-                    "other_figures": share(
-                        sum(one.teacher_forced != two.teacher_forced for one, two in pairs), len(shared)
-                    ),
-                    "signs": [int(np.sign(lead)) for lead in leads],  # of cached minus uncached right answers
-                }
-            )
-    return found
+    twice = [pair for members in groups.values() for pair in itertools.combinations(members, 2)]
+    return [found for first, second in twice if (found := _compare_runs(first, second))]
+
+
+def _compare_runs(first: Run, second: Run) -> dict[str, Any] | None:
+    """None of a run and one of another configuration, or without a problem of both."""
+    a, b = find_valid(first), find_valid(second)
+    pairs = [(a[key], b[key]) for key in a if key in b]
+    kind = BUILD if _find_build(first) != _find_build(second) else PROCESS
+    if not pairs or (kind == PROCESS and first.run["fingerprint"] != second.run["fingerprint"]):
+        return None
+    leads = [sum(cached - uncached for cached, uncached in map(_score, side)) for side in zip(*pairs, strict=True)]
+    return {
+        "runs": [first.name, second.name],
+        "kind": kind,
+        "another": second.name if kind == PROCESS else fingerprint({"build": _find_build(second)}),
+        "condition": describe_condition(first),
+        "problems": len(pairs),
+        "other_tokens": share(sum(_tokens(one) != _tokens(two) for one, two in pairs), len(pairs)),
+        "other_figures": share(sum(one.teacher_forced != two.teacher_forced for one, two in pairs), len(pairs)),
+        "signs": [int(np.sign(lead)) for lead in leads],  # of cached minus uncached right answers
+    }
 
 
 def _identify(run: Run) -> str:

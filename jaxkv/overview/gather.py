@@ -16,7 +16,7 @@ from jaxkv.experiments.accumulation.record import AccumulationRecord
 from jaxkv.experiments.divergence.record import DEFAULT_FRAMEWORK
 from jaxkv.experiments.experiment import CHANGING
 from jaxkv.experiments.record_parts import Record, Shapes
-from jaxkv.experiments.report_parts import Keyed, Run, name_of
+from jaxkv.experiments.report_parts import Run, name_of
 from jaxkv.files import read_text
 from jaxkv.pieces import read_pieces
 
@@ -113,9 +113,7 @@ def join_runs(name: str, runs: Sequence[Run]) -> Run:
     Raises UserError for other conditions, a record that is not the same in all, or clean arms that took other tokens.
     """
     first = runs[0]
-    found: dict[tuple, Keyed] = {}
-    clean: dict[tuple, tuple[str, str]] = {}
-    whose: dict[tuple, str] = {}
+    found: dict[tuple, tuple[Any, str]] = {}  # what there is of a key, and the run that has it first
     for run in runs:
         if run.run["fingerprint"] != first.run["fingerprint"]:
             raise UserError(
@@ -123,22 +121,21 @@ def join_runs(name: str, runs: Sequence[Run]) -> Run:
                 "differ) and cannot be joined; join runs whose lists of changes differ, and nothing else"
             )
         for record in run.records:
-            key = record.key
-            same = found.setdefault(key, record) == record
+            parts: dict[tuple, Any] = {record.key: record}
             if isinstance(record, AccumulationRecord) and record.status == "ok":
                 # Its clean arm has no record of its own: the tokens of every record are the clean arm's.
-                key = ("accumulation", record.problem)
-                tokens = record.prompt_sha256, record.tokens_sha256
-                same = same and clean.setdefault(key, tokens) == tokens
-            if not same:
-                raise UserError(
-                    f"{whose[key]} and {run.name} have different records of {' '.join(map(str, key))}, so that their "
-                    "clean arms are not the same; run them with one --compilation_cache"
-                )
-            whose.setdefault(key, run.name)
+                parts["accumulation", record.problem] = record.prompt_sha256, record.tokens_sha256
+            for key, part in parts.items():
+                same, whose = found.setdefault(key, (part, run.name))
+                if same != part:
+                    raise UserError(
+                        f"{whose} and {run.name} have different records of {' '.join(map(str, key))}, so that their "
+                        "clean arms are not the same; run them with one --compilation_cache"
+                    )
+    kept = [part for part, _ in found.values() if not isinstance(part, tuple)]
     sessions = [session for run in runs for session in run.run["sessions"]]
     timings = [timing for run in runs for timing in run.timings]
-    return Run(name, {**first.run, "sessions": sessions}, list(found.values()), timings, first.flags, runs)
+    return Run(name, {**first.run, "sessions": sessions}, kept, timings, first.flags, runs)
 
 
 def join_parts(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
@@ -234,7 +231,10 @@ def describe_origin(run: Run) -> dict[str, Any]:
     last = sessions[-1] if sessions else {}
     checkpoint = dict(last.get("checkpoint") or config.get("checkpoint") or {})
     source = checkpoint.pop("source", None)
-    data = config.get("data")
+    data, known = config.get("data"), ("sha256", "rows")
+    if isinstance(data, Mapping):
+        kept = {part: found for part, found in data.items() if isinstance(found, Mapping)}
+        data = {part: {key: found[key] for key in known if key in found} for part, found in kept.items()}
     commands = [describe_command(part.flags) for part in run.parts or (run,)]
     return {
         "commands": list(dict.fromkeys(command for command in commands if command)),
@@ -246,13 +246,7 @@ def describe_origin(run: Run) -> dict[str, Any]:
         | (getattr(_find_first(run), "versions", None) or {}),
         "variables": last.get("variables") or {},
         "checkpoint": {"source": source and pathlib.PurePath(source).name, **checkpoint},
-        "data": {
-            part: {key: found[key] for key in ("sha256", "rows") if key in found}
-            for part, found in data.items()
-            if isinstance(found, Mapping)
-        }
-        if isinstance(data, Mapping)
-        else data,
+        "data": data,
         "fingerprint": run.run.get("fingerprint"),
     }
 

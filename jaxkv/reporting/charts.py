@@ -1,12 +1,12 @@
 """What a chart shows, as data; `jaxkv.reporting.drawing` draws it."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
+import msgspec
 
-@dataclasses.dataclass(frozen=True)
-class Axis:
+
+class Axis(msgspec.Struct, frozen=True):
     """An axis: its label, whether it is logarithmic, and its ends where they are not those of the data."""
 
     label: str
@@ -15,8 +15,7 @@ class Axis:
     high: float | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Point:
+class Point(msgspec.Struct, frozen=True):
     """A point, the interval of its y where it has one, and what it says when pointed at."""
 
     x: float
@@ -25,8 +24,7 @@ class Point:
     said: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Series:
+class Series(msgspec.Struct, frozen=True):
     """Points under a name; `colour` is an index of the page's colours, taken in turn if None."""
 
     name: str
@@ -34,8 +32,7 @@ class Series:
     colour: int | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Lines:
+class Lines(msgspec.Struct, frozen=True):
     """Lines through points with their intervals, as a band or as `bars`; with `steps` a value holds until the next.
 
     A dashed level lies at `rule`. A logarithmic axis has no place for what is not positive.
@@ -50,8 +47,7 @@ class Lines:
     rule: float | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Scatter:
+class Scatter(msgspec.Struct, frozen=True):
     """Dots of series, the last above the others, and a dashed line; what has no place lies on the edge."""
 
     title: str
@@ -61,8 +57,7 @@ class Scatter:
     line: Sequence[tuple[float, float]] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
+class Row(msgspec.Struct, frozen=True):
     """A row of `Intervals`: its label, a value with its interval, and what it says when pointed at."""
 
     label: str
@@ -72,8 +67,7 @@ class Row:
     colour: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Intervals:
+class Intervals(msgspec.Struct, frozen=True):
     """A forest plot: a value with its interval in each row."""
 
     title: str
@@ -81,8 +75,7 @@ class Intervals:
     x: Axis
 
 
-@dataclasses.dataclass(frozen=True)
-class Cells:
+class Cells(msgspec.Struct, frozen=True):
     """A grid of cells, one list of `values` a row, with a `measure` over its colour bar; None stays empty.
 
     Of many names of `rows` and `columns` some are shown. A cell says `said` of its row, column and value when pointed

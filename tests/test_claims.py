@@ -7,7 +7,6 @@ from study_records import align, as_torch, lead, make_run, make_samples
 
 from jaxkv.experiments import figures
 from jaxkv.overview.claims import NOT_REPRODUCED, REPRODUCED
-from jaxkv.overview.contrasts import select
 from jaxkv.overview.gather import describe_condition
 from jaxkv.reporting import statistics
 from jaxkv.reporting.rules import CANNOT_TELL, ILLUSION
@@ -392,14 +391,3 @@ def test_one_sampler_says_nothing_of_another():
 def test_a_difference_that_does_not_fall_is_not_called_rounding():
     found = causes_of(fp16=measured("fp16", scale=0.01), fp32=measured("fp32", scale=0.01))
     assert found == {"fp16": "cannot tell", "fp32": "cannot tell"}
-
-
-def test_a_configuration_that_was_run_again_is_one_condition():
-    def condition(name, fingerprint, problems):
-        return {
-            "name": name, "fingerprint": fingerprint, "regime": "plain", "framework": "jax", "precision": "fp16",
-            "divergence": {"status": "ok", "problems": {"ok": problems}},
-        }  # fmt: skip
-
-    runs = [condition("first", "a", 8), condition("again", "a", 16), condition("other", "b", 4)]
-    assert [found["name"] for found in select({"conditions": runs}, "fp16")] == ["again", "other"]

@@ -11,7 +11,7 @@ from jaxkv.reporting.rules import CANNOT_TELL, DOES_NOT_HOLD, HOLDS, say_family,
 # What may be asked for, and the letter that its claims' ids begin with.
 PAPERS = {"2604.15409": "C", "2606.03458": "K", "shebel-2025": "E"}
 CHANGED = ("injection", "perplexity", "accumulation")  # experiments that change the cache
-SEEN, NOT_SEEN = ("reproduced", HOLDS), ("not reproduced", DOES_NOT_HOLD)
+SEEN = {"reproduced": True, HOLDS: True, "not reproduced": False, DOES_NOT_HOLD: False}
 DIFFERS = "differs"
 
 
@@ -30,11 +30,10 @@ def keep_claims(blocks: Sequence[Block], asked: Collection[str]) -> list[Block]:
 
 def say_verdict(verdict: str, models: Sequence[str]) -> str:
     """``seen``, ``not seen on MODEL``, ``cannot tell``; what runs decide otherwise stays as it is."""
-    for words, said in ((SEEN, "seen"), (NOT_SEEN, f"not seen on {', '.join(models)}")):
-        for word in words:
-            if verdict == word or verdict.startswith(f"{word} on "):
-                return said + verdict.removeprefix(word)
-    return verdict
+    word, *some = verdict.partition(" on ")
+    if word not in SEEN:
+        return verdict
+    return ("seen" if SEEN[word] else f"not seen on {', '.join(models)}") + "".join(some)
 
 
 def list_statements(study: Study) -> list[tuple[str, str, dict[str, list[str]]]]:

@@ -62,14 +62,13 @@ class Table(msgspec.Struct, frozen=True):
     terminal: Sequence[int] = ()
 
 
+Columns = Mapping[str, Callable[[T], Cell]]  # what makes the cell of an entry under each head
+
+
 def make_table(
-    columns: Mapping[str, Callable[[T], Cell]],
-    entries: Iterable[T],
-    caption: str = "",
-    terminal: Sequence[int] = (),
-    kind: str = "",
+    columns: Columns[T], entries: Iterable[T], caption: str = "", terminal: Sequence[int] = (), kind: str = ""
 ) -> Table:
-    """A row for each entry; `columns` holds what makes its cell under each head. The rest is as in `Table`."""
+    """A row for each entry; the rest is as in `Table`."""
     rows = [[show(entry) for show in columns.values()] for entry in entries]
     return Table(list(columns), rows, caption, kind, terminal)
 

@@ -49,11 +49,7 @@ DOT, MARK = 14, 34  # areas in square pixels
 
 
 def draw(chart: Chart) -> ET.Element:
-    """A chart as an SVG tree of the page's width.
-
-    Raises:
-      ValueError: lines without a point that has a place.
-    """
+    """A chart as an SVG tree of the page's width. Raises ValueError for lines without a point that has a place."""
     spec, height = _DRAWN[type(chart)](chart)
     whole = spec.properties(
         width=WIDTH, height=height, padding=2, background="transparent",
@@ -146,8 +142,8 @@ def _ticks(axis: Axis, scale: alt.Scale, **more: Any) -> alt.Axis:
     return alt.Axis(format="~e", values=[10.0**power for power in powers], **more)
 
 
-def _across(axis: Axis, scale: alt.Scale, field: str = "x:Q") -> alt.X:
-    return alt.X(field, title=axis.label, scale=scale, axis=_ticks(axis, scale, grid=False))
+def _across(axis: Axis, scale: alt.Scale, field: str = "x:Q", **more: Any) -> alt.X:
+    return alt.X(field, title=axis.label, scale=scale, axis=_ticks(axis, scale, **more))
 
 
 def _up(axis: Axis, scale: alt.Scale, field: str = "y:Q") -> alt.Y:
@@ -188,7 +184,7 @@ def _draw_lines(chart: Lines) -> Drawn:
     for name, point in placed:
         said = point.said or f"{name}: {format_number(point.y, 3)} at {format_number(point.x, 3)}"
         rows.append({"s": name, "x": point.x, "y": point.y, "said": said} | _span(point, floor))
-    at, up, colour = _across(chart.x, across), _up(chart.y, along), _colour(chart.series)
+    at, up, colour = _across(chart.x, across, grid=False), _up(chart.y, along), _colour(chart.series)
     base, bounded = _data(rows), _data([row for row in rows if "low" in row])
     bend: Any = "step-after" if chart.steps else "linear"
     band = bounded.mark_area(opacity=0.18, interpolate=bend, aria=False)
@@ -213,7 +209,7 @@ def _make_room(series: Sequence[Series]) -> int:
 def _draw_scatter(chart: Scatter) -> Drawn:
     flat = [point for one in chart.series for point in one.points]
     across, along = (_scale(a, [getattr(p, n) for p in flat]) for a, n in ((chart.x, "x"), (chart.y, "y")))
-    at, up, colour = _across(chart.x, across), _up(chart.y, along), _colour(chart.series)
+    at, up, colour = _across(chart.x, across, grid=False), _up(chart.y, along), _colour(chart.series)
     edges = across["domain"][0], along["domain"][0]
     layers = []
     for order, one in enumerate(chart.series):
@@ -244,9 +240,7 @@ def _draw_intervals(chart: Intervals) -> Drawn:
     scale = _scale(chart.x, [row[name] for row in rows for name in ("x", "low", "high")])
     place = alt.Y("at:O", axis=None, sort=None, scale=alt.Scale(paddingInner=0, paddingOuter=0.1))
     colour = alt.Color("c:N", scale=None, legend=None)
-    at, span = (
-        alt.X(field, title=chart.x.label, scale=scale, axis=_ticks(chart.x, scale)) for field in ("x:Q", "low:Q")
-    )
+    at, span = (_across(chart.x, scale, field) for field in ("x:Q", "low:Q"))
     base = _data(rows)
     bars = base.mark_rule(strokeWidth=2.2, yOffset=7, y2Offset=7, aria=False)
     names = base.mark_text(align="left", dy=-5, fontSize=10.5, color=INK, limit=WIDTH - 20, aria=False)

@@ -21,14 +21,13 @@ def share(count: int, total: int) -> dict[str, Any] | None:
     """A share of independent trials with its exact interval, of 0 or 1 with its bound; None if there were no trials."""
     if total == 0:
         return None
-    interval = list(statistics.clopper_pearson(count, total))
-    entry = {"count": count, "total": total, "rate": count / total, "interval": interval, "method": EXACT}
-    return entry | _bound(count, total, total)
+    return _describe(count, total, total, interval=list(statistics.clopper_pearson(count, total)), method=EXACT)
 
 
-def _bound(count: int, total: int, independent: int) -> dict[str, float]:
+def _describe(count: int, total: int, independent: int, **more: Any) -> dict[str, Any]:
     bound = statistics.zero_upper_bound(independent)
-    return {"upper_bound": bound} if count == 0 else {"lower_bound": 1 - bound} if count == total else {}
+    bounds = {"upper_bound": bound} if count == 0 else {"lower_bound": 1 - bound} if count == total else {}
+    return {"count": count, "total": total, "rate": count / total, **more, **bounds}
 
 
 def clustered_share(
@@ -42,26 +41,17 @@ def clustered_share(
     count, total, clusters = int(sum(counts)), int(sum(sizes)), sum(size > 0 for size in sizes)
     if total == 0:
         return None
-    return {
-        "count": count,
-        "total": total,
-        "rate": count / total,
-        "interval": list(statistics.clustered_share_interval(counts, sizes, independent)),
-        "method": CLUSTERED,
-        "clusters": clusters,
-        "unit": unit,
-    } | _bound(count, total, clusters)
+    interval = list(statistics.clustered_share_interval(counts, sizes, independent))
+    found = {"interval": interval, "method": CLUSTERED, "clusters": clusters, "unit": unit}
+    return _describe(count, total, clusters, **found)
 
 
 def take_rest(entry: Mapping[str, Any]) -> dict[str, Any]:
     """The share of the trials that a share does not count."""
-    turned = dict(entry) | {"count": entry["total"] - entry["count"], "rate": 1 - entry["rate"]}
-    turned["interval"] = [1 - end for end in reversed(entry["interval"])]
-    for name, other in (("upper_bound", "lower_bound"), ("lower_bound", "upper_bound")):
-        turned.pop(name, None)
-        if other in entry:
-            turned[name] = 1 - entry[other]
-    return turned
+    turned = {"upper_bound": "lower_bound", "lower_bound": "upper_bound"}
+    kept = {turned.get(name, name): 1 - part if name in turned else part for name, part in entry.items()}
+    interval = [1 - end for end in reversed(entry["interval"])]
+    return kept | {"count": entry["total"] - entry["count"], "rate": 1 - entry["rate"], "interval": interval}
 
 
 def describe_column(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> dict[str, Any]:

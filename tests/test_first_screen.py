@@ -1,7 +1,7 @@
 """The first screen says what records say and no more: eight planted situations, from records alone."""
 
 import pytest
-from plain_records import to_typed
+from plain_records import summarize_study, to_typed
 from sample_records import make_invalid, make_sample
 from study_records import as_torch, make_run, make_samples
 
@@ -21,7 +21,8 @@ def gated(samples, gate=GATE, *named):
 
 
 def say(*runs):
-    return describe([to_typed(run) for run in runs])
+    study = summarize_study(runs)
+    return describe(study["conditions"], study["causes"], to_typed(runs))
 
 
 def parted(problem):

@@ -1,10 +1,9 @@
 """The figures of how far the arms are apart, of several runs at once, as charts on shared axes."""
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-import msgspec
 
 from jaxkv.experiments.parity.record import CACHE_PAIRS, CELLS, FRAMEWORK_PAIRS, name_pair
 from jaxkv.experiments.report_parts import base_precision
@@ -209,7 +208,7 @@ def _share_ends(panels: Sequence[Cells]) -> list[Cells]:
     """The panels on one scale."""
     values = [v for panel in panels for row in panel.values for v in row if v is not None and (v > 0 or not panel.log)]
     ends = (min(values), max(values)) if values else None
-    return [msgspec.structs.replace(panel, ends=ends) for panel in panels]
+    return [dataclasses.replace(panel, ends=ends) for panel in panels]
 
 
 def _make_matrix(

@@ -16,9 +16,7 @@ from jaxkv.experiments.divergence.record import DivergenceRecord
 from jaxkv.experiments.divergence.wording import describe_invalid
 from jaxkv.experiments.record_parts import ARMS, find_headline
 from jaxkv.experiments.report_parts import Run
-from jaxkv.experiments.reports import REPORTS
-from jaxkv.overview.claims_layers import diagnose
-from jaxkv.overview.gather import Condition, describe_condition, list_values, name_conditions
+from jaxkv.overview.gather import Condition, list_values, name_conditions
 from jaxkv.reporting.document import Block, Paragraph, Terms, Tile, Tiles
 from jaxkv.reporting.format import format_number, format_percent, say_count
 
@@ -90,18 +88,8 @@ class _Compared(msgspec.Struct, frozen=True):
         return [sample for sample in self.samples if sample.status == "ok"]
 
 
-def describe(runs: Sequence[Run]) -> FirstScreen:
-    """What runs say together about cached against uncached decoding; those without its records say nothing here."""
-    conditions = [
-        describe_condition(run) | {"divergence": REPORTS["divergence"].summarize(run)}
-        for run in runs
-        if run.of(DivergenceRecord)
-    ]
-    return describe_conditions(conditions, diagnose({"conditions": conditions}), runs)
-
-
-def describe_conditions(conditions: Sequence[Condition], causes: Sequence[Cause], runs: Sequence[Run]) -> FirstScreen:
-    """`describe` where the runs are summarized already, and their causes known (`diagnose`)."""
+def describe(conditions: Sequence[Condition], causes: Sequence[Cause], runs: Sequence[Run]) -> FirstScreen:
+    """What runs, by their conditions and causes (`diagnose`), say together about cached against uncached decoding."""
     kept = [c for c in conditions if c.get("divergence")]
     records = {run.name: run.of(DivergenceRecord) for run in runs}
     found = [_Compared(n, c, records[c["name"]]) for n, c in zip(name_conditions(kept), kept, strict=True)]

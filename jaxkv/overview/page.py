@@ -16,7 +16,7 @@ from jaxkv.experiments.report_parts import Run
 from jaxkv.experiments.reports import REPORTS
 from jaxkv.overview import sections
 from jaxkv.overview.examples import count_parted, show_examples
-from jaxkv.overview.first_screen import describe_conditions
+from jaxkv.overview.first_screen import describe
 from jaxkv.overview.gather import Condition, Study, drop_copies, join_parts, list_values, name_conditions, read_runs
 from jaxkv.overview.papers import CHANGED, keep_claims, write_claims
 from jaxkv.overview.parity import write_free_parity
@@ -173,7 +173,7 @@ def write_blocks(study: Study, runs: Sequence[Run], asked: Collection[str] = ())
     """The report of one run or several, in order, from their summary and records; judges claims of `asked` papers."""
     names = _name_all(study)
     drawn = draw_divergence(study)
-    first = describe_conditions(study["conditions"], study["causes"], runs)
+    first = describe(study["conditions"], study["causes"], runs)
     parts: list[Sequence[Block]] = [
         first.to_blocks() if any(c.get("divergence") for c in study["conditions"]) else [_say_what_ran(study)],
         _write_missing(study),

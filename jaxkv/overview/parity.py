@@ -5,10 +5,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 
-from jaxkv.experiments.divergence.record import DivergenceRecord
 from jaxkv.experiments.figures import name_group
 from jaxkv.experiments.foreign.record import ForeignRecord
 from jaxkv.experiments.parity.record import name_pair
@@ -23,7 +21,7 @@ from jaxkv.reporting.format import format_counted_share, format_number, format_s
 from jaxkv.reporting.metrics import free_running
 from jaxkv.reporting.shares import clustered_share, share
 
-Generated = DivergenceRecord | ForeignRecord
+Cell = Sequence[Any]  # what one arm of one framework generated for each of the shared problems
 TOGETHER = ("model", "precision", *SAMPLING, "batch_size", "padding", "device")  # what the cells of a group share
 
 
@@ -54,28 +52,20 @@ def find_cells(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return sorted(found, key=lambda group: -(group["batch_size"] or 0))  # larger ones ask more problems
 
 
-class Cell(msgspec.Struct, frozen=True):
-    """One arm of one framework on the shared problems: its tokens, and whether it is right (None without scores)."""
-
-    tokens: Sequence[Sequence[int]]
-    right: Sequence[bool] | None
-
-
-def _make_cell(records: Sequence[Generated], arm: str) -> Cell:
-    arms = [getattr(record.arms, arm) for record in records]
-    right = [bool(arm.scores[find_headline(arm.scores)].correct) for arm in arms if arm.scores]
-    return Cell([arm.tokens for arm in arms], right if len(right) == len(arms) else None)
+def _find_right(cell: Cell) -> list[bool] | None:
+    right = [bool(arm.scores[find_headline(arm.scores)].correct) for arm in cell if arm.scores]
+    return right if len(right) == len(cell) else None
 
 
 def _compare_cells(first: Cell, second: Cell) -> dict[str, Any]:
     """Two cells' own generations, problem by problem, and who is right where both have scores."""
-    found = [free_running(a, b) for a, b in zip(first.tokens, second.tokens, strict=True)]
-    sizes = [max(len(a), len(b)) for a, b in zip(first.tokens, second.tokens, strict=True)]
+    found = [free_running(a.tokens, b.tokens) for a, b in zip(first, second, strict=True)]
+    sizes = [max(len(a.tokens), len(b.tokens)) for a, b in zip(first, second, strict=True)]
     differing = [f["differing_after"] + f["diverged"] for f in found]
     starts = [f["first_diverged"] for f in found if f["diverged"]]
     accuracy = None
-    if first.right is not None and second.right is not None:
-        pairs = list(zip(first.right, second.right, strict=True))
+    if (ours := _find_right(first)) is not None and (theirs := _find_right(second)) is not None:
+        pairs = list(zip(ours, theirs, strict=True))
         only = sum(a and not b for a, b in pairs), sum(b and not a for a, b in pairs)
         accuracy = {"only_first": only[0], "only_second": only[1], "mcnemar_p": statistics.sign_test(*only)}
     return {
@@ -97,8 +87,8 @@ def summarize_free(group: Mapping[str, Any]) -> dict[str, Any] | None:
     cells: dict[str, Cell] = {}
     for framework, member in members.items():
         records = [member["samples"][prompt] for prompt in shared]
-        arms = [arm for arm in ARMS if all(getattr(record.arms, arm) for record in records)]
-        cells |= {f"{framework} {arm}": _make_cell(records, arm) for arm in arms}
+        arms = {arm: [getattr(record.arms, arm) for record in records] for arm in ARMS}
+        cells |= {f"{framework} {arm}": cell for arm, cell in arms.items() if all(cell)}
     pairs = {name_pair(a, b): _compare_cells(cells[a], cells[b]) for a, b in itertools.combinations(cells, 2)}
     both = [f for f in members if f"{f} cached" in cells and f"{f} uncached" in cells]
     contrasts = [_contrast(first, second, pairs, members, shared) for first, second in itertools.combinations(both, 2)]
@@ -106,9 +96,7 @@ def summarize_free(group: Mapping[str, Any]) -> dict[str, Any] | None:
         **{name: group[name] for name in TOGETHER},
         "runs": {framework: member["run"] for framework, member in members.items()},
         "problems": len(shared),
-        "cells": {
-            name: None if cell.right is None else share(sum(cell.right), len(shared)) for name, cell in cells.items()
-        },
+        "cells": {name: (right := _find_right(cell)) and share(sum(right), len(right)) for name, cell in cells.items()},
         "pairs": {name: {k: v for k, v in pair.items() if k != "parted"} for name, pair in pairs.items()},
         "contrasts": contrasts,
     }

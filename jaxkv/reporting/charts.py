@@ -1,12 +1,12 @@
 """What a chart shows, as data; `jaxkv.reporting.drawing` draws it."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-import msgspec
 
-
-class Axis(msgspec.Struct, frozen=True):
+@dataclasses.dataclass(frozen=True)
+class Axis:
     """An axis: its label, whether it is logarithmic, and its ends where they are not those of the data."""
 
     label: str
@@ -15,7 +15,8 @@ class Axis(msgspec.Struct, frozen=True):
     high: float | None = None
 
 
-class Point(msgspec.Struct, frozen=True):
+@dataclasses.dataclass(frozen=True)
+class Point:
     """A point, the interval of its y where it has one, and what it says when pointed at."""
 
     x: float
@@ -24,7 +25,8 @@ class Point(msgspec.Struct, frozen=True):
     said: str = ""
 
 
-class Series(msgspec.Struct, frozen=True):
+@dataclasses.dataclass(frozen=True)
+class Series:
     """Points under a name; `colour` is an index of the page's colours, taken in turn if None."""
 
     name: str
@@ -32,7 +34,8 @@ class Series(msgspec.Struct, frozen=True):
     colour: int | None = None
 
 
-class Lines(msgspec.Struct, frozen=True):
+@dataclasses.dataclass(frozen=True)
+class Lines:
     """Lines through points with their intervals, as a band or as `bars`; with `steps` a value holds until the next.
 
     A dashed level lies at `rule`. A logarithmic axis has no place for what is not positive.
@@ -47,7 +50,8 @@ class Lines(msgspec.Struct, frozen=True):
     rule: float | None = None
 
 
-class Scatter(msgspec.Struct, frozen=True):
+@dataclasses.dataclass(frozen=True)
+class Scatter:
     """Dots of series, the last above the others, and a dashed line; what has no place lies on the edge."""
 
     title: str
@@ -57,7 +61,8 @@ class Scatter(msgspec.Struct, frozen=True):
     line: Sequence[tuple[float, float]] = ()
 
 
-class Row(msgspec.Struct, frozen=True):
+@dataclasses.dataclass(frozen=True)
+class Row:
     """A row of `Intervals`: its label, a value with its interval, and what it says when pointed at."""
 
     label: str
@@ -67,7 +72,8 @@ class Row(msgspec.Struct, frozen=True):
     colour: int = 0
 
 
-class Intervals(msgspec.Struct, frozen=True):
+@dataclasses.dataclass(frozen=True)
+class Intervals:
     """A forest plot: a value with its interval in each row."""
 
     title: str
@@ -75,7 +81,8 @@ class Intervals(msgspec.Struct, frozen=True):
     x: Axis
 
 
-class Cells(msgspec.Struct, frozen=True):
+@dataclasses.dataclass(frozen=True)
+class Cells:
     """A grid of cells, one list of `values` a row, with a `measure` over its colour bar; None stays empty.
 
     Of many names of `rows` and `columns` some are shown. A cell says `said` of its row, column and value when pointed

@@ -4,8 +4,10 @@ Its runs are those of launch/ablation.sh: of one model they differ in their cach
 """
 
 import dataclasses
+import itertools
 import math
 import pathlib
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,11 +17,10 @@ from jaxkv.experiments.record_parts import CLEAN
 from jaxkv.experiments.report_parts import Run, name_of
 from jaxkv.interventions.quantizers import CacheQuant, parse_cache_quant
 from jaxkv.interventions.quantizers.kvarn import KVarN
-from jaxkv.overview.gather import describe_origin, read_runs
-from jaxkv.overview.joining import join_runs
+from jaxkv.overview.gather import describe_origin, join_runs, read_runs
 from jaxkv.reporting import statistics
 from jaxkv.reporting.document import Code, Heading, Paragraph, Table, to_markdown
-from jaxkv.reporting.format import format_number, format_percent
+from jaxkv.reporting.format import format_interval, format_number, format_percent
 
 Kept = Mapping[str, Any]
 ABOUT = """Perplexity of WikiText-2's test split through a quantized cache over that without one, in windows of
@@ -34,70 +35,50 @@ cells that differ in it alone. Above 1 it harms. A tile of 128 leaves more token
 
 
 def load(runs: Sequence[pathlib.Path]) -> dict[str, Kept]:
-    """Of each model, the sums of each window under each cache, and where they came from.
+    """Of each model, the records of each window under each cache, and where they came from.
 
-    Raises:
-      UserError: runs of a model that differ in more than their caches.
+    Raises UserError for runs of a model that differ in more than their caches.
     """
-    by_model: dict[str, list[Run]] = {}
+    by_model: dict[str, list[Run]] = defaultdict(list)
     for run in read_runs(runs):
-        by_model.setdefault(str(name_of(run.run["config"]["model"])), []).append(run)
+        by_model[str(name_of(run.run["config"]["model"]))].append(run)
     kept = {}
     for model, members in sorted(by_model.items()):
         joined = join_runs(model, members)
-        windows: dict[str, dict[int, PerplexityRecord]] = {}
-        for record in joined.of(PerplexityRecord):
+        windows: dict[str, dict[int, PerplexityRecord]] = defaultdict(dict)
+        for record in sorted(joined.of(PerplexityRecord), key=lambda one: one.problem):
             if record.status == "ok":
-                windows.setdefault(record.change, {})[record.problem] = record
-        cells = {}
-        for entry in perplexity.summarize_perplexity(joined.records, joined.run)["changes"]:
-            rows = windows.get(entry["change"], {})
-            cells[entry["change"]] = {
-                "spec": entry.get("spec"),
-                "cache": entry.get("cache"),
-                "windows": {
-                    str(index): [
-                        row.tokens,
-                        row.prompt_tokens,
-                        *(getattr(row.nats, arm) for arm in ("uncached", "cached")),
-                        *(getattr(row.logits, part) for part in ("kl", "flips")),
-                    ]
-                    for index, row in sorted(rows.items())
-                },
-            }
+                windows[record.change][record.problem] = record
+        cells = {
+            entry["change"]: {**entry, "windows": windows[entry["change"]]}
+            for entry in perplexity.summarize_perplexity(joined.records, joined.run)["changes"]
+        }
         kept[model] = {"origin": describe_origin(joined), "cells": cells}
     return kept
 
 
-def _interval(gaps: Mapping[str, float], tokens: Mapping[str, int]) -> str:
+def _interval(gaps: Sequence[float], windows: Sequence[PerplexityRecord]) -> str:
     """exp of the mean gap a token, with its interval over windows."""
     if not gaps:
         return "none valid"
-    sums, sizes = list(gaps.values()), [tokens[window] for window in gaps]
-    mean = math.exp(math.fsum(sums) / sum(sizes))
-    if (found := statistics.estimate_signed_mean(sums, sizes)) is None:
-        return f"{mean:.4g}"
-    low, high = map(math.exp, found.interval())
-    return f"{mean:.4g} [{low:.4g}, {high:.4g}]"
+    sizes = [window.tokens for window in windows]
+    mean = math.exp(math.fsum(gaps) / sum(sizes))
+    found = statistics.estimate_signed_mean(gaps, sizes)
+    return format_interval(mean, found and list(map(math.exp, found.interval())), "{:.4g}".format)
 
 
 def show_ratio(cell: Kept) -> str:
     """Cached over uncached perplexity of a cell."""
-    windows = cell["windows"]
-    gaps = {index: row[3] - row[2] for index, row in windows.items()}
-    return _interval(gaps, {index: row[0] for index, row in windows.items()})
+    windows = list(cell["windows"].values())
+    return _interval([window.nats.cached - window.nats.uncached for window in windows], windows)
 
 
 def show_effect(pairs: Sequence[tuple[Kept, Kept]]) -> str:
     """Perplexity of the first of each pair over that of the second: the geometric mean over pairs, paired by window."""
-    common = set.intersection(*(set(cell["windows"]) for pair in pairs for cell in pair))
-    order = sorted(common, key=int)
-    gaps = {
-        index: math.fsum(first["windows"][index][3] - second["windows"][index][3] for first, second in pairs)
-        / len(pairs)
-        for index in order
-    }
-    return _interval(gaps, {index: pairs[0][0]["windows"][index][0] for index in order})
+    both = [(first["windows"], second["windows"]) for first, second in pairs]
+    common = sorted(set.intersection(*(set(windows) for pair in both for windows in pair)))
+    gaps = [math.fsum(a[index].nats.cached - b[index].nats.cached for a, b in both) / len(both) for index in common]
+    return _interval(gaps, [both[0][0][index] for index in common])
 
 
 def _bits(cell: Kept) -> str:
@@ -108,22 +89,21 @@ def _bits(cell: Kept) -> str:
 def write_cells(kept: Mapping[str, Kept], wanted: Callable[[str], bool]) -> Table:
     """Each cell: bits, ratio, KL and share of flips by model."""
     names = dict.fromkeys(name for run in kept.values() for name in run["cells"] if name != CLEAN and wanted(name))
-    head = ["cache"]
-    head += [
-        f"{model}: {part}" for model in kept for part in ("bits K / V; whole", "cached / uncached", "KL", "flips, %")
-    ]
+    parts = ("bits K / V; whole", "cached / uncached", "KL", "flips, %")
     rows = []
     for name in names:
-        cells = [f"`{name}`"]
-        for run in kept.values():
-            cell = run["cells"].get(name)
-            if cell is None or not cell["windows"]:
-                cells += ["-", "none valid" if cell else "-", "-", "-"]
-                continue
-            tokens, kl, flips = (math.fsum(row[part] for row in cell["windows"].values()) for part in (0, 4, 5))
-            cells += [_bits(cell), show_ratio(cell), format_number(kl / tokens), format_percent(flips / tokens)]
-        rows.append(cells)
-    return Table(head, rows)
+        cells = (_list_cell(run["cells"].get(name)) for run in kept.values())
+        rows.append([f"`{name}`", *itertools.chain.from_iterable(cells)])
+    return Table(["cache", *(f"{model}: {part}" for model in kept for part in parts)], rows)
+
+
+def _list_cell(cell: Kept | None) -> list[str]:
+    if not cell or not cell["windows"]:
+        return ["-", "none valid" if cell else "-", "-", "-"]
+    windows = cell["windows"].values()
+    tokens = math.fsum(window.tokens for window in windows)
+    kl, flips = (math.fsum(getattr(window.logits, part) for window in windows) for part in ("kl", "flips"))
+    return [_bits(cell), show_ratio(cell), format_number(kl / tokens), format_percent(flips / tokens)]
 
 
 def _change(quant: CacheQuant, sides: str, **fields: Any) -> str:
@@ -149,13 +129,10 @@ def list_pairs(names: Sequence[str], factor: int) -> list[tuple[str, str]]:
     """Cells of the factorial that differ in one factor alone."""
     _, with_it, without, sides = FACTORS[factor]
     found = []
-    for name in names:
-        if not in_factorial(name):
-            continue
+    for name in filter(in_factorial, names):
         quant = parse_cache_quant(name)
-        if all(getattr(quant, side).quantizer is None for side in sides):
-            continue
-        if _change(quant, sides, **with_it) == name and (other := _change(quant, sides, **without)) in names:
+        other = _change(quant, sides, **without)
+        if _change(quant, sides, **with_it) == name != other and other in names:
             found.append((name, other))
     return found
 
@@ -208,39 +185,25 @@ def write_runs(kept: Mapping[str, Kept]) -> Table:
     rows = []
     for model, run in kept.items():
         origin = run["origin"]
-        cells = {name: cell for name, cell in run["cells"].items() if name != CLEAN}
-        valid = sorted({len(cell["windows"]) for cell in cells.values()})
-        row = [
-            model,
-            f"{len(cells)}",
-            " to ".join(map(str, valid[:: max(1, len(valid) - 1)])),
-            origin["device"]["kind"],
-        ]
-        row += [f"jax {origin['versions']['jax']}", ", ".join(origin["dates"])]
+        cells = [cell for name, cell in run["cells"].items() if name != CLEAN]
+        valid = sorted({len(cell["windows"]) for cell in cells})
+        row = [model, str(len(cells)), " to ".join(map(str, valid[:: max(1, len(valid) - 1)]))]
+        row += [origin["device"]["kind"], f"jax {origin['versions']['jax']}", ", ".join(origin["dates"])]
         row.append(", ".join(revision[:12] for revision in origin["revisions"]))
         files = origin["checkpoint"]["files"].items()
         weights = [digest for name, digest in files if name.endswith((".gguf", ".safetensors"))]
         rows.append([*row, *(f"`{digest[:12]}`" for digest in (*weights[:1], origin["data"]["problems"]["sha256"]))])
-    head = [
-        "model",
-        "caches",
-        "valid windows",
-        "device",
-        "versions",
-        "date",
-        "revisions",
-        "weights, SHA-256",
-        "text, SHA-256",
-    ]
-    return Table(head, rows)
+    head = ["model", "caches", "valid windows", "device", "versions", "date", "revisions"]
+    return Table([*head, "weights, SHA-256", "text, SHA-256"], rows)
 
 
 def render(kept: Mapping[str, Kept]) -> str:
     """The page."""
-    rows = [row for run in kept.values() for cell in run["cells"].values() for row in cell["windows"].values()]
-    scored, given = (", ".join(str(count) for count in sorted({row[part] for row in rows})) for part in (0, 1))
+    windows = [one for run in kept.values() for cell in run["cells"].values() for one in cell["windows"].values()]
+    scored, given = (
+        ", ".join(map(str, sorted({getattr(one, part) for one in windows}))) for part in ("tokens", "prompt_tokens")
+    )
     most = max(sum(name != CLEAN for name in run["cells"]) for run in kept.values())
-    others = "Other windows, layers, widths and methods."
     return to_markdown(
         "What of KVarN does the harm",
         [
@@ -252,7 +215,7 @@ def render(kept: Mapping[str, Kept]) -> str:
             Paragraph("KVarN at 2 bits, `passes=0` being without normalisation."),
             write_cells(kept, in_factorial),
             Heading("Beside other methods"),
-            Paragraph(others),
+            Paragraph("Other windows, layers, widths and methods."),
             write_cells(kept, lambda name: not in_factorial(name)),
             Heading("What was run"),
             Paragraph("`launch/ablation.sh`; the first of each model's commands, whose others are of other caches:"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -36,14 +37,9 @@ tokens flip than predicted; such conditions are told apart below."""
 
 @dataclasses.dataclass(frozen=True)
 class Condition:
-    """Steps of one condition.
+    """Steps of one condition: per sequence its columns.
 
-    Attributes:
-      name: model, precision, sampler, framework and cache.
-      group: conditions of one model, framework and sampler: those that share an fp32 run.
-      precision: with its overrides.
-      device: where it ran.
-      samples: per sequence the columns of its steps.
+    A group has conditions of one model, framework and sampler: those that share an fp32 run.
     """
 
     name: str
@@ -58,10 +54,10 @@ def _split(run: Run) -> Iterator[tuple[str, list[Comparison]]]:
     plain = [record.teacher_forced for record in run.of(DivergenceRecord) if record.teacher_forced]
     if run.run["config"]["decoding"].get("regime", "plain") == "plain":
         yield "", plain
-    changed: dict[str, list[Comparison]] = {}
+    changed: dict[str, list[Comparison]] = defaultdict(list)
     for record in run.of(InjectionRecord):
         if record.change != CLEAN and record.seed == 0 and record.teacher_forced:
-            changed.setdefault(record.change, []).append(record.teacher_forced)
+            changed[record.change].append(record.teacher_forced)
     yield from changed.items()
 
 
@@ -89,12 +85,9 @@ class Row:
     """The law beside the count of one condition; rates are flips per step."""
 
     condition: Condition
-    steps: int
     seen: int
     interval: tuple[float, float]
-    shift: float
-    linear: float
-    convolution: float
+    law: Prediction
     from_wide: float | None
 
 
@@ -106,19 +99,10 @@ def make_rows(conditions: Sequence[Condition]) -> list[Row]:
         checked = check_steps({name: np.concatenate([s[name] for s in condition.samples]) for name in COLUMNS})
         said = Prediction(**checked["prediction"])
         flips, sizes = [int(s["flip"].sum()) for s in condition.samples], [len(s["flip"]) for s in condition.samples]
+        interval = statistics.clustered_share_interval(flips, sizes)
         margins = wide.get(condition.group)
-        rows.append(
-            Row(
-                condition,
-                said.steps,
-                checked["flips"],
-                statistics.clustered_share_interval(flips, sizes),
-                said.shift,
-                said.linear,
-                said.convolution,
-                None if margins is None else predict(margins, [said.shift]).linear,
-            )
-        )
+        from_wide = None if margins is None else predict(margins, [said.shift]).linear
+        rows.append(Row(condition, checked["flips"], interval, said, from_wide))
     return rows
 
 
@@ -147,30 +131,27 @@ def fit(predicted: np.ndarray, seen: np.ndarray) -> tuple[str, str]:
 def _bound(row: Row) -> float:
     """Flips per step of a condition without one, if as many sequences as may go unseen had one each."""
     sequences = len(row.condition.samples)
-    return statistics.zero_upper_bound(sequences) * sequences / row.steps
+    return statistics.zero_upper_bound(sequences) * sequences / row.law.steps
 
 
 def draw(rows: Sequence[Row]) -> str:
     """Seen against predicted flips per step, both axes in log, as SVG."""
-    told = [(row, row.seen / row.steps) for row in rows if row.convolution > LEAST]
-    bound = [_bound(row) for row, seen in told if not seen]
-    low, high = limits(
-        [*(row.convolution for row, _ in told), *filter(None, (seen for _, seen in told)), *bound], log=True
-    )
-    models = list(dict.fromkeys(row.condition.name.split()[0] for row, _ in told))
-    points: dict[str, list[Point]] = {model: [] for model in models}
+    told = [(row, row.seen / row.law.steps) for row in rows if row.law.convolution > LEAST]
+    drawn = [rate for row, seen in told for rate in (row.law.convolution, seen or _bound(row))]
+    low, high = limits(drawn, log=True)
+    points: dict[str, list[Point]] = defaultdict(list)
     for row, seen in told:
         span = (max(low, row.interval[0]), row.interval[1]) if seen else (low, _bound(row))
-        said = f"{row.condition.name}: {row.seen} flips in {row.steps} steps"
-        points[row.condition.name.split()[0]].append(Point(row.convolution, seen, span, said))
+        said = f"{row.condition.name}: {row.seen} flips in {row.law.steps} steps"
+        points[row.condition.name.split()[0]].append(Point(row.law.convolution, seen, span, said))
     series = [Series(model, found) for model, found in points.items()]
     axes = Axis("predicted (convolution)", True, low, high), Axis("seen", True, low, high)
     return to_file(draw_chart(Scatter("Flips per step", series, *axes, [(low, low), (high, high)])))
 
 
 FORMS = {
-    "linear": lambda row: row.linear,
-    "convolution": lambda row: row.convolution,
+    "linear": lambda row: row.law.linear,
+    "convolution": lambda row: row.law.convolution,
     "from fp32": lambda row: row.from_wide,
 }
 
@@ -179,18 +160,16 @@ def write_fits(rows: Sequence[Row]) -> Table:
     """How the counts go with what is predicted, below and above the shift up to which the law holds."""
     fits = []
     for small in (True, False):
-        told = [row for row in rows if row.convolution > 0 and (row.shift < NEAR) == small]
+        told = [row for row in rows if row.law.convolution > 0 and (row.law.shift < NEAR) == small]
         for label, pick in FORMS.items():
-            kept = [(pick(row) * row.steps, row.seen) for row in told if pick(row)]
+            kept = [(pick(row) * row.law.steps, row.seen) for row in told if pick(row)]
             if len(kept) < 3:
                 continue
             predicted, seen = (np.array(column, float) for column in zip(*kept, strict=True))
-            fits.append(
-                [f"{'below' if small else 'above'} {NEAR:g} logits", label, str(len(kept)), *fit(predicted, seen)]
-            )
-    return Table(
-        ["mean absolute shift", "form", "conditions", "flips seen over predicted", "exponent of predicted"], fits
-    )
+            side = f"{'below' if small else 'above'} {NEAR:g} logits"
+            fits.append([side, label, str(len(kept)), *fit(predicted, seen)])
+    head = ["mean absolute shift", "form", "conditions", "flips seen over predicted", "exponent of predicted"]
+    return Table(head, fits)
 
 
 def write_rows(rows: Sequence[Row]) -> Table:
@@ -198,20 +177,20 @@ def write_rows(rows: Sequence[Row]) -> Table:
     cells = []
     for row in rows:
         low, high = row.interval
-        seen = f"{row.seen} ({format_number(low * row.steps, 2)} to {format_number(high * row.steps, 2)})"
+        seen = f"{row.seen} ({format_number(low * row.law.steps, 2)} to {format_number(high * row.law.steps, 2)})"
         if not row.seen:
             share = statistics.zero_upper_bound(len(row.condition.samples))
             seen = f"0 (in less than {format_percent(share)} of sequences)"
         rates = (pick(row) for pick in FORMS.values())
-        said = ["-" if rate is None else format_number(rate * row.steps, 3) for rate in rates]
-        cells.append([row.condition.name, str(row.steps), format_number(row.shift, 2), seen, *said])
+        said = ["-" if rate is None else format_number(rate * row.law.steps, 3) for rate in rates]
+        cells.append([row.condition.name, str(row.law.steps), format_number(row.law.shift, 2), seen, *said])
     return Table(["condition", "steps", "mean absolute shift, logits", "flips seen", *FORMS], cells)
 
 
 def render(rows: Sequence[Row]) -> str:
     """The page."""
     devices = ", ".join(sorted({row.condition.device for row in rows}))
-    total, steps = sum(row.seen for row in rows), sum(row.steps for row in rows)
+    total, steps = sum(row.seen for row in rows), sum(row.law.steps for row in rows)
     return to_markdown(
         "The law of flips",
         [

@@ -83,9 +83,7 @@ def unpack(name: str, into: pathlib.Path) -> list[pathlib.Path]:
     """The run directories kept under NAME, unpacked below `into`."""
     with tarfile.open(HERE / name / "runs.tar.xz") as tar:
         for member in tar:  # extractall's filter came with Python 3.11.4
-            path = (
-                into / name / pathlib.PurePosixPath(member.name).parent.name / pathlib.PurePosixPath(member.name).name
-            )
+            path = into.joinpath(name, *pathlib.PurePosixPath(member.name).parts[-2:])
             path.parent.mkdir(parents=True, exist_ok=True)
             packed = tar.extractfile(member)
             assert packed is not None, member.name
@@ -169,16 +167,13 @@ def main(arguments: list[str] | None = None) -> int:
         raise UserError(f"no page is named '{unknown[0]}'; name some of {', '.join(PAGES)}, or none for all")
     if not (options.page or options.check):
         subprocess.run([sys.executable, HERE.parent / "tests" / "test_coverage.py"], check=True, capture_output=True)
-    odd = []
-    for page in options.page or PAGES:
-        if options.check:
-            odd += check(page)
-        else:
+    pages = options.page or PAGES
+    if not options.check:
+        for page in pages:
             rewrite(page)
-    if options.check:
-        odd += quote.check()
-    else:
         quote.rewrite()
+        return 0
+    odd = [name for page in pages for name in check(page)] + quote.check()
     for name in odd:
         print(f"{name} is not what its records give; run `python analysis/rebuild.py`", file=sys.stderr)
     return 1 if odd else 0

@@ -11,6 +11,7 @@ if __name__ == "__main__":
     stopping.watch()
 
 import argparse
+import contextlib
 import pathlib
 import sys
 from typing import Any
@@ -28,16 +29,11 @@ from jaxkv.writing import new_directories
 
 def _check_out(out: pathlib.Path) -> None:
     """Raises UserError if a study's report would overwrite files that are none."""
-    there = [name for name in FILES if (out / name).exists()]
-    if there and not _is_study(out / "summary.json") and not (out / "run.json").exists():
+    there, ours = [name for name in FILES if (out / name).exists()], (out / "run.json").exists()
+    with contextlib.suppress(UserError):
+        ours = ours or read_json(out / "summary.json", dict[str, Any]).get("experiment") == "study"
+    if there and not ours:
         raise UserError(f"{out / there[0]} is not of a report of ours; choose another --out, or move it")
-
-
-def _is_study(path: pathlib.Path) -> bool:
-    try:
-        return read_json(path, dict[str, Any]).get("experiment") == "study"
-    except UserError:
-        return False
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -49,11 +45,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--out", metavar="DIR", help="where a study's report goes; the one directory given, or study-report if not set"
     )
+    known = ", ".join(PAPERS)
     parser.add_argument(
-        "--claims",
-        metavar="PAPER,...",
-        default="",
-        help=f"judge claims of papers, of {', '.join(PAPERS)}; none if not set",
+        "--claims", metavar="PAPER,...", default="", help=f"judge claims of papers, of {known}; none if not set"
     )
     options = parser.parse_args(arguments)
     console = Console()

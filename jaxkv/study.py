@@ -4,25 +4,18 @@ import dataclasses
 import pathlib
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from rich import progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from jaxkv.condition import is_of, make_provenance, make_run_config, read_precision, run_path
 from jaxkv.errors import UserError
 from jaxkv.experiments.divergence.record import DivergenceRecord
 from jaxkv.experiments.experiment import EXPERIMENTS
-from jaxkv.experiments.record_parts import ARMS, Invalid, Sample, known
+from jaxkv.experiments.record_parts import ARMS, Sample, known
+from jaxkv.experiments.report_parts import group_invalid
 from jaxkv.loading import load_condition
 from jaxkv.options import Options, to_flagfile
 from jaxkv.pieces import write_pieces
@@ -38,12 +31,7 @@ if TYPE_CHECKING:
 def run_study(options: Options, alone: bool = True) -> pathlib.Path:
     """Runs one condition, or what is missing of it, and writes its report. Returns its directory.
 
-    Args:
-      options: of the condition.
-      alone: whether what it says is printed without --verbose too.
-
-    Raises:
-      UserError: anything the user can mend.
+    What it says is printed without --verbose too if it is `alone`. Raises UserError for anything the user can mend.
     """
     console = Console(stderr=True)
     path = run_path(options)
@@ -64,17 +52,14 @@ def check_valid(path: pathlib.Path) -> None:
     samples = [record for record in records if isinstance(record, Sample)]
     if not samples or any(sample.invalid is None for sample in samples):
         return
-    found = Counter(_describe_fault(sample.invalid) for sample in samples if sample.invalid)
-    (fault, times), *_ = found.most_common(1)
-    first = f"all at {fault}" if times == len(samples) else f"{times} at {fault}"
-    found_out = [session["remedy"] for session in run["sessions"] if "remedy" in session]
-    remedy = found_out[-1] if found_out else "use a wider --precision or --residual=fp32"
-    raise UserError(f"{path}: none of its {len(samples)} samples is valid, {first}; {remedy}")
-
-
-def _describe_fault(invalid: Invalid) -> str:
-    layer = "" if invalid.layer is None else f", layer {invalid.layer}"
-    return f"{invalid.op}{layer} ({invalid.value}, {invalid.arm} arm)"
+    most = max(group_invalid(samples), key=lambda group: group["samples"])
+    times = "all" if most["samples"] == len(samples) else most["samples"]
+    remedies = ["use a wider --precision or --residual=fp32"]
+    remedies += [session["remedy"] for session in run["sessions"] if "remedy" in session]
+    raise UserError(
+        f"{path}: none of its {len(samples)} samples is valid, {times} at {most['reason']} ({most['value']}, "
+        f"{most['arm']} arm); {remedies[-1]}"
+    )
 
 
 def _set_up_jax(options: Options) -> None:
@@ -106,7 +91,8 @@ def _run_experiments(options: Options, path: pathlib.Path, flags: str, console: 
             if done:
                 console.print(f"{len(done)} of {len(asked)} records of {runner.name} are done already", highlight=False)
             _record(run, runner.name, run_missing(runner, condition.items, done), len(asked), len(done), console)
-        if tokens := _list_tokens(run):
+        tokens = {token for sample in _read_samples(run) for arm in ARMS for token in getattr(sample.arms, arm).tokens}
+        if tokens:
             write_pieces(path, tokens, condition.checkpoint.tokenizer)
         if options.run.framework == "jax":
             _explain_overflow(condition, run, console)
@@ -114,17 +100,15 @@ def _run_experiments(options: Options, path: pathlib.Path, flags: str, console: 
         run.record_provenance({"seconds": round(time.monotonic() - begin, 1)})
 
 
-def _list_tokens(run: RunDirectory) -> set[int]:
-    """Ids that both arms took in the samples on disk."""
-    samples = [record for record in run.read() if isinstance(record, DivergenceRecord)]
-    return {token for sample in samples for arm in ARMS for token in getattr(sample.arms, arm).tokens}
+def _read_samples(run: RunDirectory) -> list[DivergenceRecord]:
+    return [record for record in run.read() if isinstance(record, DivergenceRecord)]
 
 
 def _record_totals(condition: "Condition", run: RunDirectory, console: Console) -> None:
     """What the package that a task is of makes of all texts of an arm together."""
     task = condition.task
     total = getattr(task, "total", None)
-    samples = [record for record in run.read() if isinstance(record, DivergenceRecord) and record.invalid is None]
+    samples = [sample for sample in _read_samples(run) if sample.invalid is None]
     if total is None or not samples:
         return
     golds = {problem.index: problem.answer for problem in task.problems}
@@ -141,14 +125,12 @@ def _record_totals(condition: "Condition", run: RunDirectory, console: Console) 
 def _check_prompts(condition: "Condition", run: RunDirectory) -> None:
     """A chat template or a tokenizer's settings may have changed since the run began: hashes of weights do not tell.
 
-    Raises:
-      UserError: a problem that is done was put to the model in other tokens.
+    Raises UserError for a problem that is done and was put to the model in other tokens.
     """
     items = {item.problem: item for item in condition.items}
-    for record in run.read():
-        if not isinstance(record, DivergenceRecord) or (item := items.get(record.problem)) is None:
-            continue
-        if record.prompt_sha256 != hash_tokens(item.prompt):
+    for sample in _read_samples(run):
+        item = items.get(sample.problem)
+        if item is not None and sample.prompt_sha256 != hash_tokens(item.prompt):
             raise UserError(
                 f"{run.path}: problem {item.problem} was asked in other tokens; the tokenizer or its chat template has "
                 "changed since, so choose another --out"
@@ -156,7 +138,6 @@ def _check_prompts(condition: "Condition", run: RunDirectory) -> None:
 
 
 def _show(path: pathlib.Path, alone: bool, verbose: bool) -> None:
-    """Writes the report of a run directory, and prints it."""
     from jaxkv.overview.page import report_run
     from jaxkv.terminal import show_briefly
 
@@ -182,7 +163,7 @@ def _run_gate(condition: "Condition", run: RunDirectory, console: Console) -> No
 
 def _explain_overflow(condition: "Condition", run: RunDirectory, console: Console) -> None:
     """Where no sample is valid, finds the part of the policy that mends it, for the report."""
-    records = [record for record in run.read() if isinstance(record, DivergenceRecord)]
+    records = _read_samples(run)
     if not records or any(record.invalid is None for record in records):
         return
     from jaxkv.experiments.overflow import find_remedy
@@ -203,10 +184,10 @@ def _record(
 ) -> None:
     """Records what is missing, with a progress bar that tells rates and the time left."""
     columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"),
-        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=False),
+        "{task.description}", progress.BarColumn(), progress.MofNCompleteColumn(), "{task.fields[rate]}",
+        progress.TimeElapsedColumn(), "left", progress.TimeRemainingColumn(),
     )  # fmt: skip
-    with Progress(*columns, console=console, transient=True) as bars:
+    with progress.Progress(*columns, console=console, transient=True) as bars:
         bar = bars.add_task(name, total=total, completed=done, rate="compiling")
         for records, timing in batches:
             for record in records:
@@ -219,7 +200,6 @@ def _record(
 
 
 def _run_doctor(options: Options, path: pathlib.Path, flags: str, console: Console) -> None:
-    """Examines the device, once a directory."""
     from jaxkv.decode import COMPILER_OPTIONS
     from jaxkv.experiments.doctor.run import DoctorSpec, run_doctor
 

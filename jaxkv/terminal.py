@@ -9,9 +9,9 @@ from rich.console import Group
 from jaxkv.experiments.divergence.wording import LABELS
 from jaxkv.experiments.record_parts import find_headline
 from jaxkv.experiments.reports import REPORTS
+from jaxkv.overview.claims_layers import diagnose
 from jaxkv.overview.first_screen import describe
-from jaxkv.overview.gather import describe_condition, read_runs
-from jaxkv.overview.policy import name_conditions
+from jaxkv.overview.gather import describe_condition, name_conditions, read_runs
 from jaxkv.reporting.document import Block, Paragraph, Table, to_terminal
 from jaxkv.reporting.format import format_count, format_number, format_percent
 
@@ -23,8 +23,8 @@ def show_briefly(paths: Sequence[pathlib.Path]) -> Group | None:
     runs = read_runs(paths)
     if any(run.run["config"]["experiments"] != ["divergence"] or not run.records for run in runs):
         return None
-    screen = describe(runs)
     conditions = [describe_condition(one) | {"divergence": REPORTS["divergence"].summarize(one)} for one in runs]
+    screen = describe(conditions, diagnose({"conditions": conditions}), runs)
     valid = [
         (name, one["divergence"])
         for name, one in zip(name_conditions(conditions), conditions, strict=True)

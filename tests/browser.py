@@ -1,6 +1,5 @@
 """A headless Chromium driven over its own pipe: real pointer, keys, downloads, colour schemes and widths."""
 
-import base64
 import json
 import os
 import shutil
@@ -109,16 +108,6 @@ class Browser:
         text = {"Enter": "\r", " ": " "}.get(key, "")
         self.call("Input.dispatchKeyEvent", type="keyDown", key=key, windowsVirtualKeyCode=code, text=text)
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=code)
-
-    def picture(self, path, whole=False):
-        """Writes a PNG of the screen, or of the whole page."""
-        clip = {"clip": self._whole()} if whole else {}
-        found = self.call("Page.captureScreenshot", captureBeyondViewport=whole, **clip)
-        path.write_bytes(base64.b64decode(found["data"]))
-
-    def _whole(self):
-        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        return {"x": 0, "y": 0, "width": size["width"], "height": min(size["height"], 16000), "scale": 1}
 
     def close(self):
         self.call("Browser.close")

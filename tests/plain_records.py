@@ -15,7 +15,7 @@ from jaxkv.experiments.parity import report as parity
 from jaxkv.experiments.patching import report as patching
 from jaxkv.experiments.perplexity import report as perplexity
 from jaxkv.experiments.report_parts import Run
-from jaxkv.overview import contrasts, curves, joining, page, study
+from jaxkv.overview import contrasts, curves, gather, page, study
 from jaxkv.overview import parity as free_parity
 from jaxkv.records import to_plain, to_record
 
@@ -51,8 +51,8 @@ summarize_parity = _of_plain(parity.summarize_parity)
 summarize_patching = _of_plain(patching.summarize_patching)
 summarize_perplexity = _of_plain(perplexity.summarize_perplexity)
 summarize_study = _of_plain(study.summarize_study)
-join_parts = _of_plain(joining.join_parts)
-join_runs = _of_plain(joining.join_runs)
+join_parts = _of_plain(gather.join_parts)
+join_runs = _of_plain(gather.join_runs)
 write_blocks = _of_plain(lambda runs, asked=(): page.write_blocks(study.summarize_study(runs), runs, asked))
 find_cells = _of_plain(free_parity.find_cells)
 find_valid = _of_plain(contrasts.find_valid)
@@ -60,6 +60,12 @@ compare_precisions = _of_plain(contrasts.compare_precisions)
 average_grids = _of_plain(curves.average_grids)
 divergence_over_tokens = _of_plain(curves.divergence_over_tokens)
 margin_points = _of_plain(curves.margin_points)
+
+
+def judge(*runs, name):
+    """A claim of arXiv 2604.15409 on the runs."""
+    (claim,) = [claim for claim in summarize_study(runs)["claims"] if claim["id"] == name]
+    return claim
 
 
 def read_run(path):

@@ -6,6 +6,7 @@ from sample_records import make_sample
 
 from jaxkv.experiments.parity.record import CELLS, PAIRS
 from jaxkv.experiments.report_parts import Run
+from jaxkv.records import RunDirectory
 
 SCALES = {"fp16": 1e-2, "bf16": 1e-1, "fp32": 1e-6}  # of the logits' difference
 MODEL = {"name": "tiny", "num_layers": 2, "num_query_heads": 4, "num_kv_heads": 2}
@@ -67,6 +68,18 @@ def make_samples(
             sample["label_change"] = dict.fromkeys(sample["label_change"], "answer_changed")
         samples.append(sample)
     return samples
+
+
+def lead(problems, arm=0):
+    """Of `make_samples`: that one arm alone gets so many problems right."""
+    return lambda p: ((True, False), (False, True))[arm] if p < problems else (True, True)
+
+
+def write_run(path, run):
+    """Writes a run as a directory."""
+    with RunDirectory.open(path, run.run["config"], run.flags, {"git": "f" * 40}) as directory:
+        for record in run.records:
+            directory.append(record)
 
 
 def align(samples):

@@ -17,7 +17,7 @@ from jaxkv.overview.examples import show_examples
 from jaxkv.pieces import read_pieces, write_pieces
 from jaxkv.reporting.charts import Axis, Cells, Intervals, Lines, Point, Row, Scatter, Series, limits, share_axis
 from jaxkv.reporting.document import to_markdown
-from jaxkv.reporting.drawing import draw, to_file
+from jaxkv.reporting.drawing import draw
 
 X, Y, LOG = Axis("x"), Axis("y"), Axis("y", log=True)
 CHARTS = {
@@ -84,12 +84,6 @@ def test_ends_of_axes():
     panels = [[Series("a", [Point(0, 1e-3)])], [Series("b", [Point(0, 2.0)])]]
     axis = share_axis(panels, "y", log=True)
     assert (axis.low, axis.high) == pytest.approx((1e-3, 10))
-
-
-def test_a_drawing_stands_alone_as_a_file(tmp_path):
-    text = to_file(draw(CHARTS["lines"]))
-    assert "var(--" not in text
-    assert ET.fromstring(text).tag == "{http://www.w3.org/2000/svg}svg"
 
 
 def parting(pieces=None, at=5):

@@ -1,24 +1,17 @@
 """Verdicts follow the records: each test changes records until a verdict turns, and no figure outlives them."""
 
-import copy
-
 import msgspec
 import pytest
-from plain_records import compare_precisions, find_valid, summarize_study
-from study_records import align, as_torch, make_run, make_samples
+from plain_records import compare_precisions, find_valid, judge, summarize_study
+from study_records import align, as_torch, lead, make_run, make_samples
 
 from jaxkv.experiments import figures
-from jaxkv.overview.claims_common import NOT_REPRODUCED, REPRODUCED, select
+from jaxkv.overview.claims import NOT_REPRODUCED, REPRODUCED
 from jaxkv.overview.gather import describe_condition
 from jaxkv.reporting import statistics
 from jaxkv.reporting.rules import CANNOT_TELL, ILLUSION
 
 SAMPLERS = ("greedy", "temperature", "top_p")
-
-
-def judge(*runs, name):
-    (claim,) = [claim for claim in summarize_study(runs)["claims"] if claim["id"] == name]
-    return claim
 
 
 def text_of(claim):
@@ -40,13 +33,6 @@ def test_c1_all_of_a_few_do_not_tell():
     assert "95 % lower bound 78 %" in text_of(claim)
 
 
-def test_c1_one_that_agrees_refutes():
-    samples = make_samples(count=80, flips=lambda p: (3,) if p else ())
-    claim = judge(make_run(samples), name="C1")
-    assert claim["verdict"] == NOT_REPRODUCED
-    assert "79 of 80" in text_of(claim)
-
-
 def cut(samples, problems):
     """The samples, those of some problems cut by length."""
     for sample in samples:
@@ -56,32 +42,24 @@ def cut(samples, problems):
     return samples
 
 
-@pytest.mark.parametrize(("problems", "verdict"), [(range(80), CANNOT_TELL), ([0], CANNOT_TELL), ([1], NOT_REPRODUCED)])
-def test_c1_what_was_cut_by_length_might_part_yet(problems, verdict):
-    """Of 80 sequences the first does not part: cut, it says nothing, and if others were cut it counts as before."""
-    samples = cut(make_samples(count=80, flips=lambda p: (3,) if p else ()), problems)
+@pytest.mark.parametrize(
+    ("together", "problems", "verdict"),
+    [(1, range(80), CANNOT_TELL), (1, [0], CANNOT_TELL), (1, [1], NOT_REPRODUCED), (0, range(80), REPRODUCED)],
+)
+def test_c1_what_was_cut_by_length_might_part_yet(together, problems, verdict):
+    """Of 80 sequences the first may not part: cut, it says nothing. If others were cut, they count as before."""
+    samples = cut(make_samples(count=80, flips=lambda p: (3,) if p >= together else ()), problems)
     claim = judge(make_run(samples), name="C1")
     assert claim["verdict"] == verdict
-    assert ("cut by length, the arms together, so that they might part yet: 1" in text_of(claim)) == (0 in problems)
-
-
-def test_c1_all_cut_and_none_parted_says_nothing():
-    claim = judge(make_run(cut(make_samples(count=80), range(80))), name="C1")
-    assert (claim["verdict"], claim["p"]) == (CANNOT_TELL, 1.0)
-    assert "so that they might part yet: 80" in text_of(claim)
-    assert judge(make_run(make_samples(count=80)), name="C1")["verdict"] == NOT_REPRODUCED
-
-
-def test_c1_a_sequence_that_parted_and_was_cut_counts():
-    samples = cut(make_samples(count=80, flips=lambda p: (3,)), range(80))
-    assert judge(make_run(samples), name="C1")["verdict"] == REPRODUCED
+    said = "cut by length, the arms together, so that they might part yet: 1" in text_of(claim)
+    assert said == (together > 0 and 0 in problems)
 
 
 def test_c1_the_other_precisions_and_regimes_do_not_count():
     agreeing = make_samples(count=120)
     whole = make_run(make_samples(count=120, flips=lambda p: (3,)))
     aligned = make_run(align(make_samples(count=120)), name="aligned")
-    torch = make_run(as_torch(copy.deepcopy(agreeing)), name="torch")
+    torch = make_run(as_torch(make_samples(count=120)), name="torch")
     claim = judge(whole, make_run(agreeing, name="bf16", precision="bf16"), aligned, torch, name="C1")
     assert claim["verdict"] == REPRODUCED
     assert "PyTorch, tiny fp16" in text_of(claim)
@@ -91,11 +69,6 @@ def test_c1_the_other_precisions_and_regimes_do_not_count():
 
 
 # C2: more accurate with the cache.
-
-
-def lead(problems, arm=0):
-    """Problems that one arm alone gets right."""
-    return lambda p: ((True, False), (False, True))[arm] if p < problems else (True, True)
 
 
 def sampled(sampler, samples):
@@ -132,31 +105,11 @@ def test_devices_are_told_apart():
     assert "tiny fp16 on cpu, sequences that part within 20 tokens: greedy 0 of 12" in text
 
 
-def test_c2_no_difference_is_a_bound():
-    claim = judge(make_run(make_samples(count=40)), name="C2")
-    assert "+0.0 [-6.8, +6.8] points" in text_of(claim)
-
-
 # C3: fp32.
 
 
-def precisions(wide=None, **changes):
-    narrow = make_run(make_samples("fp16", **changes))
-    return narrow, make_run(wide or make_samples("fp32", **changes), name="fp32", precision="fp32")
-
-
-def test_c3a_orders():
-    claim = judge(*precisions(), name="C3a")
-    assert claim["verdict"] == REPRODUCED  # 1e-2 against 1e-6 is four orders, squared eight
-    assert "8.0 [" in text_of(claim)
-    near = make_samples("fp32")
-    for sample in near:
-        sample["teacher_forced"]["kl"] = [1e-8] * 20
-    claim = judge(*precisions(near), name="C3a")
-    assert claim["verdict"] == NOT_REPRODUCED
-    (pair,) = summarize_study(precisions(near))["precisions"]
-    assert pair["metrics"]["max_abs"]["orders"] == pytest.approx(4)
-    assert pair["metrics"]["kl"]["orders"] == pytest.approx(4, abs=0.2)
+def precisions():
+    return make_run(make_samples("fp16")), make_run(make_samples("fp32"), name="fp32", precision="fp32")
 
 
 def test_c3a_conditions_must_match():
@@ -170,12 +123,11 @@ def test_c3_a_zero_is_worth_its_bound(name):
     assert few["verdict"] == CANNOT_TELL
     assert "0 of 240 in 12 problems (95 % upper bound 22 % of problems)" in text_of(few)
     wide = make_run(make_samples("fp32", count=80, tokens=250), "wide", precision="fp32")
-    assert judge(wide, name=name)["verdict"] == CANNOT_TELL
     calm = make_run(make_samples("fp16", count=80, tokens=250), "narrow", precision="fp16")
-    assert judge(wide, calm, name=name)["verdict"] == CANNOT_TELL
-    assert "this tests nothing" in text_of(judge(wide, calm, name=name))
-    flipping = make_run(make_samples("fp16", count=80, tokens=250, flips=lambda p: [4]), "narrow", precision="fp16")
-    assert judge(wide, flipping, name=name)["verdict"] == REPRODUCED
+    for runs in ([wide], [wide, calm]):
+        claim = judge(*runs, name=name)
+        assert claim["verdict"] == CANNOT_TELL
+        assert "this tests nothing" in text_of(claim)
 
 
 def test_c3_one_flip_rounds_to_nothing_and_is_not_nothing():
@@ -308,14 +260,12 @@ def test_c6_needs_another_process_or_run():
     samples = make_samples(right=lead(6))
     once = make_run(samples, name="a", fingerprint="same")
     assert judge(once, name="C6b")["verdict"] == CANNOT_TELL
-    again = make_run(copy.deepcopy(samples), name="b", fingerprint="same")
-    claim = judge(once, again, name="C6b")
-    assert claim["verdict"] == CANNOT_TELL  # of twelve problems
-    assert "1 pair of runs of one configuration, in 1 other process; other tokens in 0" in text_of(claim)
-    other = make_run(copy.deepcopy(samples), name="b", fingerprint="another")
+    again = make_run(samples, name="b", fingerprint="same")
+    assert "1 pair of runs of one configuration, in 1 other process; other tokens in 0" in text_of(
+        judge(once, again, name="C6b")
+    )
+    other = make_run(samples, name="b", fingerprint="another")
     assert judge(once, other, name="C6b")["p"] is None
-    turned = make_run(make_samples(right=lead(6, 1)), name="b", fingerprint="same")
-    assert judge(once, turned, name="C6b")["verdict"] == NOT_REPRODUCED
     level = make_run(make_samples(), name="b", fingerprint="same")
     assert judge(once, level, name="C6b")["verdict"] == CANNOT_TELL
 
@@ -323,32 +273,25 @@ def test_c6_needs_another_process_or_run():
 def test_c6_another_build_is_told_from_another_process():
     samples = make_samples(right=lead(6))
     once = make_run(samples, name="a", versions={"jax": "0.10"})
-    other = make_run(copy.deepcopy(samples), name="b", versions={"jax": "0.11"})
+    other = make_run(samples, name="b", versions={"jax": "0.11"})
     study = summarize_study([once, other])
     assert [pair["kind"] for pair in study["replicates"]] == ["build"]
     assert judge(once, other, name="C6b")["p"] is None
     assert judge(once, other, name="C6c")["p"] is not None
 
 
-def test_c6_a_rerun_with_other_bits():
-    samples = make_samples()
-    claim = judge(make_run(copy.deepcopy(samples)), name="C6a")
+def test_c6_a_run_is_one_trial():
+    claim = judge(make_run(make_samples()), name="C6a")
     assert claim["verdict"] == CANNOT_TELL  # of one run, however many its steps
     assert "0 of 1 runs (95 % upper bound 95 %), of 12 sequences and 240 steps" in text_of(claim)
-    samples[2]["controls"]["cached_rerun"]["bit_equal"][4] = False
-    claim = judge(make_run(samples, name="a", fingerprint="same"), name="C6a")
-    assert claim["verdict"] == NOT_REPRODUCED
-    assert "1 of 1 runs" in text_of(claim)
 
 
 def test_c6_pairs_that_share_a_process_are_one_trial():
     """Three runs are three pairs, and two further processes."""
     runs = [make_run(make_samples(), name=name, fingerprint="same") for name in "abc"]
-    study = summarize_study(runs)
-    assert len(study["replicates"]) == 3
-    assert {pair["another"] for pair in study["replicates"]} == {"b", "c"}
-    assert judge(*runs, name="C6b")["p"] == 1
-    assert "in 2 other processes" in text_of(judge(*runs, name="C6b"))
+    claim = judge(*runs, name="C6b")
+    assert claim["p"] == 1
+    assert "3 pairs of runs of one configuration, in 2 other processes" in text_of(claim)
 
 
 @pytest.mark.parametrize("name", ["C1", "C2", "C3a", "C3b", "C3c", "C6a"])
@@ -448,14 +391,3 @@ def test_one_sampler_says_nothing_of_another():
 def test_a_difference_that_does_not_fall_is_not_called_rounding():
     found = causes_of(fp16=measured("fp16", scale=0.01), fp32=measured("fp32", scale=0.01))
     assert found == {"fp16": "cannot tell", "fp32": "cannot tell"}
-
-
-def test_a_configuration_that_was_run_again_is_one_condition():
-    def condition(name, fingerprint, problems):
-        return {
-            "name": name, "fingerprint": fingerprint, "regime": "plain", "framework": "jax", "precision": "fp16",
-            "divergence": {"status": "ok", "problems": {"ok": problems}},
-        }  # fmt: skip
-
-    runs = [condition("first", "a", 8), condition("again", "a", 16), condition("other", "b", 4)]
-    assert [found["name"] for found in select({"conditions": runs}, "fp16")] == ["again", "other"]

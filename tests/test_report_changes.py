@@ -1,23 +1,20 @@
 """The report of runs with changed caches: parts joined, statements over runs, every experiment with its section."""
 
 import dataclasses
-import json
 
 import accumulation_records
 import pytest
 from injection_records import ERROR, error, make_change, make_control, some
 from plain_records import join_parts, join_runs, summarize_study, to_typed, write_blocks
-from sealing import reseal
 from shown import on_terminal
-from study_records import make_run, make_samples
+from study_records import make_run, make_samples, write_run
 
 from jaxkv.errors import UserError
 from jaxkv.experiments.experiment import CHANGING
 from jaxkv.experiments.reports import REPORTS
 from jaxkv.overview.gather import describe_origin
-from jaxkv.overview.page import CHANGES_TITLE, TITLE, write_study
-from jaxkv.overview.page_changes import DIFFERS, SECTIONS, changes_alone, list_statements
-from jaxkv.overview.papers import list_verdicts, read_asked, say_verdict
+from jaxkv.overview.page import CHANGES_TITLE, TITLE, changes_alone, write_study
+from jaxkv.overview.papers import CHANGED, DIFFERS, list_statements, list_verdicts, read_asked, say_verdict
 from jaxkv.reporting.document import to_markdown
 
 N = 24
@@ -47,7 +44,7 @@ def accumulated(name, quantizer, tokens="0"):
 def test_parts_are_joined_under_the_name_of_what_was_run():
     (run,), notes = join_parts(parts())
     assert run.name == "tiny-fp16-greedy-injection-gsm8k"
-    assert len(run.records) == 3 * N
+    assert (len(run.records), len(run.run["sessions"])) == (3 * N, 2)
     origin = describe_origin(run)
     assert origin["parts"] == ["a/x", "b/x"]
     assert origin["commands"] == [
@@ -90,6 +87,8 @@ def test_accumulation_is_joined_where_clean_arms_took_the_same_tokens():
     assert join_parts(others)[0] == to_typed(others)
     with pytest.raises(UserError, match="a and b have different records of accumulation 0,"):
         join_runs("both", others)
+    with pytest.raises(UserError, match="a and c are of different conditions"):
+        join_runs("both", [others[0], make_run([], "c")])
 
 
 def test_joined_runs_of_one_name_get_their_fingerprint():
@@ -98,7 +97,7 @@ def test_joined_runs_of_one_name_get_their_fingerprint():
 
 
 def test_changed_experiments_are_those_with_sections():
-    assert set(SECTIONS) == set(CHANGING) <= set(REPORTS)
+    assert set(CHANGED) == set(CHANGING) <= set(REPORTS)
 
 
 @pytest.fixture(scope="module")
@@ -175,14 +174,6 @@ def test_claims_are_worded_as_seen_here_or_not():
     assert say_verdict("holds on 1 of 2", ["a"]) == "seen on 1 of 2"
     assert "reproduced" not in claims.split("| claim | here | figure")[0]
     assert "## Claims" not in to_markdown("t", write_blocks(runs))
-
-
-def write_run(directory, run):
-    directory.mkdir(parents=True)
-    (directory / "run.json").write_text(json.dumps(run.run))
-    (directory / "run.flags").write_text(run.flags)
-    (directory / "samples.jsonl").write_text("".join(json.dumps(record) + "\n" for record in run.records))
-    reseal(directory)
 
 
 def test_a_report_of_directories_joins_them(tmp_path):

@@ -7,19 +7,14 @@ import pytest
 from accumulation_records import KIVI, KVARN, make_quantizer
 from accumulation_records import summary_of as summarize_quantizers
 from injection_records import ERROR, error, make_change, make_control, quant, some
-from layer_records import make_drift, make_patching
-from plain_records import summarize_injection, summarize_study, write_blocks
+from layer_records import drift_run, make_patching
+from plain_records import judge as judge_study
+from plain_records import summarize_injection
 from scipy import stats
-from study_records import MODEL, align, make_run, make_samples
+from study_records import align, lead, make_run, make_samples
 
 from jaxkv.reporting import rules, statistics
-from jaxkv.reporting.document import to_markdown
-from jaxkv.reporting.rules import ILLUSION, OPEN, RULES, Evidence, hold_all
-
-
-def lead(problems, arm=0):
-    """Problems that one arm alone gets right."""
-    return lambda p: ((True, False), (False, True))[arm] if p < problems else (True, True)
+from jaxkv.reporting.rules import OPEN, RULES, Evidence, hold_all
 
 
 def part(count, agreeing=0, stop="eos"):
@@ -50,12 +45,7 @@ def flip(wide, count=80, tokens=250):
 
 
 def drift(**shares):
-    runs = []
-    for family, (first, repeated) in shares.items():
-        run = make_run(make_drift(first, repeated), name=family, experiments=["drift"])
-        run.run["config"]["model"] = MODEL | {"name": family, "family": family}
-        runs.append(run)
-    return runs
+    return [drift_run(family, *ends) for family, ends in shares.items()]
 
 
 def patch(**changes):
@@ -178,12 +168,9 @@ PLANTED = CLAIMS | CHANGES | QUANTIZERS
 
 def judge(name, records):
     if name in CLAIMS:
-        summary = summarize_study(records)
-    elif name in CHANGES:
-        config = {"config": {"num_problems": N, "task": "arith"}, "fingerprint": "f"}
-        summary = summarize_injection(records, config)
-    else:
-        summary = summarize_quantizers(records)
+        return judge_study(*records, name=name)
+    config = {"config": {"num_problems": N, "task": "arith"}, "fingerprint": "f"}
+    summary = summarize_injection(records, config) if name in CHANGES else summarize_quantizers(records)
     return next(claim for claim in summary["claims"] if claim["id"] == name)
 
 
@@ -198,13 +185,6 @@ def test_a_statement_comes_out_each_way(name, answer):
     claim = judge(name, PLANTED[name][answer])
     assert claim["p"] is not None
     assert claim["verdict"] == (*words, "cannot tell")[answer], claim
-
-
-def test_the_page_tells_how_many_and_by_which_rules():
-    text = to_markdown("t", write_blocks(part(120), ["2604.15409"]))
-    assert f"{len(ILLUSION)} statements are looked at, and the records bear on " in text
-    for rule in ILLUSION:
-        assert f"| {rule.name}: {rule.statement} | {rule.statistic} | {rule.threshold} | " in text
 
 
 def test_a_family_is_harder_to_convince_than_one_statement():

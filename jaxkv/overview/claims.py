@@ -1,7 +1,6 @@
 """The claims of arXiv 2604.15409 against a study's figures: a verdict each, never stronger than its interval.
 
-Every function is pure: the summary of a study (jaxkv.overview.study) in, a claim with its verdict out. The models are
-those of the study, not those of the paper: 'not reproduced' says that it does not hold here.
+The models are those of the study, not those of the paper: 'not reproduced' says that it does not hold here.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,19 +8,8 @@ from typing import Any
 
 from jaxkv.experiments.divergence import cause
 from jaxkv.experiments.report_parts import base_precision
-from jaxkv.overview.claims_common import (
-    NOT_REPRODUCED,
-    REPRODUCED,
-    Claim,
-    Study,
-    by_model,
-    describe_aligned,
-    describe_reruns,
-    say_count,
-    select,
-)
-from jaxkv.overview.claims_layers import judge_c4, judge_c4b, judge_c5a, judge_c5b
-from jaxkv.overview.contrasts import BUILD, PROCESS
+from jaxkv.overview.claims_layers import Claim, Study, describe_aligned, judge_c4, judge_c4b, judge_c5a, judge_c5b
+from jaxkv.overview.contrasts import BUILD, PROCESS, by_model, select
 from jaxkv.reporting import statistics
 from jaxkv.reporting.format import (
     format_count,
@@ -29,39 +17,42 @@ from jaxkv.reporting.format import (
     format_interval,
     format_number,
     format_points,
+    say_count,
 )
-from jaxkv.reporting.rules import (
-    ALMOST_ALL,
-    FAMILY,
-    OPEN,
-    ORDERS,
-    ZERO_PERCENT,
-    Evidence,
-    decide,
-    hold_all,
-    lies_above,
-)
+from jaxkv.reporting.rules import ALMOST_ALL, FAMILY, OPEN, ORDERS, ZERO_PERCENT, Evidence, decide, hold_all, lies_above
+
+REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
+
+
+def _describe_reruns(study: Study) -> list[str]:
+    lines = [
+        f"{arm} run again has other bits in {format_counted_share(found, 'runs')}, of {found['sequences']} sequences "
+        f"and {found['steps']} steps"
+        for arm, found in study["reruns"].items()
+        if found is not None
+    ]
+    return lines or ["no arm was run again, so a difference between reruns is not ruled out"]
 
 
 def judge_c1(study: Study) -> Claim:
     """All FP16 generations diverge: refuted by one that ended with the arms together, not by one that was cut."""
-    conditions = [c for c in select(study, "fp16") if c["divergence"]["free_running"]]
-    shares = [(c, c["divergence"]["free_running"]["diverged"]) for c in conditions]
-    control = [*describe_reruns(study), *describe_aligned(study)]
-    if not shares:
+    conditions, theirs = (
+        [c for c in select(study, "fp16", framework=one) if c["divergence"]["free_running"]] for one in ("jax", "torch")
+    )
+    control = [*_describe_reruns(study), *describe_aligned(study)]
+    if not conditions:
         return Claim(None, ["no valid FP16 run of the plain regime"], control)
-    lines = _list_diverged(conditions)
-    theirs = [c for c in select(study, "fp16", framework="torch") if c["divergence"]["free_running"]]
-    lines += [f"PyTorch, {line}" for line in _list_diverged(theirs)]
-    together = [c["divergence"]["free_running"]["together"] for c in conditions]
-    ended, cut = (sum(found[kind] for found in together) for kind in ("ended", "cut"))
+    lines = [*_list_diverged(conditions), *(f"PyTorch, {line}" for line in _list_diverged(theirs))]
+    free = [c["divergence"]["free_running"] for c in conditions]
+    ended, cut = (sum(found["together"][kind] for found in free) for kind in ("ended", "cut"))
     if ended:
         evidence = Evidence(refutes=0.0)
         lines.append(f"ended by themselves, the arms together: {ended}")
     elif cut:
         evidence = OPEN
     else:
-        least = max(statistics.share_p_above(s["count"], s["total"], ALMOST_ALL) for _, s in shares)
+        shares = [found["diverged"] for found in free]
+        least = max(statistics.share_p_above(s["count"], s["total"], ALMOST_ALL) for s in shares)
         evidence = Evidence(least, sides=1)
         if evidence.p > FAMILY:
             lines.append("all part, but the bounds of so few sequences do not tell 100 % from less")
@@ -131,7 +122,6 @@ def _orders(entry: Mapping[str, Any]) -> str:
 
 
 def _list_orders(pairs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """By how much KL falls, a line for each model and precision."""
     return [
         f"{name}, orders of ten by which mean KL falls: "
         + ", ".join(f"{p['sampler']} {_orders(p['metrics']['kl'])}" for p in members)
@@ -142,44 +132,33 @@ def _list_orders(pairs: Sequence[Mapping[str, Any]]) -> list[str]:
 def judge_c3a(study: Study) -> Claim:
     """Eight orders, by KL, the metric that falls fastest: quadratic in the error of the logits."""
     pairs = [p for p in study["precisions"] if base_precision(p) == "fp16" and p["regime"] == "plain"]
-    ours = [p for p in pairs if p["framework"] == "jax"]
+    ours, theirs = ([p for p in pairs if p["framework"] == framework] for framework in ("jax", "torch"))
     control = [
         "KL and JS are quadratic in the logits' error, so that eight orders of KL are four of a logit difference"
     ]
-    accumulators = sorted({p["products"] for p in ours if p["products"]})
-    if accumulators:
+    if accumulators := sorted({p["products"] for p in ours if p["products"]}):
         control.append(f"products returned in {', '.join(accumulators)}")
     if not ours:
         return Claim(None, ["no FP16 and FP32 run of one condition"], control)
-    found = [statistics.read_estimate(pair["metrics"]["kl"]) for pair in ours]
-    evidence = hold_all([lies_above(ratio, 10**ORDERS) for ratio in found])
+    evidence = hold_all([lies_above(statistics.read_estimate(p["metrics"]["kl"]), 10**ORDERS) for p in ours])
     lines = _list_orders(ours)
     linear = [p["metrics"]["max_abs"]["orders"] for p in ours if p["metrics"]["max_abs"]["orders"] is not None]
     if linear:
         lines.append(f"the largest logit difference falls by {min(linear):.1f} to {max(linear):.1f} orders")
-    control += [f"PyTorch, {line}" for line in _list_orders([p for p in pairs if p["framework"] == "torch"])]
+    control += [f"PyTorch, {line}" for line in _list_orders(theirs)]
     return Claim(evidence, lines, control)
 
 
-def _count_parted(study: Study) -> tuple[int, int] | None:
-    """Sequences that part by a token running free, of all, in every fp32 run of the plain regime."""
-    found = [
-        c["divergence"]["free_running"]["diverged"] for c in select(study, "fp32") if c["divergence"]["free_running"]
-    ]
-    return (sum(s["count"] for s in found), sum(s["total"] for s in found)) if found else None
-
-
-def _sort_flips(study: Study) -> str | None:
-    """How near the two tokens were at the flips of the FP32 runs; None in records of before."""
-    compared = [c["divergence"]["teacher_forced"] for c in select(study, "fp32") if c["divergence"]["teacher_forced"]]
+def _sort_flips(compared: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How near the two tokens were at the flips of the FP32 runs; nothing in records of before."""
     kinds = [found["law"]["kinds"] for found in compared if found.get("law")]
     if len(kinds) < len(compared):
-        return None
+        return []
     counts = {name: sum(kind[name] for kind in kinds) for name in kinds[0]}
-    return (
+    return [
         f"of the flips of all FP32 runs {counts['tie_in_one'] + counts['tie_in_both']} are at exact ties, "
         f"{counts['swap_by_one_unit']} swaps by one unit, {counts['more']} more"
-    )
+    ]
 
 
 def _say_flips(found: Mapping[str, Any]) -> str:
@@ -187,48 +166,38 @@ def _say_flips(found: Mapping[str, Any]) -> str:
     return f"{text}, in {format_counted_share(found['problems_with_flip'], 'problems')}" if found["most"] else text
 
 
-def _describe_fp32(study: Study) -> tuple[list[str], list[str]]:
-    """Figure and control of flips in FP32; no figure without a run."""
-    found, narrow = study["flips"]["fp32"], study["flips"]["fp16"]
+NO_TEST = "FP16 is not seen to flip more on the same problems, so that this tests nothing"
+Flips = Mapping[str, Any]  # of `contrasts.count_flips`
+
+
+def _judge_fp32(study: Study, weigh: Callable[[Flips, Flips | None], tuple[Evidence, list[str]]]) -> Claim:
+    """What the flips in FP32, beside those of FP16 on the same problems, are found to weigh."""
+    found, narrow, wide = study["flips"]["fp32"], study["flips"]["fp16"], select(study, "fp32")
     control = [f"FP16, the same problems: {_say_flips(narrow)}; at most {narrow['most']} in one"] if narrow else []
     control += [
-        f"{c['model']} holds FP32 operands in {c['held']}"
-        for c in select(study, "fp32")
-        if c.get("held") not in (None, "float32")
+        f"{c['model']} holds FP32 operands in {c['held']}" for c in wide if c.get("held") not in (None, "float32")
     ]
     control += [sentence for found_at in study["processes"] for sentence in found_at["fp32"]]
     if not found:
-        return [], control
+        return Claim(None, ["no valid FP32 run of the plain regime"], control)
     lines = [f"{_say_flips(found)}; {say_count(found['conditions'], 'condition')}"]
-    if (parted := _count_parted(study)) and parted[0]:
-        lines.append(f"running free, {parted[0]} of {parted[1]} sequences of all FP32 runs part")
+    free = [c["divergence"]["free_running"]["diverged"] for c in wide if c["divergence"]["free_running"]]
+    parted, sequences = (sum(share[part] for share in free) for part in ("count", "total"))
+    if parted:
+        lines.append(f"running free, {parted} of {sequences} sequences of all FP32 runs part")
     if found["flips"]["count"]:
-        lines += [said] if (said := _sort_flips(study)) else []
-    return lines, control
+        lines += _sort_flips([c["divergence"]["teacher_forced"] for c in wide if c["divergence"]["teacher_forced"]])
+    evidence, said = weigh(found, narrow)
+    return Claim(evidence, [*lines, *said], control)
 
 
-NO_TEST = "FP16 is not seen to flip more on the same problems, so that this tests nothing"
-NO_FP32 = ["no valid FP32 run of the plain regime"]
-
-
-def _flips_more(found: Mapping[str, Any], narrow: Mapping[str, Any] | None) -> bool:
-    """Whether FP16 flips in more of the same problems than FP32 can."""
-    problems = found["problems_with_flip"]
-    most = problems.get("upper_bound", problems["interval"][1])
-    return narrow is not None and narrow["problems_with_flip"]["interval"][0] > most
-
-
-def judge_c3b(study: Study) -> Claim:
-    """Flips in FP32 round to 0.0 %, where FP16 flips in more of the same problems.
+def _weigh_rate(found: Flips, narrow: Flips | None) -> tuple[Evidence, list[str]]:
+    """Whether flips in FP32 round to 0.0 %, where FP16 flips in more of the same problems than FP32 can.
 
     After a first flip more may follow in its text, and near-ties come together: problems are the trials. The rate per
     token is the share of problems with a flip, times the flips of one of these, over its tokens. Of these flips it has
     at most as many as any problem in either precision.
     """
-    lines, control = _describe_fp32(study)
-    if not lines:
-        return Claim(None, NO_FP32, control)
-    found, narrow = study["flips"]["fp32"], study["flips"]["fp16"]
     problems, worth = found["problems_with_flip"], found["worth"]
     allowed = ZERO_PERCENT * found["flips"]["total"] / found["problems"]  # flips of a problem
     most = max(1, found["most"], narrow["most"] if narrow else 0)
@@ -236,28 +205,21 @@ def judge_c3b(study: Study) -> Claim:
         statistics.share_p_below(problems["count"], problems["total"], min(1.0, allowed / most)),
         statistics.share_p_above(found["flips"]["rate"] * worth, worth, ZERO_PERCENT),
     )
-    if evidence.holds and not _flips_more(found, narrow):
-        evidence = Evidence(1.0, evidence.refutes)
-        lines.append(NO_TEST)
-    return Claim(evidence, lines, control)
+    least = narrow["problems_with_flip"]["interval"][0] if narrow else 0.0
+    if evidence.holds and least <= problems.get("upper_bound", problems["interval"][1]):
+        return Evidence(1.0, evidence.refutes), [NO_TEST]
+    return evidence, []
 
 
-def judge_c3c(study: Study) -> Claim:
-    """No flip in FP32: one refutes it, and none is worth something where as many problems flip one in FP16."""
-    lines, control = _describe_fp32(study)
-    if not lines:
-        return Claim(None, NO_FP32, control)
-    found, narrow = study["flips"]["fp32"], study["flips"]["fp16"]
+def _weigh_none(found: Flips, narrow: Flips | None) -> tuple[Evidence, list[str]]:
+    """One flip in FP32 refutes that there is none; none is worth something where as many problems flip one in FP16."""
     if found["most"]:
-        evidence = Evidence(refutes=0.0)
-    elif narrow and narrow["most"]:
-        share = narrow["problems_with_flip"]["interval"][0]
-        evidence = Evidence(statistics.share_p_below(0, found["problems"], share), sides=1)
-        lines.append("of these problems: no sample shows that a rate is zero")
-    else:
-        evidence = OPEN
-        lines.append(NO_TEST)
-    return Claim(evidence, lines, control)
+        return Evidence(refutes=0.0), []
+    if not narrow or not narrow["most"]:
+        return OPEN, [NO_TEST]
+    least = narrow["problems_with_flip"]["interval"][0]
+    evidence = Evidence(statistics.share_p_below(0, found["problems"], least), sides=1)
+    return evidence, ["of these problems: no sample shows that a rate is zero"]
 
 
 RARE = 1 - ALMOST_ALL  # of runs: more that differ would be seen
@@ -265,19 +227,17 @@ RARE = 1 - ALMOST_ALL  # of runs: more that differ would be seen
 
 def judge_c6a(study: Study) -> Claim:
     """Each arm run again in its process; a run is a trial, since its steps come out of one set of programs."""
-    again = {arm: found for arm, found in study["reruns"].items() if found is not None}
-    lines = describe_reruns(study)
+    again, lines = [found for found in study["reruns"].values() if found is not None], _describe_reruns(study)
     if not again:
         return Claim(None, lines)
-    if any(found["count"] for found in again.values()):
+    if any(found["count"] for found in again):
         evidence = Evidence(refutes=0.0)
         lines.append("other bits alone do not say that the direction is another")
+    elif len(again) < 2:
+        evidence = OPEN
+        lines.append("one arm alone was run again")
     else:
-        most = max(statistics.share_p_below(0, found["total"], RARE) for found in again.values())
-        evidence = Evidence(most, sides=1)
-        if len(again) < 2:
-            evidence = OPEN
-            lines.append("one arm alone was run again")
+        evidence = Evidence(max(statistics.share_p_below(0, found["total"], RARE) for found in again), sides=1)
     return Claim(evidence, lines)
 
 
@@ -296,12 +256,11 @@ def judge_replicates(study: Study, kind: str, noun: str, plural: str) -> Claim:
                 f"{format_count(pair['other_figures'])} other figures"
             )
         lines += [f"and the more accurate arm is not the same one ({names})"] if turned else []
-    equal = True
-    if kind == PROCESS:
-        for found in study["processes"]:
-            dtypes = ", ".join(f"{dtype} {said}" for dtype, said in found["process"].items())
-            control.append(f"another process, compiling for itself, on {found['device']}: {dtypes}")
-            equal = equal and found["process"].get("fp16", "equal") == "equal"
+    processes = study["processes"] if kind == PROCESS else ()
+    for found in processes:
+        dtypes = ", ".join(f"{dtype} {said}" for dtype, said in found["process"].items())
+        control.append(f"another process, compiling for itself, on {found['device']}: {dtypes}")
+    equal = all(found["process"].get("fp16", "equal") == "equal" for found in processes)
     if not pairs:
         said = f"no configuration was run again in another {noun}, so that no direction was seen to return"
         return Claim(None, [said], control)
@@ -324,8 +283,8 @@ JUDGES: dict[str, Callable[[Study], Claim]] = {
     "C2": lambda study: judge_accuracy(study, "fp16"),  # of which the paper speaks
     "C2b": lambda study: judge_accuracy(study, "bf16"),
     "C3a": judge_c3a,
-    "C3b": judge_c3b,
-    "C3c": judge_c3c,
+    "C3b": lambda study: _judge_fp32(study, _weigh_rate),
+    "C3c": lambda study: _judge_fp32(study, _weigh_none),
     "C4": judge_c4,
     "C4b": judge_c4b,
     "C5a": judge_c5a,

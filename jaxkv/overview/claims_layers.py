@@ -1,26 +1,49 @@
 """C4 and C5: where along the layers the arms part, what patching brings back, and whether the cache is the cause."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from jaxkv.experiments.divergence import cause
 from jaxkv.experiments.divergence.wording import LABELS
 from jaxkv.experiments.report_parts import base_precision
-from jaxkv.overview.claims_common import (
-    Claim,
-    Study,
-    by_model,
-    describe_aligned,
-    say_count,
-    select,
-)
-from jaxkv.overview.contrasts import ASKED
-from jaxkv.reporting.format import format_counted_share, format_interval, format_number, format_part
+from jaxkv.overview.contrasts import ASKED, by_model, select
+from jaxkv.overview.gather import Study, select_valid
+from jaxkv.reporting.format import format_counted_share, format_interval, format_number, format_part, say_count
 from jaxkv.reporting.rules import DOUBLE, FAMILY, HALF, Evidence, hold_all, lies_above, lies_below
-from jaxkv.reporting.shares import share
+from jaxkv.reporting.shares import share, take_rest
 from jaxkv.reporting.statistics import fisher_exact, read_estimate, share_p_above, share_p_below
 
 NARROW = ("fp16", "bf16")
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """What there is on a claim, in sentences, and how strong it is (None without records); `rules.decide` judges."""
+
+    evidence: Evidence | None
+    figure: Sequence[str]
+    control: Sequence[str] = ()
+
+
+def describe_aligned(study: Study) -> list[str]:
+    """What both arms through one program, the cache on, say of a bug."""
+    lines = []
+    for condition in select(study, "fp16", "aligned"):
+        found = condition["divergence"]
+        equal, free = found["teacher_forced"], found["free_running"]
+        if equal and free:
+            lines.append(
+                f"aligned, cache on ({condition['name']}): logits differ at "
+                f"{format_counted_share(take_rest(equal['bit_equal']), 'steps')}, and "
+                f"{format_counted_share(free['diverged'], 'sequences')} part"
+            )
+    gates = [c["divergence"]["gate"] for c in study["conditions"] if c.get("divergence") and c["divergence"]["gate"]]
+    passed = [gate for gate in gates if gate.get("passed")]
+    if steps := sum(gate["steps"] for gate in passed):
+        lines.append(f"the aligned gate of {say_count(len(passed), 'condition')} found equal bits at all {steps} steps")
+    return lines or ["no aligned run, so a bug of the cache is not told from rounding"]
 
 
 def _percent(entry: Mapping[str, Any] | None) -> str:
@@ -31,25 +54,14 @@ def _percent(entry: Mapping[str, Any] | None) -> str:
 
 
 def _select_drift(study: Study) -> list[Any]:
-    return [
-        c
-        for c in study["conditions"]
-        if c.get("drift") and c["drift"]["status"] == "ok" and c["regime"] == "plain" and base_precision(c) in NARROW
-    ]
-
-
-NO_DRIFT = ["no valid 16-bit drift records (`--experiments=drift`)"]
+    return [c for c in select_valid(study, "drift") if c["regime"] == "plain" and base_precision(c) in NARROW]
 
 
 def judge_c4(study: Study) -> Claim:
-    """Sharp at the first layer in grouped-query models other than Gemma, even in Gemma.
-
-    A model of either kind whose interval is on the other side refutes the claim, and both kinds are needed to
-    reproduce it.
-    """
+    """Sharp at the first layer in grouped-query models other than Gemma, even in Gemma: any model refutes it."""
     found = _select_drift(study)
     if not found:
-        return Claim(None, NO_DRIFT)
+        return Claim(None, ["no valid 16-bit drift records (`--experiments=drift`)"])
     lines, control = [], []
     sides: dict[str, list[Evidence]] = {"GQA": [], "Gemma": []}
     for condition in found:
@@ -95,24 +107,21 @@ def judge_c4b(study: Study) -> Claim:
 
 def judge_c5a(study: Study) -> Claim:
     """What the patches say (jaxkv.experiments.patching.report.judge_claim), all runs together."""
-    found = [c for c in study["conditions"] if c.get("patching") and c["patching"]["status"] == "ok"]
     control = ["every value of the donor gives the donor's logits, its own values change nothing: else no verdict"]
-    if not found:
+    judged = [(c, c["patching"]["claim"]) for c in _choose_patching(select_valid(study, "patching"))]
+    if not judged:
         return Claim(None, ["no valid patching records (`--experiments=patching`)"], control)
-    found = _choose_patching(found)
-    claims = [c["patching"]["claim"] for c in found]
-    lines = [f"{c['model']} {c['precision']}: {claim['why']}" for c, claim in zip(found, claims, strict=True)]
-    evidence = hold_all([Evidence(claim["supports"], claim["refutes"]) for claim in claims])
-    return Claim(evidence, lines, control)
+    lines = [f"{c['model']} {c['precision']}: {claim['why']}" for c, claim in judged]
+    return Claim(hold_all([Evidence(claim["supports"], claim["refutes"]) for _, claim in judged]), lines, control)
 
 
 def _choose_patching(found: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Of runs that ask a model the same, those with most problems: one that asks a few of them again adds nothing."""
-    groups: dict[tuple, list[Mapping[str, Any]]] = {}
+    groups: dict[tuple, list[tuple[int, Mapping[str, Any]]]] = defaultdict(list)
     for condition in found:
-        groups.setdefault(tuple(condition[name] for name in (*ASKED, "precision")), []).append(condition)
-    most = {key: max(c["patching"]["problems"]["ok"] for c in members) for key, members in groups.items()}
-    return [c for key, members in groups.items() for c in members if c["patching"]["problems"]["ok"] == most[key]]
+        count = condition["patching"]["problems"]["ok"]
+        groups[tuple(condition[name] for name in (*ASKED, "precision"))].append((count, condition))
+    return [c for members in groups.values() for n, c in members if n == max(count for count, _ in members)]
 
 
 ALIKE = ("model", "weights", "precision", "device", "framework", "batch_size")  # of which programs have one shape
@@ -126,8 +135,7 @@ def _count_problems(compared: Mapping[str, Any]) -> dict[str, Any]:
 def _choose_aligned(study: Study, like: Mapping[str, Any]) -> dict[str, Any] | None:
     """Of the runs and gates of a condition's programs (`ALIKE`) aligned, cache on, the one that says most.
 
-    That is the one with most problems that have other bits, then with most problems. They share problems, so that they
-    do not add up.
+    By problems that have other bits, then by problems. They share problems, so that they do not add up.
     """
     found: list[dict[str, Any]] = []
     for condition in study["conditions"]:
@@ -143,14 +151,12 @@ def _choose_aligned(study: Study, like: Mapping[str, Any]) -> dict[str, Any] | N
 
 
 def diagnose(study: Study) -> list[dict[str, Any]]:
-    """Whether the arms of each model and precision part by rounding or by a fault.
+    """Whether the arms of each model and precision part by rounding or by a fault: `verdict`, by `cause.decide`.
 
-    Returns:
-      For each: `plain` and `aligned`, shares of problems with other bits at some step (aligned: both arms through one
-      program, cache on, in a run or in the gate; None if there is none), `distance`, the largest of the plain arms'
-      ratios of their distances to float64 (None without one), and `verdict`, by
-      `jaxkv.experiments.divergence.cause.decide`. Why it may be open: `enough`, whether the aligned arms tried enough
-      problems; `unmeasured`, samplers without float64 in fp32; `odd`, whether a step is not as rounding has it.
+    `plain` and `aligned` are shares of problems with other bits at some step (aligned: both arms through one program,
+    cache on, in a run or in the gate; None if there is none), `distance` is the largest of the plain arms' ratios of
+    their distances to float64 (None without one). Why it may be open: `enough`, whether the aligned arms tried enough
+    problems; `unmeasured`, samplers without float64 in fp32; `odd`, whether a step is not as rounding has it.
     """
     plain = [c for c in select(study, each=True) if c["divergence"]["teacher_forced"]]
     found = []
@@ -158,7 +164,8 @@ def diagnose(study: Study) -> list[dict[str, Any]]:
         shares = [_count_problems(c["divergence"]["teacher_forced"]) for c in members]
         without = max(shares, key=lambda entry: (entry["total"], entry["count"]))
         aligned = _choose_aligned(study, members[0])
-        enough = aligned is not None and _differ(without, aligned) <= FAMILY
+        both = [[entry["count"], entry["total"] - entry["count"]] for entry in (without, aligned) if entry]
+        enough = aligned is not None and fisher_exact(both) <= FAMILY  # p that as many have other bits in both
         same = [c for c in plain if all(c[k] == members[0][k] for k in ALIKE if k != "precision")]
         measured = [(c, d) for c in same if (d := cause.read_distance(c["divergence"])) is not None]
         samplers = {c["sampler"] for c in members}
@@ -169,7 +176,7 @@ def diagnose(study: Study) -> list[dict[str, Any]]:
             distances=[d for _, d in measured],
             wide=not unmeasured,
             falls=_find_falls(same),
-            full_gate=samplers <= {c["sampler"] for c in members if _passed_whole(c)},
+            full_gate=samplers <= {c["sampler"] for c in members if _passed_full_gate(c)},
             strays=any(cause.strays(d, c["divergence"]["teacher_forced"]["mean_abs"]["max"]) for c, d in measured),
         )
         ratios = [r for c in members if (d := cause.read_distance(c["divergence"])) for r in (d.ratio, 1 / d.ratio)]
@@ -189,11 +196,6 @@ def diagnose(study: Study) -> list[dict[str, Any]]:
     return found
 
 
-def _differ(plain: Mapping[str, Any], aligned: Mapping[str, Any]) -> float:
-    """p-value that as many problems have other bits in both (Fisher's exact test)."""
-    return fisher_exact([[entry["count"], entry["total"] - entry["count"]] for entry in (plain, aligned)])
-
-
 def _find_falls(conditions: Sequence[Mapping[str, Any]]) -> list[bool | None]:
     """Whether the difference of the arms falls from each 16-bit condition to the fp32 one of its sampler."""
 
@@ -204,16 +206,14 @@ def _find_falls(conditions: Sequence[Mapping[str, Any]]) -> list[bool | None]:
         return forced["mean_abs"]["mean"] * forced["tokens"] / differing if differing else 0.0
 
     wide = {c["sampler"]: size(c) for c in conditions if c["precision"] == "fp32"}  # without overrides
-    falls = []
-    for condition in conditions:
-        precision, narrow, other = base_precision(condition), size(condition), wide.get(condition["sampler"])
-        if precision in NARROW and other is not None:
-            falls.append(cause.falls(str(precision), narrow, other))
-    return falls
+    return [
+        cause.falls(str(base_precision(c)), size(c), wide[c["sampler"]])
+        for c in conditions
+        if base_precision(c) in NARROW and c["sampler"] in wide
+    ]
 
 
-def _passed_whole(condition: Mapping[str, Any]) -> bool:
-    """Whether the plain programs passed the full gate."""
+def _passed_full_gate(condition: Mapping[str, Any]) -> bool:
     gate = condition["divergence"]["gate"] or {}
     return bool(gate.get("passed") and (gate.get("plain") or {}).get("passed"))
 
@@ -221,30 +221,26 @@ def _passed_whole(condition: Mapping[str, Any]) -> bool:
 def judge_c5b(study: Study) -> Claim:
     """Whether the arms part because there is a cache, or because they are of other shapes.
 
-    With both arms through one program, the cache still on, the share of problems with other bits is set against half
-    of that of the plain arms, either end of its interval. Problems are the trials, not steps: a program's bits agree
-    at all steps of a text, or hardly at any.
+    The aligned share of problems with other bits is set against half of the plain one, either end of its interval.
     """
-    found = [entry for entry in study["causes"] if entry["precision"] in NARROW]
     lines, parts = [], []
-    for entry in found:
+    for entry in study["causes"]:
+        if entry["precision"] not in NARROW:
+            continue
         plain, aligned = entry["plain"], entry["aligned"]
-        beside = "no aligned run to set beside"
-        if aligned is not None:
-            beside = f"through one program with the cache on {format_counted_share(aligned)}"
-        lines.append(f"{entry['name']}, problems with other bits: {format_counted_share(plain)}; {beside}")
-        if aligned is not None and plain["count"]:
+        beside = f"through one program with the cache on {format_counted_share(aligned)}"
+        said = f"{entry['name']}, problems with other bits: {format_counted_share(plain)}"
+        lines.append(f"{said}; {beside if aligned else 'no aligned run to set beside'}")
+        if aligned and plain["count"]:
             low, high = (HALF * end for end in plain["interval"])
             count, total = aligned["count"], aligned["total"]
             above = share_p_above(count, total, high) if aligned["steps"] > HALF * plain["steps"] else 1.0
             parts.append(Evidence(above, share_p_below(count, total, low)))
     evidence = hold_all(parts) if parts else None
     if evidence is not None and evidence.p <= FAMILY:
-        lines.append(
-            "in these programs a cache alone makes the arms part: a fault, or it keeps other numbers than it was given"
-            if evidence.holds
-            else "in these programs a cache alone does not make most of it: it takes other shapes too"
-        )
+        fault = "makes the arms part: a fault, or it keeps other numbers than it was given"
+        shapes = "does not make most of it: it takes other shapes too"
+        lines.append(f"in these programs a cache alone {fault if evidence.holds else shapes}")
     control = [*_describe_lengths(study), *describe_aligned(study)]
     return Claim(evidence, lines or ["no valid 16-bit run of the plain regime"], control)
 
@@ -254,12 +250,11 @@ def _describe_lengths(study: Study) -> list[str]:
 
     Counted by runs: programs differ at nearly every step or at none, so a share of steps would tell of what was chosen.
     """
-    runs: dict[tuple[str, str], list[bool]] = {}
+    runs: dict[tuple[str, str], list[bool]] = defaultdict(list)
     for precision in NARROW:
         for condition in select(study, precision):
             if found := condition["divergence"]["controls"]["uncached_other_length"]:
-                differs = found["bit_equal"]["count"] < found["tokens"]
-                runs.setdefault((precision, condition["model"]), []).append(differs)
+                runs[precision, condition["model"]].append(found["bit_equal"]["count"] < found["tokens"])
     return [
         f"{LABELS['uncached_other_length']}, {precision}, {model}: other bits in {sum(found)} of "
         f"{say_count(len(found), 'run')}"

@@ -17,15 +17,9 @@ POINTS = 400  # at most so many are drawn of what does not flip
 
 
 def bin_steps(columns: Sequence[Sequence[float]], bins: int = BINS) -> list[dict[str, Any]]:
-    """Means over all sequences in bins of steps of one width.
+    """Means over all sequences, of one value a step, in at most so many bins of steps of one width.
 
-    Args:
-      columns: per sequence, one value a step.
-      bins: at most so many.
-
-    Returns:
-      For each bin: `step`, its middle; `mean`, with `interval` over sequences (None below three); `tokens`, how many
-      values it has.
+    `step` is the middle of a bin; `mean` has an `interval` over sequences (None below three), of `tokens` values.
     """
     longest = max(map(len, columns), default=0)
     if not longest:
@@ -46,14 +40,13 @@ def divergence_over_tokens(samples: Sequence[DivergenceRecord]) -> list[list[flo
     """Share of free runs that have parted by a token, a step function from 0 on: [token, share, its exact interval]."""
     runs = [s.free_running for s in samples if s.free_running is not None]
     starts = sorted(known(run.first_diverged) for run in runs if run.diverged)
-    parted = {0: 0} | {start + 1: count for count, start in enumerate(starts, start=1)}
     longest = max((len(s.arms.cached.tokens) for s in samples), default=0)
+    if not runs:
+        return [[token, 0.0, 0.0, 1.0] for token in sorted({0, longest})]
+    parted = {0: 0} | {start + 1: count for count, start in enumerate(starts, start=1)}
     parted.setdefault(longest, len(starts))
-
-    def measure(count: int) -> list[float]:
-        return [count / len(runs), *statistics.clopper_pearson(count, len(runs))] if runs else [0.0, 0.0, 1.0]
-
-    return [[token, *measure(count)] for token, count in parted.items()]
+    total = len(runs)
+    return [[at, count / total, *statistics.clopper_pearson(count, total)] for at, count in parted.items()]
 
 
 def margin_points(samples: Sequence[DivergenceRecord], points: int = POINTS) -> dict[str, Any]:
@@ -61,14 +54,13 @@ def margin_points(samples: Sequence[DivergenceRecord], points: int = POINTS) -> 
 
     Every step that flips is there; of the others at most `points`, evenly taken.
     """
-    flips: list[list[float]] = []
-    others: list[list[float]] = []
-    for sample in samples:
-        found = sample.teacher_forced
-        if not found:
-            continue
-        for step, (flip, moved, margin) in enumerate(zip(found.flip, found.max_abs, found.margin, strict=True)):
-            (flips if flip else others).append([_round(moved), _round(margin), sample.problem, step])
+    steps = [
+        (flip, [_round(moved), _round(margin), sample.problem, step])
+        for sample in samples
+        if (found := sample.teacher_forced)
+        for step, (flip, moved, margin) in enumerate(zip(found.flip, found.max_abs, found.margin, strict=True))
+    ]
+    flips, others = ([point for flip, point in steps if flip == kind] for kind in (True, False))
     every = max(1, math.ceil(len(others) / points))
     return {"flips": flips, "others": others[::every], "every": every}
 
@@ -89,14 +81,9 @@ def draw_condition(samples: Sequence[DivergenceRecord]) -> dict[str, Any]:
 
 
 def average_grids(samples: Sequence[DriftRecord], bins: int = 24) -> dict[str, Any] | None:
-    """Relative drift by layer and position, mean over problems whose text reaches so far.
+    """Relative drift by layer and position, mean over problems (valid records) whose text reaches so far.
 
-    Args:
-      samples: valid 'drift' records.
-      bins: columns, of one width in positions.
-
-    Returns:
-      `bins` [begin, end), and tensor -> a row a layer; None without a position.
+    `bins` [begin, end) of one width in positions, and tensor -> a row a layer; None without a position.
     """
     grids = [known(s.grid) for s in samples]
     longest = max((grid.bins[-1][1] for grid in grids if grid.bins), default=0)
@@ -120,9 +107,8 @@ def average_grids(samples: Sequence[DriftRecord], bins: int = 24) -> dict[str, A
 def find_token_grid(run: Run) -> dict[str, Any] | None:
     """The residual stream's relative drift of the first problem whose tokens are known, by layer and decoded token.
 
-    Returns:
-      `problem`, `texts`, one a column of as many tokens as the record's bins have, and `rows`, one a layer; None where
-      no problem has both records, or no text of its tokens is kept.
+    `texts` has one a column of as many tokens as the record's bins have, `rows` one a layer. None where no problem has
+    both records, or no text of its tokens is kept.
     """
     tokens = {s.problem: s.arms.cached.tokens for s in run.of(DivergenceRecord) if s.status == "ok"}
     for sample in run.of(DriftRecord) if run.pieces else ():

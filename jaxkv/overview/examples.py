@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxkv.experiments.divergence.record import DivergenceRecord
 from jaxkv.experiments.record_parts import Comparison, known
@@ -27,17 +27,9 @@ KEY = (
 
 
 def show_examples(runs: Sequence[Run], names: Mapping[str, str]) -> Examples | None:
-    """At most ten texts that part, of all runs in turn; None if none does.
-
-    Args:
-      runs: of the report.
-      names: what each is called, by its directory.
-    """
-    once = list({run.run["fingerprint"]: run for run in runs}.values())
-    found = [
-        [(run, sample) for sample in run.of(DivergenceRecord) if sample.free_running and sample.free_running.diverged]
-        for run in once
-    ]
+    """At most ten texts that part, of all runs (by directory in `names`) in turn; None if none does."""
+    once = {run.run["fingerprint"]: run for run in runs}.values()
+    found = [[(run, sample) for sample in _find_parted(run)] for run in once]
     turns = (one for turn in itertools.zip_longest(*found) for one in turn if one is not None)
     chosen = list(itertools.islice(turns, MOST))
     items = [_show(names[run.name], sample, run.pieces) for run, sample in chosen]
@@ -45,10 +37,13 @@ def show_examples(runs: Sequence[Run], names: Mapping[str, str]) -> Examples | N
     return Examples(("with the cache", "without the cache"), items, KEY if known_pieces else ()) if items else None
 
 
+def _find_parted(run: Run) -> list[DivergenceRecord]:
+    return [sample for sample in run.of(DivergenceRecord) if sample.free_running and sample.free_running.diverged]
+
+
 def count_parted(runs: Sequence[Run]) -> int:
     """Texts that part, in all runs."""
-    samples = [sample for run in runs for sample in run.of(DivergenceRecord)]
-    return sum(bool(sample.free_running and sample.free_running.diverged) for sample in samples)
+    return sum(len(_find_parted(run)) for run in runs)
 
 
 def _show(name: str, sample: DivergenceRecord, pieces: Mapping[int, str]) -> Example:
@@ -57,11 +52,11 @@ def _show(name: str, sample: DivergenceRecord, pieces: Mapping[int, str]) -> Exa
     if not pieces:
         cached, uncached = sample.arms.cached.text, sample.arms.uncached.text
         return Example(title, note, (_show_text(cached, uncached), _show_text(uncached, cached)))
-    sides = [
-        _show_tokens(tokens, at, sample.teacher_forced if arm == "cached" else None, sample.teacher_forced, pieces)
-        for arm, tokens in (("cached", sample.arms.cached.tokens), ("uncached", sample.arms.uncached.tokens))
-    ]
-    return Example(title, note, (sides[0], sides[1]))
+    along, other = sample.arms.cached.tokens, sample.arms.uncached.tokens
+    compared = sample.teacher_forced, pieces
+    return Example(
+        title, note, (_show_tokens(along, at, len(along), *compared), _show_tokens(other, at, at, *compared))
+    )
 
 
 def _describe_step(sample: DivergenceRecord, at: int) -> str:
@@ -69,15 +64,15 @@ def _describe_step(sample: DivergenceRecord, at: int) -> str:
     compared = sample.teacher_forced
     if compared is None or at >= len(compared.margin):
         return "One text ends there."
-    margin, moved = compared.margin[at], compared.max_abs[at]
-    if margin == 0 and sample.sampling.sampler == "greedy":
+    margin, moved, sampler = compared.margin[at], compared.max_abs[at], sample.sampling.sampler
+    if margin == 0 and sampler == "greedy":
         return "An exact tie of the two best tokens without the cache; the lowest id wins it."
-    said = f"Margin of the two best tokens {format_number(margin, 3)}, "
-    said += f"largest logit difference {format_number(moved, 3)}"
-    said = f"{said}: {format_number(margin / moved, 3)} times." if moved else f"{said}."
-    if sample.sampling.sampler == "greedy":
+    times = f": {format_number(margin / moved, 3)} times" if moved else ""
+    said = f"Margin of the two best tokens {format_number(margin, 3)}, largest logit difference "
+    said += f"{format_number(moved, 3)}{times}."
+    if sampler == "greedy":
         return said
-    return f"{said} Drawn by {sample.sampling.sampler}: the noise, alike in both arms, decides beside the margin."
+    return f"{said} Drawn by {sampler}: the noise, alike in both arms, decides beside the margin."
 
 
 def _judge(margin: float, moved: float) -> str:
@@ -87,35 +82,26 @@ def _judge(margin: float, moved: float) -> str:
 
 
 def _show_tokens(
-    tokens: Sequence[int],
-    at: int,
-    along: Comparison | None,
-    shared: Comparison | None,
-    pieces: Mapping[int, str],
+    tokens: Sequence[int], at: int, last: int, compared: Comparison | None, pieces: Mapping[int, str]
 ) -> Side:
-    """Tokens around a place; `along` measured them all, `shared` those before the place and the one there."""
-
-    def make() -> Iterator[Token]:
-        begin = max(0, at - BEFORE)
-        if begin:
-            yield Token("… ")
-        for step, token in enumerate(tokens[begin : at + AFTER], start=begin):
-            compared = along or (shared if step <= at else None)
-            text = pieces.get(token) or f"⟨{token}⟩"
-            kind, said = "after", f"token {step + 1}, id {token}"
-            if compared is not None and step < len(compared.margin):
-                margin, moved = compared.margin[step], compared.max_abs[step]
-                kind = _judge(margin, moved)
-                said += f": margin {format_number(margin, 3)}, largest logit difference {format_number(moved, 3)}"
-                said += f", KL {format_number(compared.kl[step])} nats"
-            shown = text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
-            yield Token(_make_seen(shown), f"{kind} parts" if step == at else kind, said)
-        if at + AFTER < len(tokens):
-            yield Token(" …")
-        elif at >= len(tokens):
-            yield Token("⟨end⟩", "parts", "this text ends here")
-
-    return list(make())
+    """Tokens around a place; what was compared is of those up to `last`."""
+    begin = max(0, at - BEFORE)
+    shown = [Token("… ")] if begin else []
+    for step, token in enumerate(tokens[begin : at + AFTER], start=begin):
+        text = pieces.get(token) or f"⟨{token}⟩"
+        kind, said = "after", f"token {step + 1}, id {token}"
+        if compared is not None and step < len(compared.margin) and step <= last:
+            margin, moved = compared.margin[step], compared.max_abs[step]
+            kind = _judge(margin, moved)
+            said += f": margin {format_number(margin, 3)}, largest logit difference {format_number(moved, 3)}"
+            said += f", KL {format_number(compared.kl[step])} nats"
+        text = text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
+        shown.append(Token(_make_seen(text), f"{kind} parts" if step == at else kind, said))
+    if at + AFTER < len(tokens):
+        shown.append(Token(" …"))
+    elif at >= len(tokens):
+        shown.append(Token("⟨end⟩", "parts", "this text ends here"))
+    return shown
 
 
 def _make_seen(text: str) -> str:

@@ -5,24 +5,21 @@ No sentence is stronger than its evidence: that a difference is rounding is said
 cannot tell is called open.
 """
 
-import dataclasses
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from jaxkv.experiments.divergence import cause
 from jaxkv.experiments.divergence.record import DivergenceRecord
 from jaxkv.experiments.divergence.wording import describe_invalid
-from jaxkv.experiments.record_parts import find_headline
+from jaxkv.experiments.record_parts import ARMS, find_headline
 from jaxkv.experiments.report_parts import Run
-from jaxkv.experiments.reports import REPORTS
-from jaxkv.overview.claims_layers import diagnose
-from jaxkv.overview.gather import describe_condition
-from jaxkv.overview.policy import name_conditions
+from jaxkv.overview.gather import Condition, list_values, name_conditions
 from jaxkv.reporting.document import Block, Paragraph, Terms, Tile, Tiles
-from jaxkv.reporting.format import format_number, format_percent
+from jaxkv.reporting.format import format_number, format_percent, say_count
 
-Condition = Mapping[str, Any]
 Cause = Mapping[str, Any]  # an entry of `diagnose`
 
 
@@ -45,27 +42,19 @@ VERDICTS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class FirstScreen:
-    """What is read first.
+class FirstScreen(msgspec.Struct, frozen=True):
+    """What is read first: what was run and is together, what that means, how we know, and what to do.
 
-    Attributes:
-      ran: what was run.
-      status: what it is together.
-      share: how much of it has that status, empty for all.
-      tiles: sequences that part, flips per token, mean KL; none without a valid sample.
-      means: what this means.
-      how: how we know.
-      todo: what to do.
+    The share says how much has that status, empty for all. Without a valid sample there are no tiles.
     """
 
     ran: str
     status: Status
-    share: str
-    tiles: tuple[Tile, ...]
     means: str
     how: str
     todo: str
+    share: str = ""
+    tiles: tuple[Tile, ...] = ()
 
     def to_blocks(self) -> list[Block]:
         """As a report shows it."""
@@ -79,15 +68,8 @@ class FirstScreen:
         ]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Compared:
-    """A run that compares the arms.
-
-    Attributes:
-      name: by its policy.
-      condition: what it is, with its summary of 'divergence'.
-      samples: its records.
-    """
+class _Compared(msgspec.Struct, frozen=True):
+    """A run that compares the arms: its name, what it is with its summary of 'divergence', and its records."""
 
     name: str
     condition: Condition
@@ -106,60 +88,32 @@ class _Compared:
         return [sample for sample in self.samples if sample.status == "ok"]
 
 
-def describe(runs: Sequence[Run]) -> FirstScreen:
-    """What runs say together about cached against uncached decoding.
-
-    Args:
-      runs: as `jaxkv.overview.gather.read_runs` gives them; those without records of 'divergence' say nothing here.
-    """
-    conditions = [
-        describe_condition(run) | {"divergence": REPORTS["divergence"].summarize(run)}
-        for run in runs
-        if run.of(DivergenceRecord)
-    ]
-    return describe_conditions(conditions, diagnose({"conditions": conditions}), runs)
-
-
-def describe_conditions(conditions: Sequence[Condition], causes: Sequence[Cause], runs: Sequence[Run]) -> FirstScreen:
-    """`describe` where the runs are summarized already.
-
-    Args:
-      conditions: of the study; those without 'divergence' are left out.
-      causes: of `diagnose`.
-      runs: their records, by name.
-    """
+def describe(conditions: Sequence[Condition], causes: Sequence[Cause], runs: Sequence[Run]) -> FirstScreen:
+    """What runs, by their conditions and causes (`diagnose`), say together about cached against uncached decoding."""
     kept = [c for c in conditions if c.get("divergence")]
     records = {run.name: run.of(DivergenceRecord) for run in runs}
     found = [_Compared(n, c, records[c["name"]]) for n, c in zip(name_conditions(kept), kept, strict=True)]
     ran = _say_what_ran(found)
     valid = [one for one in found if one.found["status"] == "ok" and one.forced]
     if not valid:
-        broken = [one for one in found if one.found["status"] == "invalid"]
-        if not broken:
-            text = "No run here has compared cached with uncached decoding."
-            return FirstScreen(ran, Status.NOTHING, "", (), text, "", "Let the run finish; the same command goes on.")
-        return FirstScreen(ran, Status.INVALID, "", (), *_describe_broken(broken))
+        if broken := [one for one in found if one.found["status"] == "invalid"]:
+            return FirstScreen(ran, Status.INVALID, *_describe_broken(broken))
+        text = "No run here has compared cached with uncached decoding."
+        return FirstScreen(ran, Status.NOTHING, text, "", "Let the run finish; the same command goes on.")
     status, share = _find_status(valid, causes)
     means = " ".join(filter(None, (_say_meaning(valid, status), _say_left_out(found))))
     how, todo = _say_evidence(valid, causes, status), _advise(valid, causes, status)
-    return FirstScreen(ran, status, share, _make_tiles(valid), means, how, todo)
+    return FirstScreen(ran, status, means, how, todo, share, _make_tiles(valid))
 
 
 def _say_what_ran(found: Sequence[_Compared]) -> str:
     if not found:
         return "No run with samples of cached beside uncached decoding."
-    texts = _count(sum(one.found["problems"]["total"] for one in found), "text")
-    models, devices = (
-        list(dict.fromkeys(str(one.condition[key]) for one in found if one.condition[key]))
-        for key in ("model", "device")
-    )
+    texts = say_count(sum(one.found["problems"]["total"] for one in found), "text")
+    models, devices = (list_values([one.condition for one in found], key) for key in ("model", "device"))
     what = found[0].name if len(found) == 1 else f"{len(found)} runs of {', '.join(models)}"
     where = f" on {' and '.join(devices)}" if devices else ""
     return f"{what}: {texts}, decoded with the cache and without it{where}."
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _is_equal(one: _Compared) -> bool:
@@ -188,19 +142,18 @@ def _make_tiles(valid: Sequence[_Compared]) -> tuple[Tile, ...]:
     parted = [(one.name, one.found["free_running"]["diverged"]) for one in valid if one.found["free_running"]]
     flips = [(one.name, one.forced["flips"]) for one in valid if one.forced]
     kl = [(one.name, one.forced["kl"] | {"tokens": one.forced["tokens"]}) for one in valid if one.forced]
-    percent = lambda entry: format_percent(entry["rate"])  # noqa: E731
     figures: list[tuple[str, list[tuple[str, Any]], str, Callable[[Any], str], str, Callable[[Any], str]]] = [
-        ("sequences that part", parted, "rate", percent, " %", lambda entry: _detail(entry, "texts")),
-        ("flips per token", flips, "rate", percent, " %", lambda entry: _detail(entry, "tokens")),
-        ("mean KL, nats", kl, "mean", lambda entry: format_number(entry["mean"]), "", _detail_mean),
+        ("sequences that part", parted, "rate", format_percent, " %", lambda entry: _detail(entry, "texts")),
+        ("flips per token", flips, "rate", format_percent, " %", lambda entry: _detail(entry, "tokens")),
+        ("mean KL, nats", kl, "mean", format_number, "", _detail_mean),
     ]
     tiles = []
     for name, entries, key, show, unit, detail in figures:
         if entries:
             (most, largest), (_, least) = (f(entries, key=lambda pair: pair[1][key]) for f in (max, min))
-            value = show(largest) if largest[key] == least[key] else f"{show(least)} – {show(largest)}"
+            ends = dict.fromkeys(entry[key] for entry in (least, largest))  # once where they are one
             where = f"most in {most}: " if len(entries) > 1 else ""
-            tiles.append(Tile(name, value + unit, where + detail(largest)))
+            tiles.append(Tile(name, " – ".join(map(show, ends)) + unit, where + detail(largest)))
     return tuple(tiles)
 
 
@@ -214,10 +167,9 @@ def _detail(entry: Mapping[str, Any], unit: str) -> str:
 
 
 def _detail_mean(entry: Mapping[str, Any]) -> str:
-    counts = _count(entry["tokens"], "token")
-    if entry["interval"] is None or not entry["max"]:
-        return counts
-    return f"{counts}, 95 % [{', '.join(map(format_number, entry['interval']))}]"
+    ends = map(format_number, entry["interval"] or ())
+    interval = f", 95 % [{', '.join(ends)}]" if entry["interval"] and entry["max"] else ""
+    return say_count(entry["tokens"], "token") + interval
 
 
 def _count_near(samples: Iterable[DivergenceRecord]) -> int:
@@ -231,16 +183,13 @@ def _say_answers(samples: Sequence[DivergenceRecord]) -> str:
     """Whether texts that part give other answers; nothing where there are none to set side by side."""
     parted = [s for s in samples if s.free_running and s.free_running.diverged]
     pairs = [
-        tuple(getattr(s.arms, arm).scores[find_headline(s.arms.cached.scores)].answer for arm in ("cached", "uncached"))
-        for s in parted
+        tuple(getattr(s.arms, arm).scores[find_headline(s.arms.cached.scores)].answer for arm in ARMS) for s in parted
     ]
     answered = [pair for pair in pairs if any(answer is not None for answer in pair)]
-    if not answered:
-        return ""
-    other = sum(a != b for a, b in answered)
-    if other == 0:
-        return f"In {'all' if len(answered) == len(parted) else len(answered)} of them both arms give the same answer."
-    return f"In {other} of them the answer is another one too."
+    if other := sum(a != b for a, b in answered):
+        return f"In {other} of them the answer is another one too."
+    same = "all" if len(answered) == len(parted) else len(answered)
+    return f"In {same} of them both arms give the same answer." if answered else ""
 
 
 def _say_meaning(valid: Sequence[_Compared], status: Status) -> str:
@@ -252,11 +201,11 @@ def _say_meaning(valid: Sequence[_Compared], status: Status) -> str:
 
 def _say_meaning_of_one(one: _Compared) -> str:
     forced, free = one.forced or {}, one.found["free_running"]
-    steps = _count(forced["tokens"], "step")
+    steps = say_count(forced["tokens"], "step")
     if _is_equal(one):
         return (
             f"In {one.name} the cache changes nothing that was seen: at all {steps} of "
-            f"{_count(forced['sequences'], 'text')} both arms have the same logits, bit for bit."
+            f"{say_count(forced['sequences'], 'text')} both arms have the same logits, bit for bit."
         )
     begin = f"In {one.name} the arms' logits differ at {forced['tokens'] - forced['bit_equal']['count']} of {steps}"
     if free and free["diverged"]["count"]:
@@ -264,9 +213,8 @@ def _say_meaning_of_one(one: _Compared) -> str:
         return f"{begin}, and {parted} texts go on in other words. {_say_answers(one.valid)}".rstrip()
     if forced["flips"]["count"]:
         return f"{begin}, and another token is the best at {forced['flips']['count']} of them; no free text parts."
-    near = _count_near(one.valid)
-    if near:
-        return f"{begin}, but no best token changes. At {_count(near, 'step')} two are so near that it could have."
+    if near := _count_near(one.valid):
+        return f"{begin}, but no best token changes. At {say_count(near, 'step')} two are so near that it could have."
     return (
         f"{begin}, but no best token changes, and none could: at every step the margin between the two best is over "
         "twice the largest difference of a logit."
@@ -289,47 +237,42 @@ def _say_meaning_of_several(valid: Sequence[_Compared]) -> str:
 
 
 def _say_left_out(found: Sequence[_Compared]) -> str:
-    """Samples that count nowhere, and runs that are not done."""
     lines = []
     for one in found:
-        problems = one.found["problems"]
-        if problems["invalid"]:
-            lines.append(
-                f"{problems['invalid']} of {problems['total']} samples of {one.name} are invalid and count nowhere "
-                f"({_say_where(one)})."
-            )
-        if problems["total"] < problems["asked"]:
-            lines.append(f"UNFINISHED: {one.name} has {problems['total']} of {problems['asked']} samples.")
+        asked, total, invalid = (one.found["problems"][part] for part in ("asked", "total", "invalid"))
+        if invalid:
+            said = f"{invalid} of {total} samples of {one.name} are invalid and count nowhere"
+            lines.append(f"{said} ({_say_where(one)}).")
+        if total < asked:
+            lines.append(f"UNFINISHED: {one.name} has {total} of {asked} samples.")
     return " ".join(lines)
 
 
-def _find_broken(one: _Compared) -> tuple[int, int]:
-    """Invalid samples, and those of them in which both arms broke off.
+def _find_broken(one: _Compared) -> list[set[str]]:
+    """The arms that broke off in each invalid sample.
 
     An arm broke off where the first fault is its own, or its text ends neither at a stop token nor at full length.
     """
-    decoding = one.condition
-    invalid = [sample for sample in one.samples if sample.invalid is not None]
-    both = 0
-    for sample in invalid:
-        assert sample.invalid is not None
-        broke = {sample.invalid.arm.split(" ")[0]}
-        for arm in ("cached", "uncached"):
-            tokens = getattr(sample.arms, arm).tokens
-            done = len(tokens) >= (decoding["new_tokens"] or 0) or (tokens[-1:] and tokens[-1] in decoding["stop_ids"])
-            broke |= set() if done else {arm}
-        both += len(broke) > 1
-    return len(invalid), both
+    length, stops = one.condition["new_tokens"] or 0, one.condition["stop_ids"]
+
+    def broke(tokens: Sequence[int]) -> bool:
+        return len(tokens) < length and not (tokens and tokens[-1] in stops)
+
+    return [
+        {s.invalid.arm.split(" ")[0]} | {arm for arm in ARMS if broke(getattr(s.arms, arm).tokens)}
+        for s in one.samples
+        if s.invalid is not None
+    ]
 
 
 def _say_where(one: _Compared) -> str:
-    invalid, both = _find_broken(one)
-    arms = {s.invalid.arm.split(" ")[0] for s in one.samples if s.invalid is not None}
-    if both == invalid:
+    broken = _find_broken(one)
+    both = sum(len(arms) > 1 for arms in broken)
+    if both == len(broken):
         return "in both arms"
-    if both == 0 and len(arms) == 1:
+    if both == 0 and len(arms := set.union(*broken)) == 1:
         return f"in the {arms.pop()} arm alone"
-    return f"in both arms in {both}, in one arm in {invalid - both}"
+    return f"in both arms in {both}, in one arm in {len(broken) - both}"
 
 
 def _describe_broken(broken: Sequence[_Compared]) -> tuple[str, str, str]:
@@ -337,10 +280,10 @@ def _describe_broken(broken: Sequence[_Compared]) -> tuple[str, str, str]:
     total = sum(one.found["problems"]["total"] for one in broken)
     where = "; ".join(f"{one.name}: {_say_where(one)}" for one in broken) if len(broken) > 1 else _say_where(broken[0])
     means = (
-        f"Nothing can be said of the cache: in all {_count(total, 'sample')} a number stopped being finite, {where}. "
-        "Two arms that both hold NaN agree on nothing."
+        f"Nothing can be said of the cache: in all {say_count(total, 'sample')} a number stopped being finite, "
+        f"{where}. Two arms that both hold NaN agree on nothing."
     )
-    if all(_find_broken(one)[1] == 0 for one in broken):
+    if all(len(arms) == 1 for one in broken for arms in _find_broken(one)):
         means += " That one arm stays finite is a difference by itself, of overflow or of a fault in the other arm."
     how = f"First it was {'; '.join(describe_invalid({'invalid': one.found['invalid']}) for one in broken)}."
     remedy = next((one.found["remedy"] for one in broken if "remedy" in one.found), None)
@@ -348,9 +291,8 @@ def _describe_broken(broken: Sequence[_Compared]) -> tuple[str, str, str]:
 
 
 def _say_evidence(valid: Sequence[_Compared], causes: Sequence[Cause], status: Status) -> str:
-    steps = sum(one.forced["tokens"] for one in valid if one.forced)
-    sequences = sum(one.forced["sequences"] for one in valid if one.forced)
-    counts = f"{_count(steps, 'step')} of {_count(sequences, 'text')}"
+    steps, sequences = (sum(one.forced[part] for one in valid if one.forced) for part in ("tokens", "sequences"))
+    counts = f"{say_count(steps, 'step')} of {say_count(sequences, 'text')}"
     lines = [f"Both arms took the same tokens at {counts}; their logits were compared bit by bit."]
     if status is Status.EQUAL:
         bound = max(one.forced["sequences_with_other_bits"]["upper_bound"] for one in valid if one.forced)
@@ -361,7 +303,7 @@ def _say_evidence(valid: Sequence[_Compared], causes: Sequence[Cause], status: S
         lines += _say_cause(causes[0], valid)
     if causes and (odd := sum(one.condition["framework"] != "jax" and not _is_equal(one) for one in valid)):
         lines.append(
-            f"{_count(odd, 'run')} of PyTorch, whose arms have no gate, {'is' if odd == 1 else 'are'} not judged."
+            f"{say_count(odd, 'run')} of PyTorch, whose arms have no gate, {'is' if odd == 1 else 'are'} not judged."
         )
     for verdict, said in VERDICTS.items() if len(causes) > 1 else ():
         if names := [entry["name"] for entry in causes if entry["verdict"] == verdict]:
@@ -370,7 +312,6 @@ def _say_evidence(valid: Sequence[_Compared], causes: Sequence[Cause], status: S
 
 
 def _say_controls(valid: Sequence[_Compared]) -> list[str]:
-    """What an arm against itself says."""
     again = [c for one in valid for name in ("cached_rerun", "uncached_rerun") if (c := one.found["controls"][name])]
     if not again:
         return ["No arm was run against itself."]
@@ -381,25 +322,19 @@ def _say_controls(valid: Sequence[_Compared]) -> list[str]:
 
 
 def _say_cause(entry: Cause, valid: Sequence[_Compared]) -> list[str]:
-    lines, through = [], "With both arms through one program, cache on,"
+    through = "With both arms through one program, cache on,"
     if (aligned := entry["aligned"]) is None:
-        lines.append("The arms were not set side by side through one program.")
+        said = "The arms were not set side by side through one program."
     elif aligned["count"]:
-        lines.append(
-            f"{through} {aligned['count']} of {aligned['total']} texts differ: that is no other order of sums."
-        )
+        said = f"{through} {aligned['count']} of {aligned['total']} texts differ: that is no other order of sums."
     else:
-        lines.append(f"{through} none of {_count(aligned['total'], 'text')} differs.")
-    for one in valid:
-        if (distance := cause.read_distance(one.found)) is not None:
-            lines.append(f"Distance to float64: {cause.describe_distance(distance)}.")
-    if entry["verdict"] == cause.CANNOT_TELL:
-        lines.append("That is not enough to call it rounding.")
-    return lines
+        said = f"{through} none of {say_count(aligned['total'], 'text')} differs."
+    distances = [found for one in valid if (found := cause.read_distance(one.found)) is not None]
+    left = ["That is not enough to call it rounding."] if entry["verdict"] == cause.CANNOT_TELL else []
+    return [said, *(f"Distance to float64: {cause.describe_distance(found)}." for found in distances), *left]
 
 
 def _advise(valid: Sequence[_Compared], causes: Sequence[Cause], status: Status) -> str:
-    parts = any(one.found["free_running"] and one.found["free_running"]["diverged"]["count"] for one in valid)
     if status is Status.FAULT:
         return (
             "Do not read these figures as rounding. Run `--experiments=drift`, which names the first value that "
@@ -409,7 +344,7 @@ def _advise(valid: Sequence[_Compared], causes: Sequence[Cause], status: Status)
         return _advise_open(causes)
     if status is Status.EQUAL:
         return "Nothing needs mending. Another batch size, length or device has other programs: run what you use."
-    if parts:
+    if any(one.found["free_running"] and one.found["free_running"]["diverged"]["count"] for one in valid):
         return (
             "Nothing is broken. Where texts must be the same, run both arms through one program "
             "(`--regime=aligned`); else compare answers over many texts, not text by text."
@@ -418,7 +353,6 @@ def _advise(valid: Sequence[_Compared], causes: Sequence[Cause], status: Status)
 
 
 def _advise_open(causes: Sequence[Cause]) -> str:
-    """What would settle it."""
     left = [entry for entry in causes if entry["verdict"] == cause.CANNOT_TELL]
     if not left:
         return "These arms have no gate here: run the same in JAX, where rounding and a fault can be told apart."

@@ -1,32 +1,28 @@
 """The part of a study's report that sets JAX beside PyTorch: the answer first, then matrices and every pair."""
 
-import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxkv.experiments.divergence.record import DivergenceRecord
 from jaxkv.experiments.figures import name_group
 from jaxkv.experiments.foreign.record import ForeignRecord
 from jaxkv.experiments.parity.record import name_pair
 from jaxkv.experiments.parity.report import ARMS, count_same, describe_gap, describe_same, judge_gap
 from jaxkv.experiments.record_parts import find_headline
 from jaxkv.experiments.report_parts import Run
-from jaxkv.overview.gather import SAMPLING, describe_condition
+from jaxkv.overview.contrasts import find_valid
+from jaxkv.overview.gather import SAMPLING, Study, describe_condition
 from jaxkv.reporting import statistics
-from jaxkv.reporting.document import Block, Bullets, Fold, Heading, make_table
+from jaxkv.reporting.document import Block, Bullets, Fold, Heading, Table
 from jaxkv.reporting.format import format_counted_share, format_number, format_share
 from jaxkv.reporting.metrics import free_running
 from jaxkv.reporting.shares import clustered_share, share
 
-Study = Mapping[str, Any]
-
-
-# What the cells of a group share.
-TOGETHER = ("model", "precision", *SAMPLING, "batch_size", "padding", "device")
+Cell = Sequence[Any]  # what one arm of one framework generated for each of the shared problems
+TOGETHER = ("model", "precision", *SAMPLING, "batch_size", "padding", "device")  # what the cells of a group share
 
 
 def find_cells(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -34,65 +30,44 @@ def find_cells(runs: Sequence[Run]) -> list[dict[str, Any]]:
     groups: dict[tuple, dict[str, dict]] = defaultdict(dict)
     foreign = []
     for run in runs:
-        condition = describe_condition(run)
+        condition, samples = describe_condition(run), find_valid(run)
         if records := run.of(ForeignRecord):
             foreign.append((condition, records))
-            continue
-        samples = [s for s in run.of(DivergenceRecord) if s.status == "ok"]
-        if samples and condition["regime"] == "plain":
-            key = tuple(condition[name] for name in TOGETHER)
+        elif samples and condition["regime"] == "plain":
             label = condition["framework"]
             if condition["attention"] not in (None, "eager"):
                 label += f" ({condition['attention']})"
-            groups[key].setdefault(label, {"run": run.name, "samples": {_prompt(s): s for s in samples}})
+            group = groups[tuple(condition[name] for name in TOGETHER)]
+            group.setdefault(label, {"run": run.name, "samples": samples})
     for condition, records in foreign:
+        sampler = records[0].sampling.sampler if records[0].sampling else None
         for key, group in groups.items():
             asked = {prompt for member in group.values() for prompt in member["samples"]}
-            same = [r for r in records if _prompt(r) in asked]
-            sampler = records[0].sampling.sampler if records[0].sampling else None
+            same = {prompt: r for r in records if (prompt := (r.problem, r.prompt_sha256)) in asked}
             if same and condition["precision"] in (None, key[1]) and sampler in (None, key[2]):
-                group.setdefault(
-                    records[0].framework, {"run": condition["name"], "samples": {_prompt(s): s for s in same}}
-                )
+                group.setdefault(records[0].framework, {"run": condition["name"], "samples": same})
     found = [
         dict(zip(TOGETHER, key, strict=True)) | {"members": group} for key, group in groups.items() if len(group) > 1
     ]
     return sorted(found, key=lambda group: -(group["batch_size"] or 0))  # larger ones ask more problems
 
 
-Generated = DivergenceRecord | ForeignRecord
-
-
-def _prompt(record: Generated) -> tuple[int, str]:
-    return record.problem, record.prompt_sha256
-
-
-@dataclasses.dataclass(frozen=True)
-class Cell:
-    """One arm of one framework on the shared problems: its tokens, and whether it is right (None without scores)."""
-
-    tokens: Sequence[Sequence[int]]
-    right: Sequence[bool] | None
-
-
-def _make_cell(records: Sequence[Generated], arm: str) -> Cell:
-    arms = [getattr(record.arms, arm) for record in records]
-    right = [bool(arm.scores[find_headline(arm.scores)].correct) for arm in arms if arm.scores]
-    return Cell([arm.tokens for arm in arms], right if len(right) == len(arms) else None)
+def _find_right(cell: Cell) -> list[bool] | None:
+    right = [bool(arm.scores[find_headline(arm.scores)].correct) for arm in cell if arm.scores]
+    return right if len(right) == len(cell) else None
 
 
 def _compare_cells(first: Cell, second: Cell) -> dict[str, Any]:
     """Two cells' own generations, problem by problem, and who is right where both have scores."""
-    found = [free_running(a, b) for a, b in zip(first.tokens, second.tokens, strict=True)]
-    sizes = [max(len(a), len(b)) for a, b in zip(first.tokens, second.tokens, strict=True)]
+    found = [free_running(a.tokens, b.tokens) for a, b in zip(first, second, strict=True)]
+    sizes = [max(len(a.tokens), len(b.tokens)) for a, b in zip(first, second, strict=True)]
     differing = [f["differing_after"] + f["diverged"] for f in found]
     starts = [f["first_diverged"] for f in found if f["diverged"]]
     accuracy = None
-    if first.right is not None and second.right is not None:
-        pairs = list(zip(first.right, second.right, strict=True))
+    if (ours := _find_right(first)) is not None and (theirs := _find_right(second)) is not None:
+        pairs = list(zip(ours, theirs, strict=True))
         only = sum(a and not b for a, b in pairs), sum(b and not a for a, b in pairs)
-        test = statistics.sign_test(*only)
-        accuracy = {"only_first": only[0], "only_second": only[1], "mcnemar_p": test}
+        accuracy = {"only_first": only[0], "only_second": only[1], "mcnemar_p": statistics.sign_test(*only)}
     return {
         "problems": len(found),
         "diverged": share(sum(f["diverged"] for f in found), len(found)),
@@ -112,8 +87,8 @@ def summarize_free(group: Mapping[str, Any]) -> dict[str, Any] | None:
     cells: dict[str, Cell] = {}
     for framework, member in members.items():
         records = [member["samples"][prompt] for prompt in shared]
-        arms = [arm for arm in ARMS if all(getattr(record.arms, arm) for record in records)]
-        cells |= {f"{framework} {arm}": _make_cell(records, arm) for arm in arms}
+        arms = {arm: [getattr(record.arms, arm) for record in records] for arm in ARMS}
+        cells |= {f"{framework} {arm}": cell for arm, cell in arms.items() if all(cell)}
     pairs = {name_pair(a, b): _compare_cells(cells[a], cells[b]) for a, b in itertools.combinations(cells, 2)}
     both = [f for f in members if f"{f} cached" in cells and f"{f} uncached" in cells]
     contrasts = [_contrast(first, second, pairs, members, shared) for first, second in itertools.combinations(both, 2)]
@@ -121,9 +96,7 @@ def summarize_free(group: Mapping[str, Any]) -> dict[str, Any] | None:
         **{name: group[name] for name in TOGETHER},
         "runs": {framework: member["run"] for framework, member in members.items()},
         "problems": len(shared),
-        "cells": {
-            name: None if cell.right is None else share(sum(cell.right), len(shared)) for name, cell in cells.items()
-        },
+        "cells": {name: (right := _find_right(cell)) and share(sum(right), len(right)) for name, cell in cells.items()},
         "pairs": {name: {k: v for k, v in pair.items() if k != "parted"} for name, pair in pairs.items()},
         "contrasts": contrasts,
     }
@@ -158,21 +131,16 @@ def _contrast(first: str, second: str, pairs: Mapping, members: Mapping, shared:
     }
 
 
-def _or_dash(pair: Mapping[str, Any], figure: str, show: Callable[[Any], str]) -> str:
-    return "-" if pair[figure] is None else show(pair[figure])
-
-
-# The cells of a pair's row, of its name and figures.
-PAIR: dict[str, Callable[[tuple[str, Any]], str]] = {
-    "pair": lambda pair: pair[0].replace(" | ", " to "),
-    "sequences that part": lambda pair: format_counted_share(pair[1]["diverged"]),
-    "first at (median)": lambda pair: _or_dash(pair[1], "first_diverged", lambda at: format_number(at, 3)),
-    "tokens that agree": lambda pair: format_share(pair[1]["agreement"]),
-    "only first, second right": lambda pair: _or_dash(
-        pair[1], "accuracy", lambda right: f"{right['only_first']}, {right['only_second']}"
-    ),
-    "McNemar p": lambda pair: _or_dash(pair[1], "accuracy", lambda right: format_number(right["mcnemar_p"])),
-}
+def _list_pair(name: str, pair: Mapping[str, Any]) -> list[str]:
+    at, right = pair["first_diverged"], pair["accuracy"]
+    return [
+        name.replace(" | ", " to "),
+        format_counted_share(pair["diverged"]),
+        "-" if at is None else format_number(at, 3),
+        format_share(pair["agreement"]),
+        f"{right['only_first']}, {right['only_second']}" if right else "-",
+        format_number(right["mcnemar_p"]) if right else "-",
+    ]
 
 
 def write_free_parity(study: Study) -> list[Block]:
@@ -192,6 +160,7 @@ def write_free_parity(study: Study) -> list[Block]:
                 describe_same(contrast["same_sequences"], "Sequences parted by the cache", names),
                 describe_same(contrast["same_flips"], "Steps flipped by the cache", names),
             ]
-        table = make_table(PAIR, group["pairs"].items())
+        head = ["pair", "sequences that part", "first at (median)", "tokens that agree", "only first, second right"]
+        table = Table([*head, "McNemar p"], [_list_pair(*pair) for pair in group["pairs"].items()])
         blocks += [Heading(title, 3), Bullets(lines), Fold("Every pair of cells", [table])]
     return blocks

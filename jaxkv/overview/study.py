@@ -1,5 +1,6 @@
 """The summary of several runs as one study. A pure function of their records: same records, same summary."""
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from jaxkv.experiments.doctor.record import DoctorRecord
 from jaxkv.experiments.doctor.report import compare_processes, operand_kind
 from jaxkv.experiments.drift.record import DriftRecord
 from jaxkv.experiments.foreign.record import ForeignRecord
-from jaxkv.experiments.report_parts import Run
+from jaxkv.experiments.report_parts import Run, base_precision
 from jaxkv.experiments.reports import REPORTS
 from jaxkv.overview import claims, claims_layers, contrasts, curves, parity
 from jaxkv.overview.gather import SAMPLING, describe_condition, describe_origin
@@ -21,26 +22,20 @@ OTHERS = ("foreign",)  # experiments with no summary of their own
 
 
 def summarize_study(runs: Sequence[Run]) -> Summary:
-    """Summarizes runs, and judges the claims by them.
+    """Summarizes runs, in the order of the report, and judges the claims by them.
 
-    Args:
-      runs: in the order of the report.
-
-    Returns:
-      Plain values for summary.json: `conditions`, one a run with what it is, where it came from, and the summary of
-      each experiment it has; figures over several runs; `causes` and `claims`.
-
-    Raises:
-      UserError: nothing but results made elsewhere in one run.
+    Plain values for summary.json: `conditions`, one a run with what it is, where it came from, and the summary of each
+    experiment it has; figures over several runs; `causes` and `claims`. Raises UserError for one run with nothing but
+    results made elsewhere.
     """
-    conditions = [summarize_run(run, _find_experiments(run, len(runs) == 1)) for run in runs]
+    conditions = [_summarize_run(run, _find_experiments(run, len(runs) == 1)) for run in runs]
     samples = [
         (c, contrasts.find_valid(run)) for c, run in zip(conditions, runs, strict=True) if run.of(DivergenceRecord)
     ]
     ours = [(c, s) for c, s in samples if c["framework"] == "jax"]
     plain = [(c, s) for c, s in ours if c["regime"] == "plain" and s]
     by_precision = {
-        name: choose_conditions([(c, s) for c, s in plain if contrasts.base_precision(c) == name])
+        name: _choose_conditions([(c, s) for c, s in plain if base_precision(c) == name])
         for name in ("fp16", "bf16", "fp32")
     }
     study: Summary = {
@@ -75,16 +70,15 @@ def _find_experiments(run: Run, alone: bool) -> Collection[str]:
     return (run.experiments | set(run.run["config"].get("experiments", ()))) & set(REPORTS) or {"divergence"}
 
 
-def choose_conditions(found: Sequence[tuple[Summary, Any]]) -> list[tuple[Summary, Any]]:
+def _choose_conditions(found: Sequence[tuple[Summary, Any]]) -> list[tuple[Summary, Any]]:
     """Those to be counted as conditions: a run and a problem once, and the precision as it is before its variants.
 
     Variants ('fp16+residual=fp32') stand in where a model has no valid run of the precision itself. Runs that ask the
     same problems again, in batches of another size, add none: the one with most problems counts.
     """
-    groups: dict[tuple, list[tuple[Summary, Any]]] = {}
+    groups = defaultdict(list)
     for condition, samples in contrasts.drop_replicates(found):
-        key = tuple(condition[name] for name in ("model", *SAMPLING, "device"))
-        groups.setdefault(key, []).append((condition, samples))
+        groups[tuple(condition[name] for name in ("model", *SAMPLING, "device"))].append((condition, samples))
     chosen = []
     for members in groups.values():
         itself = [member for member in members if "+" not in (member[0]["precision"] or "")]
@@ -96,15 +90,12 @@ def choose_conditions(found: Sequence[tuple[Summary, Any]]) -> list[tuple[Summar
     return chosen
 
 
-def summarize_run(run: Run, experiments: Collection[str]) -> Summary:
+def _summarize_run(run: Run, experiments: Collection[str]) -> Summary:
     """What a run is, where it came from, and the summary of each of the experiments."""
-    condition = describe_condition(run) | {"origin": describe_origin(run), "held": None}
     held = run.run["config"].get("held")
-    if isinstance(held, Mapping):
-        condition["held"] = held.get("operand")
-    for name, experiment in REPORTS.items():
-        if name in experiments:
-            condition[name] = dict(experiment.summarize(run))
+    condition = describe_condition(run) | {"origin": describe_origin(run)}
+    condition["held"] = held.get("operand") if isinstance(held, Mapping) else None
+    condition |= {name: dict(one.summarize(run)) for name, one in REPORTS.items() if name in experiments}
     if totals := next((session["totals"] for session in reversed(run.run["sessions"]) if "totals" in session), None):
         condition["totals"] = totals
     if odd := sorted(run.experiments - {*REPORTS, *OTHERS}):
@@ -120,7 +111,6 @@ def summarize_run(run: Run, experiments: Collection[str]) -> Summary:
 
 
 def _describe_device(record: Mapping[str, Any]) -> Summary:
-    """What a doctor record says of other processes, and of fp32."""
     bits = record["dtypes"].get("fp32", {}).get("operand_bits", {}).get("highest", {})
     kinds = sorted({operand_kind(found) for found in bits.values()})
     kind = record["device"]["kind"]
@@ -132,7 +122,6 @@ def _describe_device(record: Mapping[str, Any]) -> Summary:
 
 
 def _find_truth(condition: Mapping[str, Any]) -> list[Summary]:
-    """Which arm is nearer to the fp64 run, by variant."""
     return [
         {
             "condition": condition["name"],

@@ -36,12 +36,9 @@ class Series:
 
 @dataclasses.dataclass(frozen=True)
 class Lines:
-    """Lines through points with their intervals; a logarithmic axis has no place for what is not positive.
+    """Lines through points with their intervals, as a band or as `bars`; with `steps` a value holds until the next.
 
-    Attributes:
-      bars: intervals as bars, not as a band.
-      steps: a value holds until the next.
-      rule: where a dashed level lies.
+    A dashed level lies at `rule`. A logarithmic axis has no place for what is not positive.
     """
 
     title: str
@@ -51,13 +48,6 @@ class Lines:
     bars: bool = False
     steps: bool = False
     rule: float | None = None
-
-    def placed(self) -> list[tuple[Series, list[Point]]]:
-        """The points of each series that have a place."""
-        return [
-            (one, [p for p in one.points if (p.x > 0 or not self.x.log) and (p.y > 0 or not self.y.log)])
-            for one in self.series
-        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,16 +83,10 @@ class Intervals:
 
 @dataclasses.dataclass(frozen=True)
 class Cells:
-    """A grid of cells with a colour bar; None stays empty.
+    """A grid of cells, one list of `values` a row, with a `measure` over its colour bar; None stays empty.
 
-    Attributes:
-      rows, columns: names; of many, some are shown.
-      values: one list a row.
-      said: what each cell says when pointed at, from its row, column and value.
-      show: what is printed into a cell; nothing if None.
-      log: colours by the logarithm.
-      ends: of the scale, where several grids share one.
-      measure: over the colour bar.
+    Of many names of `rows` and `columns` some are shown. A cell says `said` of its row, column and value when pointed
+    at; `show` is printed into it. Colours go by the logarithm if `log`; several grids may share the `ends` of a scale.
     """
 
     title: str

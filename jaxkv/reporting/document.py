@@ -3,11 +3,11 @@
 Text may hold `code` between backticks; everything else is shown as it stands.
 """
 
-import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
+import msgspec
 import rich.box
 import rich.table
 import rich.text
@@ -19,8 +19,7 @@ T = TypeVar("T")
 NUMBER = re.compile(r"-|[+-]?\d[\d.e+-]*( %| of \d+)?")  # what stands to the right in a terminal's column
 
 
-@dataclasses.dataclass(frozen=True)
-class Heading:
+class Heading(msgspec.Struct, frozen=True):
     """A heading; `name` is the anchor of a section in the table of contents, empty for none."""
 
     text: str
@@ -28,23 +27,18 @@ class Heading:
     name: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Paragraph:
+class Paragraph(msgspec.Struct, frozen=True):
     """A paragraph; `kind` is a CSS class."""
 
     text: str
     kind: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Bullets:
-    """A list of sentences."""
-
+class Bullets(msgspec.Struct, frozen=True):
     items: Sequence[str]
 
 
-@dataclasses.dataclass(frozen=True)
-class Brief:
+class Brief(msgspec.Struct, frozen=True):
     """A cell, and the words for it that a terminal has room for."""
 
     text: str
@@ -54,16 +48,11 @@ class Brief:
 Cell = str | tuple[str, ...] | Brief
 
 
-@dataclasses.dataclass(frozen=True)
-class Table:
-    """Rows of text under a header; wide ones scroll inside their own box.
+class Table(msgspec.Struct, frozen=True):
+    """Rows of text under a header; wide ones scroll inside their own box. A tuple becomes lines of one cell.
 
-    Attributes:
-      header: one cell a column.
-      rows: cells; a tuple of sentences becomes lines of one cell.
-      caption: shown above, empty for none.
-      kind: CSS class. In a table of kind 'claims' each row becomes a card on a phone, and its second cell a verdict.
-      terminal: the columns that a terminal has room for, in its order; all if empty.
+    `kind` is a CSS class: of 'claims' each row becomes a card on a phone, and its second cell a verdict. `terminal` are
+    the columns that a terminal has room for, in its order; all if empty.
     """
 
     header: Sequence[str]
@@ -73,27 +62,24 @@ class Table:
     terminal: Sequence[int] = ()
 
 
+Columns = Mapping[str, Callable[[T], Cell]]  # what makes the cell of an entry under each head
+
+
 def make_table(
-    columns: Mapping[str, Callable[[T], Cell]],
-    entries: Iterable[T],
-    caption: str = "",
-    terminal: Sequence[int] = (),
-    kind: str = "",
+    columns: Columns[T], entries: Iterable[T], caption: str = "", terminal: Sequence[int] = (), kind: str = ""
 ) -> Table:
-    """A row for each entry; `columns` holds what makes its cell under each head. The rest is as in `Table`."""
+    """A row for each entry; the rest is as in `Table`."""
     rows = [[show(entry) for show in columns.values()] for entry in entries]
     return Table(list(columns), rows, caption, kind, terminal)
 
 
-@dataclasses.dataclass(frozen=True)
-class Terms:
+class Terms(msgspec.Struct, frozen=True):
     """Short names, each with a sentence."""
 
     items: Sequence[tuple[str, str]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Tile:
+class Tile(msgspec.Struct, frozen=True):
     """A figure that is seen first: what it is, its value, and its interval and counts."""
 
     name: str
@@ -101,15 +87,11 @@ class Tile:
     detail: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Tiles:
-    """Figures side by side."""
-
+class Tiles(msgspec.Struct, frozen=True):
     items: Sequence[Tile]
 
 
-@dataclasses.dataclass(frozen=True)
-class Token:
+class Token(msgspec.Struct, frozen=True):
     """A piece of a text; `kind` are CSS classes, 'parts' where texts part; `said` what it says when pointed at."""
 
     text: str
@@ -120,8 +102,7 @@ class Token:
 Side = Sequence[Token]
 
 
-@dataclasses.dataclass(frozen=True)
-class Example:
+class Example(msgspec.Struct, frozen=True):
     """One text as two arms go on with it."""
 
     title: str
@@ -129,8 +110,7 @@ class Example:
     sides: tuple[Side, Side]
 
 
-@dataclasses.dataclass(frozen=True)
-class Examples:
+class Examples(msgspec.Struct, frozen=True):
     """Texts side by side; `key` explains the colours."""
 
     names: tuple[str, str]
@@ -138,39 +118,32 @@ class Examples:
     key: Side = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class Code:
-    """Commands, line by line."""
-
+class Code(msgspec.Struct, frozen=True):
     text: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Figure:
+class Figure(msgspec.Struct, frozen=True):
     """Charts side by side, as many as fit, over one caption; Markdown shows the caption alone."""
 
     charts: Sequence[Chart]
     caption: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Fold:
+class Fold(msgspec.Struct, frozen=True):
     """Blocks behind a line that opens them; printed open."""
 
     text: str
     blocks: Sequence["Block"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Only:
+class Only(msgspec.Struct, frozen=True):
     """Blocks for one kind of reader: what fits into a terminal, or what only a page has room for."""
 
     where: Literal["page", "terminal"]
     blocks: Sequence["Block"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Claims:
+class Claims(msgspec.Struct, frozen=True):
     """What is said of a paper's claims; a page shows it where that paper was asked for."""
 
     paper: str
@@ -230,31 +203,24 @@ def _show_example(names: tuple[str, str], example: Example) -> list[str]:
 
 def to_markdown(title: str, blocks: Sequence[Block]) -> str:
     """The same report without its figures."""
-    lines = [f"# {title}", ""]
-    for block in select(blocks, "page"):
-        lines += _markdown(block)
-    return "\n".join(lines).rstrip() + "\n"
+    lines = [line for block in select(blocks, "page") for line in _markdown(block)]
+    return "\n".join([f"# {title}", "", *lines]).rstrip() + "\n"
 
 
 def to_terminal(blocks: Sequence[Block]) -> Group:
-    """Sentences and tables for a terminal; figures and code are left out."""
+    """Sentences and tables for a terminal; figures, code and a page's first screen are left out."""
     shown: list[Any] = []
     for block in select(blocks, "terminal"):
-        if isinstance(block, Heading):
-            shown.append(rich.text.Text(f"\n{block.text}", style="bold"))
-        elif isinstance(block, Paragraph):
+        title = block.caption if isinstance(block, Table) else block.text if isinstance(block, Heading | Fold) else ""
+        if title:
+            shown.append(rich.text.Text(f"\n{title}", style="bold"))
+        if isinstance(block, Paragraph):
             shown.append(rich.text.Text(block.text))
         elif isinstance(block, Bullets):
             shown += [rich.text.Text(f"- {line}") for line in block.items]
-        elif isinstance(block, Terms):
-            shown += [rich.text.Text.assemble((f"{name}. ", "bold"), text) for name, text in block.items]
-        elif isinstance(block, Tiles):
-            shown.append(rich.text.Text("; ".join(f"{t.name} {t.value} ({t.detail})" for t in block.items)))
         elif isinstance(block, Fold):
-            shown += [rich.text.Text(f"\n{block.text}", style="bold"), to_terminal(block.blocks)]
+            shown.append(to_terminal(block.blocks))
         elif isinstance(block, Table):
-            if block.caption:
-                shown.append(rich.text.Text(f"\n{block.caption}", style="bold"))
             shown.append(_Grid(block))
     return Group(*shown)
 
@@ -263,16 +229,14 @@ def _brief(cell: Cell) -> str:
     return "\n".join(cell) if isinstance(cell, tuple) else cell if isinstance(cell, str) else cell.brief
 
 
-@dataclasses.dataclass(frozen=True)
-class _Grid:
+class _Grid(msgspec.Struct, frozen=True):
     """A table as wide as the terminal lets it be."""
 
     block: Table
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[rich.table.Table]:
         columns = self.block.terminal or range(len(self.block.header))
-        rows = [[_brief(row[column]) for column in columns] for row in self.block.rows]
-        names = [self.block.header[column] for column in columns]
+        names, *rows = [[_brief(row[column]) for column in columns] for row in (self.block.header, *self.block.rows)]
         widths = _fit(list(zip(names, *rows, strict=True)), options.max_width - 2 * (len(names) - 1))
         table = rich.table.Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
         for index, (name, width) in enumerate(zip(names, widths, strict=True)):

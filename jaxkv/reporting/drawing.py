@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 from xml.etree import ElementTree as ET
 
@@ -35,36 +35,28 @@ PIXELS = re.compile(r"-?\d+\.\d+(?:e-?\d+)?|-?\d+e-\d+")
 DISC = re.compile(r"M([\d.]+),0A\1,\1,0,1,1,-\1,0A\1,\1,0,1,1,\1,0Z?")
 SHIFT = re.compile(r"translate\(([-\d.]+),([-\d.]+)\)")
 FONT = "Liberation Sans"
+CONFIG: dict[str, Any] = {
+    "font": FONT, "view": {"stroke": None}, "title": {"fontSize": 12.5, "color": INK, "offset": 8},
+    "axis": {"gridColor": LINE, "titleFontWeight": "normal", "titlePadding": 7}
+    | dict.fromkeys(("labelColor", "titleColor", "domainColor", "tickColor"), SOFT),
+    "legend": {
+        "orient": "bottom", "columns": 2, "labelColor": SOFT, "titleColor": SOFT, "title": None, "labelLimit": 150,
+        "symbolOpacity": 1, "gradientStrokeColor": LINE,
+    },
+}  # fmt: skip
 Drawn = tuple[Any, int]  # altair's chart, and its height
 DOT, MARK = 14, 34  # areas in square pixels
 
 
 def draw(chart: Chart) -> ET.Element:
-    """A chart as an SVG tree of the page's width.
-
-    Raises:
-      ValueError: lines without a point that has a place.
-    """
+    """A chart as an SVG tree of the page's width. Raises ValueError for lines without a point that has a place."""
     spec, height = _DRAWN[type(chart)](chart)
-    whole = (
-        spec.properties(
-            width=WIDTH, height=height, padding=2, background="transparent",
-            title=alt.Title(chart.title, anchor="start", frame="bounds", limit=WIDTH),
-            autosize=alt.AutoSizeParams(type="fit", contains="padding"),
-        )
-        .configure(font=FONT)
-        .configure_view(stroke=None)
-        .configure_title(fontSize=12.5, color=INK, offset=8)
-        .configure_axis(
-            labelColor=SOFT, titleColor=SOFT, gridColor=LINE, domainColor=SOFT, tickColor=SOFT,
-            titleFontWeight="normal", titlePadding=7,
-        )
-        .configure_legend(
-            orient="bottom", columns=2, labelColor=SOFT, titleColor=SOFT, title=None, labelLimit=150, symbolOpacity=1,
-            gradientStrokeColor=LINE,
-        )
+    whole = spec.properties(
+        width=WIDTH, height=height, padding=2, background="transparent",
+        title=alt.Title(chart.title, anchor="start", frame="bounds", limit=WIDTH),
+        autosize=alt.AutoSizeParams(type="fit", contains="padding"),
     )  # fmt: skip
-    values = whole.to_dict(validate=False)
+    values = whole.configure(**CONFIG).to_dict(validate=False)
     name = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
     return _tidy(vl_convert.vegalite_to_svg(values), chart.title, f"c{name}-")
 
@@ -82,17 +74,21 @@ def _tidy(svg: str, said: str, prefix: str) -> ET.Element:
 
     Vega numbers its ids through a whole process: here they are numbered in this chart, behind a prefix of its own.
     """
-    ids = {name: f"{prefix}{number}" for number, name in enumerate(dict.fromkeys(IDS.findall(svg)))}
-    root = ET.fromstring(NAMESPACES.sub("", svg))
-    _clean(root, ids)
+    svg = NAMESPACES.sub("", svg)
+    for number, name in enumerate(dict.fromkeys(IDS.findall(svg))):
+        own = f"{prefix}{number}"
+        svg = svg.replace(f' id="{name}"', f' id="{own}"').replace(f'"url(#{name})"', f'"url(#{own})"')
+    for colour, variable in VARIABLES.items():
+        svg = svg.replace(f'"{colour}"', f'"{variable}"')
+    root = ET.fromstring(svg)
+    _clean(root)
     size = f"0 0 {root.get('width')} {root.get('height')}"
-    root.attrib.clear()
-    root.attrib.update({"viewBox": size, "role": "img", "class": "chart", "aria-label": said})
+    root.attrib = {"viewBox": size, "role": "img", "class": "chart", "aria-label": said}
     return root
 
 
-def _clean(parent: ET.Element, ids: Mapping[str, str]) -> None:
-    """Drops what shows nothing, and gives new ids."""
+def _clean(parent: ET.Element) -> None:
+    """Drops what shows nothing."""
     for child in list(parent):
         frame = child.get("class") in ("background", "foreground") and "M0,0h0" in child.get("d", "M0,0h0")
         if frame or child.get("display") == "none":
@@ -103,15 +99,8 @@ def _clean(parent: ET.Element, ids: Mapping[str, str]) -> None:
             child.set("data-tip", label)
         for name in DROPPED:
             child.attrib.pop(name, None)
-        for name, value in child.attrib.items():
-            if value in VARIABLES:
-                child.set(name, VARIABLES[value])
-            elif value.startswith("url(#"):
-                child.set(name, f"url(#{ids[value[5:-1]]})")
-            elif name == "id":
-                child.set(name, ids[value])
         _shorten(child)
-        _clean(child, ids)
+        _clean(child)
         if child.tag == "g" and not (len(child) or child.get("data-tip")):
             parent.remove(child)
         elif child.tag == "g" and not child.attrib and parent.tag == "g":
@@ -153,8 +142,8 @@ def _ticks(axis: Axis, scale: alt.Scale, **more: Any) -> alt.Axis:
     return alt.Axis(format="~e", values=[10.0**power for power in powers], **more)
 
 
-def _across(axis: Axis, scale: alt.Scale, field: str = "x:Q") -> alt.X:
-    return alt.X(field, title=axis.label, scale=scale, axis=_ticks(axis, scale, grid=False))
+def _across(axis: Axis, scale: alt.Scale, field: str = "x:Q", **more: Any) -> alt.X:
+    return alt.X(field, title=axis.label, scale=scale, axis=_ticks(axis, scale, **more))
 
 
 def _up(axis: Axis, scale: alt.Scale, field: str = "y:Q") -> alt.Y:
@@ -180,26 +169,27 @@ def _span(point: Point, floor: float | None) -> dict[str, float]:
 
 
 def _draw_lines(chart: Lines) -> Drawn:
-    placed = chart.placed()
-    points = [point for _, found in placed for point in found]
-    if not points:
+    placed = [
+        (one.name, point)
+        for one in chart.series
+        for point in one.points
+        if (point.x > 0 or not chart.x.log) and (point.y > 0 or not chart.y.log)
+    ]
+    if not placed:
         raise ValueError(f"the chart '{chart.title}' has no point that has a place")
-    ends = [end for p in points for end in (p.y, *(p.interval or ())) if end > 0 or not chart.y.log]
-    across, along = _scale(chart.x, [point.x for point in points], fit=True), _scale(chart.y, ends)
+    ends = [end for _, p in placed for end in (p.y, *(p.interval or ())) if end > 0 or not chart.y.log]
+    across, along = _scale(chart.x, [point.x for _, point in placed], fit=True), _scale(chart.y, ends)
     floor = along["domain"][0] if chart.y.log else None
     rows: list[dict[str, Any]] = []
-    for one, found in placed:
-        for point in found:
-            said = point.said or f"{one.name}: {format_number(point.y, 3)} at {format_number(point.x, 3)}"
-            rows.append({"s": one.name, "x": point.x, "y": point.y, "said": said} | _span(point, floor))
-    at, up, colour = _across(chart.x, across), _up(chart.y, along), _colour(chart.series)
+    for name, point in placed:
+        said = point.said or f"{name}: {format_number(point.y, 3)} at {format_number(point.x, 3)}"
+        rows.append({"s": name, "x": point.x, "y": point.y, "said": said} | _span(point, floor))
+    at, up, colour = _across(chart.x, across, grid=False), _up(chart.y, along), _colour(chart.series)
     base, bounded = _data(rows), _data([row for row in rows if "low" in row])
     bend: Any = "step-after" if chart.steps else "linear"
-    band = (
-        bounded.mark_rule(strokeWidth=1.2, aria=False)
-        if chart.bars
-        else bounded.mark_area(opacity=0.18, interpolate=bend, aria=False)
-    )
+    band = bounded.mark_area(opacity=0.18, interpolate=bend, aria=False)
+    if chart.bars:
+        band = bounded.mark_rule(strokeWidth=1.2, aria=False)
     layers = [
         band.encode(x=at, y=_up(chart.y, along, "low:Q"), y2="high:Q", color=colour),
         base.mark_line(strokeWidth=1.8, interpolate=bend, aria=False).encode(x=at, y=up, color=colour),
@@ -219,7 +209,7 @@ def _make_room(series: Sequence[Series]) -> int:
 def _draw_scatter(chart: Scatter) -> Drawn:
     flat = [point for one in chart.series for point in one.points]
     across, along = (_scale(a, [getattr(p, n) for p in flat]) for a, n in ((chart.x, "x"), (chart.y, "y")))
-    at, up, colour = _across(chart.x, across), _up(chart.y, along), _colour(chart.series)
+    at, up, colour = _across(chart.x, across, grid=False), _up(chart.y, along), _colour(chart.series)
     edges = across["domain"][0], along["domain"][0]
     layers = []
     for order, one in enumerate(chart.series):
@@ -250,24 +240,16 @@ def _draw_intervals(chart: Intervals) -> Drawn:
     scale = _scale(chart.x, [row[name] for row in rows for name in ("x", "low", "high")])
     place = alt.Y("at:O", axis=None, sort=None, scale=alt.Scale(paddingInner=0, paddingOuter=0.1))
     colour = alt.Color("c:N", scale=None, legend=None)
-    ticks = alt.X("x:Q", title=chart.x.label, scale=scale, axis=_ticks(chart.x, scale))
-    span = alt.X("low:Q", title=chart.x.label, scale=scale, axis=_ticks(chart.x, scale))
+    at, span = (_across(chart.x, scale, field) for field in ("x:Q", "low:Q"))
     base = _data(rows)
+    bars = base.mark_rule(strokeWidth=2.2, yOffset=7, y2Offset=7, aria=False)
     names = base.mark_text(align="left", dy=-5, fontSize=10.5, color=INK, limit=WIDTH - 20, aria=False)
     layers = [
-        base.mark_rule(strokeWidth=2.2, yOffset=7, y2Offset=7, aria=False).encode(
-            x=span, x2="high:Q", y=place, color=colour
-        ),
-        base.mark_circle(size=52, opacity=1, yOffset=7).encode(x=ticks, y=place, color=colour, description="said:N"),
+        bars.encode(x=span, x2="high:Q", y=place, color=colour),
+        base.mark_circle(size=52, opacity=1, yOffset=7).encode(x=at, y=place, color=colour, description="said:N"),
         names.encode(x=alt.value(2), y=place, text="name:N"),
     ]
     return alt.layer(*layers), 60 + 32 * len(rows)
-
-
-def _share(value: float, low: float, high: float, log: bool) -> float:
-    """Where a value lies between the ends of a scale, from 0 to 1."""
-    low, high, value = map(math.log, (low, high, max(value, low))) if log else (low, high, value)
-    return min(1.0, max(0.0, (value - low) / (high - low)))
 
 
 def _draw_cells(chart: Cells) -> Drawn:
@@ -276,6 +258,7 @@ def _draw_cells(chart: Cells) -> Drawn:
     if not chart.log:
         low = min(low, 0.0)
     high = high if high > low else 10 * low if chart.log else low + 1
+    middle = math.sqrt(low * high) if chart.log else (low + high) / 2  # above it a cell is dark
     cells = []
     for i, (name, row) in enumerate(zip(chart.rows, chart.values, strict=True)):
         for j, value in enumerate(row):
@@ -285,15 +268,13 @@ def _draw_cells(chart: Cells) -> Drawn:
             said = chart.said(name, column, value) if chart.said else f"{name}, {column}: {format_number(value, 3)}"
             cell = {"r": i, "c": j, "v": value, "said": said}
             if chart.show:
-                dark = _share(value, low, high, chart.log) > 0.5
-                cell |= {"t": chart.show(value), "ink": "#ffffff" if dark else "#111111"}
+                cell |= {"t": chart.show(value), "ink": "#ffffff" if value > middle else "#111111"}
             cells.append(cell)
     tall = max(7.0, min(30.0 if chart.show else 14.0, 300 / max(1, len(chart.rows))))
     widest = max(map(len, chart.columns), default=1)
-    across = _name_cells(chart.columns, 1 if chart.show else max(1, -(-len(chart.columns) * (widest * 6 + 6) // WIDTH)))
-    down = _name_cells(chart.rows, max(1, math.ceil(10 / tall)))
-    at = alt.X("c:O", title=chart.x_label or None, axis=across, scale=_cells_of(chart.columns))
-    place = alt.Y("r:O", title=chart.y_label or None, axis=down, scale=_cells_of(chart.rows))
+    every = 1 if chart.show else max(1, -(-len(chart.columns) * (widest * 6 + 6) // WIDTH))
+    at = alt.X("c:O", title=chart.x_label or None, **_name_cells(chart.columns, every))
+    place = alt.Y("r:O", title=chart.y_label or None, **_name_cells(chart.rows, max(1, math.ceil(10 / tall))))
     bar = alt.Legend(
         orient="top", direction="horizontal", gradientLength=170, gradientThickness=8, title=chart.measure or None,
         titleFontWeight="normal", labelLimit=60, tickCount=3, **_label_bar(low, high, chart.log),
@@ -317,16 +298,12 @@ def _label_bar(low: float, high: float, log: bool) -> dict[str, Any]:
     return {"format": "~e", "values": decades[:: -(-len(decades) // 4)]}
 
 
-def _cells_of(names: Sequence[str]) -> alt.Scale:
-    return alt.Scale(domain=list(range(len(names))), padding=0)
-
-
-def _name_cells(names: Sequence[str], every: int) -> alt.Axis:
-    labels = json.dumps(list(names))
-    return alt.Axis(
-        values=list(range(0, len(names), every)), labelExpr=f"{labels}[datum.value]", ticks=False, domain=False,
-        grid=False, labelAngle=0, labelLimit=110,
+def _name_cells(names: Sequence[str], every: int) -> dict[str, Any]:
+    axis = alt.Axis(
+        values=list(range(0, len(names), every)), labelExpr=f"{json.dumps(list(names))}[datum.value]", ticks=False,
+        domain=False, grid=False, labelAngle=0, labelLimit=110,
     )  # fmt: skip
+    return {"axis": axis, "scale": alt.Scale(domain=list(range(len(names))), padding=0)}
 
 
 _DRAWN: dict[type, Any] = {Lines: _draw_lines, Scatter: _draw_scatter, Intervals: _draw_intervals, Cells: _draw_cells}

@@ -22,12 +22,8 @@ def format_number(value: float, digits: int = 2) -> str:
 def format_share(entry: Mapping[str, Any] | None, what: str = "") -> str:
     """A share with its interval, ``0.26 % [0.1, 0.5]``; a count of 0 or of all with its bound; ``-`` for None.
 
-    The bound is of the share of what the trials cluster in: ``0 of 939 in 8 sequences (95 % upper bound 31 % of
-    sequences)``.
-
-    Args:
-      entry: as in jaxkv.reporting.shares.
-      what: the trials' name, put behind a count.
+    The bound is of the share of what the trials, called `what`, cluster in: ``0 of 939 in 8 sequences (95 % upper bound
+    31 % of sequences)``.
     """
     if entry is None:
         return "-"
@@ -84,6 +80,11 @@ def format_counted_share(entry: Mapping[str, Any] | None, what: str = "") -> str
 def format_mean(entry: Mapping[str, Any]) -> str:
     """A mean with its interval, in its own unit; of nothing but zeros without."""
     return format_interval(entry["mean"], entry["interval"] if entry["max"] else None)
+
+
+def say_count(number: int, what: str) -> str:
+    """``1 step``, ``2 steps``."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def format_points(entry: Mapping[str, Any]) -> str:

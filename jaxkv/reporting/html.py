@@ -11,6 +11,7 @@ from xml.etree import ElementTree as ET
 
 from jaxkv.reporting.document import (
     Block,
+    Brief,
     Bullets,
     Code,
     Examples,
@@ -26,6 +27,7 @@ from jaxkv.reporting.document import (
 )
 
 SORTED = 3  # rows from which a table can be sorted and saved
+BITS = {"bit-equal": "equal-bits", "other bits": "other-bits"}  # how a cell of a matrix begins, and its class
 
 
 def add(parent: ET.Element, tag: str, text: str | None = None, **attributes: str) -> ET.Element:
@@ -49,8 +51,8 @@ def _inline(parent: ET.Element, text: str) -> None:
 
 
 def _add_table(parent: ET.Element, block: Table) -> None:
-    box = add(parent, "div", class_=f"scroll {block.kind}".strip(), tabindex="0", role="region")
-    box.set("aria-label", block.caption or "table")
+    kind, name = f"scroll {block.kind}".strip(), block.caption or "table"
+    box = add(parent, "div", class_=kind, tabindex="0", role="region", aria_label=name)
     table = add(box, "table", class_=f"{block.kind}{' sort' if len(block.rows) >= SORTED else ''}".strip())
     if block.caption:
         add(table, "caption", block.caption)
@@ -63,48 +65,40 @@ def _add_table(parent: ET.Element, block: Table) -> None:
         for column, (name, cell) in enumerate(zip(block.header, row, strict=True)):
             label = name if block.kind == "claims" else ""  # a card on a phone shows it
             element = add(line, "td" if column else "th", data_label=label, scope="" if column else "row")
-            if isinstance(cell, tuple):
-                for sentence in cell:
+            text = cell.text if isinstance(cell, Brief) else cell
+            if isinstance(text, tuple):
+                for sentence in text:
                     _inline(add(element, "p"), sentence)
-                continue
-            text = cell if isinstance(cell, str) else cell.text
-            if block.kind == "matrix" and column and (marked := _mark_bits(text)):
-                element.set("class", marked)
-            if block.kind == "claims" and column == 1:
-                add(element, "span", text, class_=f"verdict {_name_verdict(text)}")
+            elif block.kind == "claims" and column == 1:
+                verdict = "not-seen" if text.startswith("not seen") else text.replace(" ", "-")
+                add(element, "span", text, class_=f"verdict {verdict}")
             else:
                 _inline(element, text)
+                for begin, mark in BITS.items() if block.kind == "matrix" and column else ():
+                    if text.startswith(begin):
+                        element.set("class", mark)
 
 
-def _name_verdict(text: str) -> str:
-    return "not-seen" if text.startswith("not seen") else text.replace(" ", "-")
-
-
-def _mark_bits(text: str) -> str:
-    return "equal-bits" if text.startswith("bit-equal") else "other-bits" if text.startswith("other bits") else ""
-
-
-def _add_side(parent: ET.Element, name: str, side: Side) -> None:
-    box = add(parent, "div", class_="side")
-    add(box, "h5", name)
-    tokens = add(box, "p", class_="tokens")
+def _add_tokens(parent: ET.Element, side: Side, kind: str, reached: Sequence[str] = ()) -> None:
+    """Tokens of a text; the keyboard reaches those of the kinds `reached`."""
+    tokens = add(parent, "p", class_=kind)
     for token in side:
-        focus = "0" if "parts" in token.kind or "tie" in token.kind else ""
+        focus = "0" if any(part in token.kind for part in reached) else ""
         add(tokens, "span", token.text, class_=f"t {token.kind}".strip(), data_tip=token.said, tabindex=focus)
 
 
 def _add_examples(parent: ET.Element, block: Examples) -> None:
     if block.key:
-        key = add(parent, "p", class_="note key")
-        for token in block.key:
-            add(key, "span", token.text, class_=f"t {token.kind}")
+        _add_tokens(parent, block.key, "note key")
     for example in block.items:
         box = add(parent, "section", class_="example")
         add(box, "h4", example.title)
         _inline(add(box, "p", class_="note"), example.note)
         sides = add(box, "div", class_="sides")
         for name, side in zip(block.names, example.sides, strict=True):
-            _add_side(sides, name, side)
+            text = add(sides, "div", class_="side")
+            add(text, "h5", name)
+            _add_tokens(text, side, "tokens", ("parts", "tie"))
 
 
 def _add_bullets(parent: ET.Element, block: Bullets) -> None:
@@ -140,8 +134,7 @@ def _add_figure(parent: ET.Element, block: Figure) -> None:
 def _add_fold(parent: ET.Element, block: Fold) -> None:
     fold = add(parent, "details")
     add(fold, "summary", block.text)
-    for inner in select(block.blocks, "page"):
-        _add_block(fold, inner)
+    _add_blocks(fold, block.blocks)
 
 
 _ADDED: dict[type, Callable[[ET.Element, Any], object]] = {
@@ -158,8 +151,9 @@ _ADDED: dict[type, Callable[[ET.Element, Any], object]] = {
 }
 
 
-def _add_block(parent: ET.Element, block: Block) -> None:
-    _ADDED[type(block)](parent, block)
+def _add_blocks(parent: ET.Element, blocks: Sequence[Block]) -> None:
+    for block in select(blocks, "page"):
+        _ADDED[type(block)](parent, block)
 
 
 def to_html(title: str, blocks: Sequence[Block]) -> str:
@@ -178,13 +172,11 @@ def to_html(title: str, blocks: Sequence[Block]) -> str:
     main = add(body, "main")
     add(main, "h1", title)
     first = next((i for i, block in enumerate(blocks) if isinstance(block, Heading)), len(blocks))
-    for block in blocks[:first]:
-        _add_block(main, block)
+    _add_blocks(main, blocks[:first])
     contents = add(main, "nav", aria_label="contents")
     for block in blocks:
         if isinstance(block, Heading) and block.name:
             add(contents, "a", block.text, href=f"#{block.name}")
-    for block in blocks[first:]:
-        _add_block(main, block)
+    _add_blocks(main, blocks[first:])
     add(body, "script", script)
     return "<!DOCTYPE html>\n" + ET.tostring(page, encoding="unicode", method="html") + "\n"

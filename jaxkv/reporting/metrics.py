@@ -7,15 +7,10 @@ import numpy as np
 
 
 def free_running(first: Sequence[int], second: Sequence[int]) -> dict[str, Any]:
-    """Compares two generations of one prompt, each fed its own tokens.
+    """Compares two generations of one prompt, each fed its own tokens, up to the end of the longer one.
 
-    Both are followed to the end of the longer one; where the shorter has stopped, its missing token differs.
-
-    Returns:
-      diverged: whether the generations differ anywhere.
-      first_diverged: index of the first difference, None if there is none.
-      differing_after: differing tokens behind that index.
-      compared_after: tokens behind that index.
+    Where the shorter has stopped, its missing token differs. `first_diverged` is the index of the first difference;
+    behind it `differing_after` of `compared_after` tokens differ.
     """
     length, shared = max(len(first), len(second)), min(len(first), len(second))
     differs = np.ones(length, bool)
@@ -23,10 +18,5 @@ def free_running(first: Sequence[int], second: Sequence[int]) -> dict[str, Any]:
     if not differs.any():
         return {"diverged": False, "first_diverged": None, "differing_after": 0, "compared_after": 0}
     start = int(differs.argmax())
-    after = differs[start + 1 :]
-    return {
-        "diverged": True,
-        "first_diverged": start,
-        "differing_after": int(after.sum()),
-        "compared_after": len(after),
-    }
+    differing, compared = int(differs[start + 1 :].sum()), length - start - 1
+    return {"diverged": True, "first_diverged": start, "differing_after": differing, "compared_after": compared}

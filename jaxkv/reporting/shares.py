@@ -21,14 +21,13 @@ def share(count: int, total: int) -> dict[str, Any] | None:
     """A share of independent trials with its exact interval, of 0 or 1 with its bound; None if there were no trials."""
     if total == 0:
         return None
-    interval = list(statistics.clopper_pearson(count, total))
-    entry = {"count": count, "total": total, "rate": count / total, "interval": interval, "method": EXACT}
-    return entry | _bound(count, total, total)
+    return _describe(count, total, total, interval=list(statistics.clopper_pearson(count, total)), method=EXACT)
 
 
-def _bound(count: int, total: int, independent: int) -> dict[str, float]:
+def _describe(count: int, total: int, independent: int, **more: Any) -> dict[str, Any]:
     bound = statistics.zero_upper_bound(independent)
-    return {"upper_bound": bound} if count == 0 else {"lower_bound": 1 - bound} if count == total else {}
+    bounds = {"upper_bound": bound} if count == 0 else {"lower_bound": 1 - bound} if count == total else {}
+    return {"count": count, "total": total, "rate": count / total, **more, **bounds}
 
 
 def clustered_share(
@@ -37,46 +36,30 @@ def clustered_share(
     """A share of tokens with an interval over sequences, never narrower than if tokens were independent.
 
     None and all of the tokens say nothing of how flips cluster, so that their bound is of the share of sequences in
-    which there is one, or in which not all are.
-
-    Args:
-      counts: counted tokens of each sequence.
-      sizes: tokens of each sequence.
-      independent: how many trials would be independent if clusters were of no account; all unless said.
-      unit: what a sequence is called.
+    which there is one, or in which not all are. `independent`: trials, as `statistics.effective_trials` has them.
     """
     count, total, clusters = int(sum(counts)), int(sum(sizes)), sum(size > 0 for size in sizes)
     if total == 0:
         return None
-    return {
-        "count": count,
-        "total": total,
-        "rate": count / total,
-        "interval": list(statistics.clustered_share_interval(counts, sizes, independent)),
-        "method": CLUSTERED,
-        "clusters": clusters,
-        "unit": unit,
-    } | _bound(count, total, clusters)
+    interval = list(statistics.clustered_share_interval(counts, sizes, independent))
+    found = {"interval": interval, "method": CLUSTERED, "clusters": clusters, "unit": unit}
+    return _describe(count, total, clusters, **found)
 
 
 def take_rest(entry: Mapping[str, Any]) -> dict[str, Any]:
     """The share of the trials that a share does not count."""
-    turned = dict(entry) | {"count": entry["total"] - entry["count"], "rate": 1 - entry["rate"]}
-    turned["interval"] = [1 - end for end in reversed(entry["interval"])]
-    for name, other in (("upper_bound", "lower_bound"), ("lower_bound", "upper_bound")):
-        turned.pop(name, None)
-        if other in entry:
-            turned[name] = 1 - entry[other]
-    return turned
+    turned = {"upper_bound": "lower_bound", "lower_bound": "upper_bound"}
+    kept = {turned.get(name, name): 1 - part if name in turned else part for name, part in entry.items()}
+    interval = [1 - end for end in reversed(entry["interval"])]
+    return kept | {"count": entry["total"] - entry["count"], "rate": 1 - entry["rate"], "interval": interval}
 
 
 def describe_column(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> dict[str, Any]:
     """Mean over all tokens with its interval over sequences (None below three sequences), and the largest value."""
     sums = [float(c.sum()) for c in columns]
-    found = statistics.estimate_mean(sums, sizes)
     return {
         "mean": sum(sums) / sum(sizes),
-        "interval": statistics.ends(found),
+        "interval": statistics.ends(statistics.estimate_mean(sums, sizes)),
         "median": float(np.median(np.concatenate(columns))),
         "max": max(float(c.max()) for c in columns),
     }
@@ -84,13 +67,9 @@ def describe_column(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> dict
 
 def mean_over_problems(sums: Sequence[float], sizes: Sequence[float]) -> dict[str, Any]:
     """sum(sums) / sum(sizes) with an interval over problems, None below three problems, and the largest of one."""
-    found = statistics.estimate_mean(sums, sizes)
+    interval = statistics.ends(statistics.estimate_mean(sums, sizes))
     largest = max((total / size for total, size in zip(sums, sizes, strict=True) if size), default=0.0)
-    return {
-        "mean": float(np.sum(sums) / np.sum(sizes)),
-        "interval": statistics.ends(found),
-        "max": float(largest),
-    }
+    return {"mean": float(np.sum(sums) / np.sum(sizes)), "interval": interval, "max": float(largest)}
 
 
 def ratio_of_sums(first: Sequence[float], second: Sequence[float]) -> dict[str, Any] | None:

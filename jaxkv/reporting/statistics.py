@@ -22,19 +22,15 @@ EVEN = (0.025, 0.025)
 SKEWED_ABOVE, SKEWED_BOTH = (0.025, 0.005), (0.005, 0.005)
 MIN_SKEWED = 3  # clusters: of two, nothing of a skewed spread is known
 Array = npt.ArrayLike
+Sums = tuple[Array, Array]  # per cluster (sequence) the sum over its tokens, and its number of tokens, both [clusters]
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
     """A figure with what its interval and its tests are made of: a center, its standard error and degrees of freedom.
 
-    Attributes:
-      center: of the interval, on the log scale if `log`.
-      error: standard error of the center.
-      freedom: degrees of freedom of Student's t.
-      log: whether the interval is made on the log scale.
-      tails: nominal shares left out below and above by the interval of 95 %.
-      least, most: what the figure cannot be below or above; the interval ends there.
+    The center is on the log scale if `log`. The interval of 95 % leaves out the nominal shares `tails` below and above,
+    and ends at `least` and `most`, which the figure cannot pass.
     """
 
     center: float
@@ -77,11 +73,9 @@ def ends(estimate: Estimate | None) -> list[float] | None:
 
 def describe(value: float, estimate: Estimate | None) -> dict[str, Any]:
     """A figure for a summary: its mean, its interval, and what `read_estimate` makes the estimate of again."""
-    kept = None
-    if estimate is not None:
-        kept = {name: part for name, part in dataclasses.asdict(estimate).items() if part not in (math.inf, -math.inf)}
-        kept["tails"] = list(estimate.tails)
-    return {"mean": value, "interval": ends(estimate), "estimate": kept}
+    parts = {} if estimate is None else dataclasses.asdict(estimate)
+    kept = {name: part for name, part in parts.items() if part not in (math.inf, -math.inf)}
+    return {"mean": value, "interval": ends(estimate), "estimate": kept or None}
 
 
 def read_estimate(entry: Mapping[str, Any] | None) -> Estimate | None:
@@ -91,14 +85,13 @@ def read_estimate(entry: Mapping[str, Any] | None) -> Estimate | None:
 
 
 def _quantile(probability: float, freedom: float) -> float:
-    """Of Student's t."""
     return float(special.stdtrit(freedom, probability))
 
 
 def clopper_pearson(count: float, total: float, confidence: float = CONFIDENCE) -> tuple[float, float]:
     """Exact interval of a share (Clopper & Pearson 1934): it holds the truth at least so often, of one trial too.
 
-    Takes the trials of clusters, which are no whole number (`effective_trials`).
+    Trials may be those of clusters, no whole number (`effective_trials`); so they may in the tests of a share below.
     """
     _check(count, total)
     tail = (1 - confidence) / 2
@@ -112,12 +105,8 @@ def effective_trials(counts: Array, sizes: Array, trials: float | None = None) -
     Trials over the design effect, the variance of the share from cluster to cluster over that of independent
     trials, taken as at least 1 (one cluster is worth one trial); and over the squared ratio of Student's t for so
     few clusters to the normal quantile. A share of 0 or 1 shows nothing of how its clusters differ: there each cluster
-    is one trial, as if all of its trials went one way.
-
-    Args:
-      counts: counted trials of each cluster (sequence), [clusters].
-      sizes: trials of each cluster, [clusters].
-      trials: how many would be independent if clusters were of no account; all unless said.
+    is one trial, as if all of its trials went one way. `counts` and `sizes` are [clusters]; `trials` would be
+    independent if clusters were of no account, all unless said.
     """
     counted, size = np.asarray(counts, np.float64), np.asarray(sizes, np.float64)
     total, clusters = float(size.sum()), len(size)
@@ -139,10 +128,7 @@ def clustered_share_interval(counts: Array, sizes: Array, trials: float | None =
 
 
 def share_p_above(count: float, trials: float, threshold: float) -> float:
-    """Exact one-sided p-value that a share is not above a threshold; its inverse is Clopper & Pearson's low end.
-
-    Takes the trials of clusters too, which are no whole number (`effective_trials`; Korn & Graubard 1998).
-    """
+    """Exact one-sided p-value that a share is not above a threshold; its inverse is Clopper & Pearson's low end."""
     _check(count, trials)
     return 1.0 if count <= 0 else float(special.betainc(count, trials - count + 1, threshold))
 
@@ -153,10 +139,9 @@ def share_p_below(count: float, trials: float, threshold: float) -> float:
 
 
 def zero_upper_bound(total: float, confidence: float = CONFIDENCE) -> float:
-    """Largest share that still gives 0 of `total` with probability 1 - confidence: 1 - (1 - confidence)^(1/total).
+    """Largest share that still gives 0 of `total` independent trials with probability 1 - confidence, exactly.
 
-    One-sided and exact for independent trials; the "rule of three", 3/total, is its approximation (Hanley &
-    Lippman-Hand 1983).
+    The "rule of three", 3/total, is its approximation (Hanley & Lippman-Hand 1983).
     """
     _check(0, total)
     return float(-np.expm1(np.log1p(-confidence) / total))
@@ -167,20 +152,15 @@ def sign_test(positive: int, negative: int) -> float:
 
     Of problems that the first or the second arm alone got right it is the exact McNemar test (McNemar 1947).
     """
-    if positive + negative == 0:
-        return 1.0
-    return float(stats.binomtest(positive, positive + negative, 0.5).pvalue)
+    return float(stats.binomtest(positive, positive + negative).pvalue) if positive + negative else 1.0
 
 
 def sign_flip(leads: Sequence[int]) -> float:
     """One-sided exact p-value that the first arm does not lead: the sign of each problem's lead is a fair coin.
 
-    The permutation test of paired differences (Fisher 1935, sec. 21), every sign counted, by convolution. A problem's
-    lead is added up over its conditions, so that conditions may share problems and need not be independent. Of one
-    condition it is the one-sided exact McNemar test.
-
-    Args:
-      leads: per problem, in how many of its conditions the first arm alone is right less those of the second.
+    The permutation test of paired differences (Fisher 1935, sec. 21), every sign counted, by convolution. A lead is in
+    how many of a problem's conditions the first arm alone is right less those of the second: conditions may share
+    problems and need not be independent. Of one condition it is the one-sided exact McNemar test.
     """
     sizes = [abs(int(lead)) for lead in leads if lead]
     law = np.ones(1)  # of the sum of signed leads, from -reach to reach
@@ -213,15 +193,9 @@ def _standard_error(parts: np.ndarray) -> float:
 def estimate_mean(sums: Array, sizes: Array) -> Estimate | None:
     """The mean over all tokens of a figure that is never negative and may be skewed, such as KL; clusters are the unit.
 
-    Student's t on the log of the mean, its error by the delta method, with the upper quantile of `SKEWED_ABOVE`.
-
-    Args:
-      sums: per cluster (sequence), the sum over its tokens, [clusters].
-      sizes: per cluster, its number of tokens, [clusters]; not all zero.
-
-    Returns:
-      None for fewer than three clusters. Where everything is 0, an estimate of 0 with no error. Figures that are below
-      0 in a cluster get `estimate_signed_mean`'s.
+    Student's t on the log of the mean, its error by the delta method, with the upper quantile of `SKEWED_ABOVE`. Takes
+    the parts of `Sums`. None for fewer than three clusters; where everything is 0, an estimate of 0 with no error;
+    `estimate_signed_mean`'s of figures that are below 0 in a cluster.
     """
     mean, parts = _linearize(sums, sizes)
     if len(parts) < MIN_SKEWED:
@@ -238,18 +212,11 @@ def estimate_signed_mean(sums: Array, sizes: Array) -> Estimate | None:
     return None if len(parts) < 2 else Estimate(mean, _standard_error(parts), len(parts) - 1)
 
 
-def estimate_ratio(first: tuple[Array, Array], second: tuple[Array, Array]) -> Estimate | None:
+def estimate_ratio(first: Sums, second: Sums) -> Estimate | None:
     """The ratio of two means over the same clusters, both never negative and maybe skewed, such as KL.
 
     Student's t on the log of the ratio, its error by the delta method, with the quantiles of `SKEWED_BOTH`, since what
-    is large and rare may be missing above or below.
-
-    Args:
-      first: per cluster the sum over its tokens, and its number of tokens, both [clusters].
-      second: the same of the denominator.
-
-    Returns:
-      None for fewer than three clusters, or where a mean is 0.
+    is large and rare may be missing above or below. None for fewer than three clusters, or where a mean is 0.
     """
     (above, ours), (below, theirs) = _linearize(*first), _linearize(*second)
     if len(ours) < MIN_SKEWED or above <= 0 or below <= 0:
@@ -258,20 +225,14 @@ def estimate_ratio(first: tuple[Array, Array], second: tuple[Array, Array]) -> E
     return Estimate(math.log(above / below), error, len(ours) - 1, log=True, tails=SKEWED_BOTH)
 
 
-def share_of_control(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[float, float] | None:
+def share_of_control(first: Sums, second: Sums) -> tuple[float, float] | None:
     """Interval of a ratio of two mean scores on the same problems, by Student's t and the exact bound.
 
-    With x and c the scores of a problem, R their ratio: the standard error is that of x - R c over the mean of c (the
-    delta method; Cochran 1977, ch. 6). Where no problem gained (or none lost) it says nothing of that side. There a
-    share b of problems, the exact bound, could still gain, each at most its whole score, which moves the ratio by at
-    most b over the mean share of c.
-
-    Args:
-      first: per problem the points, and how many there are to have, both [problems].
-      second: the same of the denominator.
-
-    Returns:
-      Low and high end, the low one maybe below 0; None for one problem, or a control of 0.
+    With x and c the scores of a problem (points, of how many), R their ratio: the standard error is that of x - R c
+    over the mean of c (the delta method; Cochran 1977, ch. 6). Where no problem gained (or none lost) it says nothing
+    of that side. There a share b of problems, the exact bound, could still gain, each at most its whole score, which
+    moves the ratio by at most b over the mean share of c. The low end may be below 0; None for one problem, or a
+    control of 0.
     """
     (mean, ours), (base, theirs) = _linearize(*first), _linearize(*second)
     problems = len(ours)
@@ -285,13 +246,8 @@ def share_of_control(first: tuple[Array, Array], second: tuple[Array, Array]) ->
     return ratio - down, ratio + up
 
 
-def estimate_difference(first: tuple[Array, Array], second: tuple[Array, Array]) -> Estimate | None:
-    """The difference of two means over the same clusters by Student's t; None for one cluster.
-
-    Args:
-      first: per cluster the sum over its tokens, and its number of tokens, both [clusters].
-      second: the same of what is taken away.
-    """
+def estimate_difference(first: Sums, second: Sums) -> Estimate | None:
+    """The difference of two means over the same clusters by Student's t; None for one cluster."""
     (ours, above), (theirs, below) = _linearize(*first), _linearize(*second)
     if len(above) < 2:
         return None
@@ -299,12 +255,9 @@ def estimate_difference(first: tuple[Array, Array], second: tuple[Array, Array])
 
 
 def estimate_paired(first: Array, second: Array, *, skewed: bool = False) -> Estimate | None:
-    """The mean of first - second over problems by Student's t; None for one problem.
+    """The mean of first - second over problems, both [problems], by Student's t; None for one problem.
 
-    Args:
-      first: of the first arm per problem, [problems].
-      second: of the second arm on the same problems, [problems].
-      skewed: whether the figures are, as KL is: wider ends, as in `SKEWED_BOTH`.
+    Figures that are `skewed`, as KL is, have the wider ends of `SKEWED_BOTH`.
     """
     ones = np.ones(len(np.asarray(first)))
     found = estimate_difference((first, ones), (second, ones))
@@ -323,16 +276,12 @@ def estimate_paired_share(differences: Array, weight: float = 1.0) -> Estimate:
     alone gets right, and the rest is Wald's, here with Student's t, so that few problems that all lean one way decide
     no sooner than in the exact test. The interval has a width before any problem differs and widens with each that
     does (0, 1, 2 of 200: 1.4, 1.7, 1.9 points on a side). Means over conditions or seeds, between -1 and 1, do too.
-
-    Args:
-      differences: first - second of each problem, [problems].
-      weight: the second score counts this much, at most 1: first - weight * second.
+    `differences` are first - weight * second of each problem, [problems]; the weight is at most 1.
     """
     values = np.asarray(differences, np.float64)
     more = np.concatenate([values, [1.0, -weight]])
-    return Estimate(
-        float(more.mean()), float(more.std() / len(more) ** 0.5), max(1, len(values) - 1), least=-weight, most=1.0
-    )
+    error = float(more.std() / len(more) ** 0.5)
+    return Estimate(float(more.mean()), error, max(1, len(values) - 1), least=-weight, most=1.0)
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:

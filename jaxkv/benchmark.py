@@ -217,8 +217,8 @@ def time_uncached(work: Work) -> Figures:
     )  # fmt: skip
     batches = plan_batches(items, spec)
     run_batches(arms, state, batches[:1], spec)
-    runs = [ran.runs for ran in run_batches(arms, state, batches[1:], spec)]
-    if any(run.stepwise is None or not np.array_equal(run.free.tokens, run.stepwise.tokens) for run in runs):
+    runs = run_batches(arms, state, batches[1:], spec)
+    if not all(np.array_equal(run.free.tokens, run.controls["uncached_stepwise"].tokens) for run in runs):
         raise UserError("draft and check gave other tokens than stepping; report it")
     taken = {name: sum(run.seconds[name] for run in runs) / len(runs) for name in runs[0].seconds}
     seconds = {"cached": taken["cached"], "check": taken["uncached_forced"]}

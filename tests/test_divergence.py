@@ -14,7 +14,6 @@ from jaxkv.checkpoints import ByteTokenizer
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
-from jaxkv.errors import UserError
 from jaxkv.experiments.batches import Item, RunSpec, plan_batches
 from jaxkv.experiments.divergence.record import CONTROLS
 from jaxkv.experiments.divergence.run import Divergence, compare_row, control_length, run_batch
@@ -28,6 +27,7 @@ STOP_IDS = (*TOKENIZER.eos_ids, *range(200, 206))
 LENGTHS = (6, 8, 6, 7, 8, 6, 6, 8)
 SPEC = RunSpec(new_tokens=12, seed=3, batch_size=2, bucket=8, control_problems=2)
 LEFT = dataclasses.replace(SPEC, padding="left")
+SCORERS = ("strict", "flexible", "numeric")
 
 
 class Scoring:
@@ -37,15 +37,10 @@ class Scoring:
         return text.partition("#")[0], "#" in text
 
     def score(self, text, gold):
-        return {
-            name: {"answer": text[:1] or None, "correct": text[:1] == gold}
-            for name in ("strict", "flexible", "numeric")
-        }
+        return {name: {"answer": text[:1] or None, "correct": text[:1] == gold} for name in SCORERS}
 
     def label_change(self, text_a, text_b, gold):
-        return dict.fromkeys(
-            ("strict", "flexible", "numeric"), "same" if text_a[:1] == text_b[:1] else "answer_changed"
-        )
+        return dict.fromkeys(SCORERS, "same" if text_a[:1] == text_b[:1] else "answer_changed")
 
 
 def make_items(lengths=LENGTHS):
@@ -204,7 +199,7 @@ def test_tokens_and_figures_are_of_the_arms_that_they_name():
         ran = run_batch(arms, arms.prepare(make_state()), batch, SPEC)
         for row, item in enumerate(batch.items):
             found = compare_row(arms, item, row, ran, SPEC)["teacher_forced"]
-            arrays = (np.asarray(each.logits[row, : len(found["kl"])]) for each in (ran.runs.forced, ran.runs.cached))
+            arrays = (np.asarray(each.logits[row, : len(found["kl"])]) for each in (ran.forced, ran.cached))
             wanted = reference_metrics.compare_logits(*arrays)
             np.testing.assert_allclose(found["kl"], wanted["kl"], rtol=1e-9)
             assert found["margin"] == wanted["margin"].tolist()
@@ -283,8 +278,3 @@ def test_a_broken_sample_is_invalid_and_its_neighbour_is_not():
     assert bad["controls"] == dict.fromkeys(CONTROLS)
     for arm in bad["arms"].values():
         assert arm["stop"] == "invalid"
-
-
-def test_a_prompt_beyond_the_context_is_refused():
-    with pytest.raises(UserError, match="exceed the context"):
-        run(items=[Item(0, (1,) * 60, "a")])

@@ -112,7 +112,7 @@ def test_outputs_in_fp32_round_at_the_next_product():
     arms = Arms(CONFIG, make_variants(4, ["fp16 outputs fp32"])[0].precision)
     (batch,) = plan_batches(make_items(1), SPEC)
     state = hold(arms, make_state())
-    logits = np.asarray(run_batch(arms, state, batch, SPEC).runs.cached.logits)
+    logits = np.asarray(run_batch(arms, state, batch, SPEC).cached.logits)
     assert logits.dtype == np.float32
     assert np.mean(logits != logits.astype(np.float16)) > 0.9
 
@@ -129,7 +129,7 @@ def test_float64_does_not_leak(monkeypatch):
 
         def watched(arms, *arguments):
             result = inner(arms, *arguments)
-            logits = result.logits if hasattr(result, "logits") else result.runs.cached.logits
+            logits = result.logits if hasattr(result, "logits") else result.cached.logits
             seen.append((arms.precision.name, jax.config.read("jax_enable_x64"), logits.dtype.name))
             return result
 

@@ -81,8 +81,8 @@ def test_jax_cells_are_the_arms_of_the_study(tiny, plain):
     ran = run_batch(arms, arms.prepare(checkpoint.state), batch, SPEC)
     for row, record in enumerate(plain("llama")):
         steps = len(record["tokens"])
-        assert steps == int(ran.runs.cached.lengths[row])
-        wanted = parity.compare_logits(ran.runs.forced.logits[row], ran.runs.cached.logits[row], steps)
+        assert steps == int(ran.cached.lengths[row])
+        wanted = parity.compare_logits(ran.forced.logits[row], ran.cached.logits[row], steps)
         assert record["pairs"][CACHE_PAIRS["jax"]] == wanted
 
 

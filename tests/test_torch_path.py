@@ -58,7 +58,7 @@ def ours(tiny):
         state, found = arms.prepare(checkpoint.state), []
         for batch in plan_batches(make_items(), OURS):
             ran = run_batch(arms, state, batch, OURS)
-            found.append((batch, ran.rows, ran.runs))
+            found.append((batch, ran.rows, ran))
         return found
 
     return functools.cache(make)
@@ -84,7 +84,7 @@ def test_fp32_logits_and_tokens_are_ours(tiny, ours, family, attention):
         assert theirs.rows.first.tolist() == np.asarray(rows.first).tolist()
         assert sum(theirs.rows.first) > 0
         for arm in ("cached", "forced", "free"):
-            a, b = getattr(theirs.runs, arm), getattr(runs, arm)
+            a, b = getattr(theirs, arm), getattr(runs, arm)
             assert a.lengths.tolist() == np.asarray(b.lengths).tolist()
             for row, length in enumerate(a.lengths.tolist()):
                 taken = slice(theirs.layout.prompt, theirs.layout.prompt + length)

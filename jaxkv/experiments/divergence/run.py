@@ -24,17 +24,7 @@ from jaxkv.config import ModelConfig
 from jaxkv.drafts import Forced, first_disagreement, free_by_drafts, free_stepwise
 from jaxkv.errors import describe_memory
 from jaxkv.experiments import batches
-from jaxkv.experiments.batches import (
-    Batch,
-    Item,
-    RunSpec,
-    describe_setting,
-    lay_out,
-    make_arm,
-    plan_batches,
-    taken,
-    timed,
-)
+from jaxkv.experiments.batches import Batch, Item, RunSpec, plan_batches, taken, timed
 from jaxkv.experiments.driver import Condition, Line, Runner, Took
 from jaxkv.experiments.truth import has_room, share_float64
 from jaxkv.logits import compare_logits, measure_distance
@@ -44,34 +34,34 @@ from jaxkv.tasks.task import Task
 
 
 @dataclasses.dataclass(frozen=True)
-class Runs:
-    """All rollouts of one batch. The controls are None where they were not asked for.
+class BatchRun:
+    """A batch after both arms have run.
 
     Attributes:
+      rows: free-running.
       cached: the cached arm, free.
       forced: the uncached arm along its tokens.
-      free: the uncached arm on its own.
-      drafts: drafts that `free` took beyond the first.
-      cached_again: `cached` again.
-      forced_again: `forced` again.
-      forced_longer: `forced` at another padded length.
-      stepwise: `free` in the other form: by brute force, or, where that is the run's own, checked in one pass.
+      free: the uncached arm on its own, which took `drafts` beyond the first.
+      controls: by their names in a record, those that were asked for. `uncached_stepwise` is `free` in the other form:
+        by brute force, or, where that is the run's own, checked in one pass.
       truth: the uncached float64 model along `cached`'s tokens.
       left_out: whether a float64 run was asked for and does not fit into memory.
       seconds: wall time by name.
+      findings: a row's audit along `cached`'s tokens; `free_findings` along `free`'s, the same where no row parted.
     """
 
+    layout: Layout
+    rows: Rows
     cached: Rollout
     forced: Rollout
     free: Rollout
     drafts: int
-    cached_again: Rollout | None
-    forced_again: Rollout | None
-    forced_longer: Rollout | None
-    stepwise: Rollout | None
+    controls: dict[str, Rollout]
     truth: Rollout | None
+    left_out: bool
     seconds: dict[str, float]
-    left_out: bool = False
+    findings: list[Finding]
+    free_findings: list[Finding]
 
 
 def shared_length(uncached_length: str) -> str:
@@ -91,11 +81,12 @@ class ArmRuns:
     Between them stands the own run, which batches share the drafts of.
     """
 
-    def __init__(self, arms: AnyArms, state: Any, tokens: np.ndarray, rows: Rows, layout: Layout, spec: RunSpec):
-        self.arms, self.state, self.tokens, self.rows = arms, state, tokens, rows
-        self.layout, self.spec, self.stepwise = layout, spec, spec.uncached == "stepwise"
+    def __init__(self, arms: AnyArms, state: Any, batch: Batch, spec: RunSpec):
+        self.arms, self.state, self.batch, self.spec = arms, state, batch, spec
+        layout, self.tokens, self.rows = batches.lay_out(batch, spec, arms.config, arms.tile)
+        self.layout, self.stepwise = arms.fit(layout), spec.uncached == "stepwise"
         self.seconds: dict[str, float] = {}
-        self.cached = self._timed("cached", arms.run_cached, tokens, rows, layout)
+        self.cached = self._timed("cached", arms.run_cached, self.tokens, self.rows, self.layout)
         self.forced = self._forced("uncached_forced")
 
     def _timed(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -119,26 +110,30 @@ class ArmRuns:
         start = start_rollout(self.arms, self.tokens, self.rows, self.layout)
         return self._timed("uncached_stepwise", self.arms.run_uncached, start, self.rows, self.layout, length)
 
-    def finish(self, batch: Batch, free: Rollout, drafts: int) -> Runs:
-        """Runs the controls that the batch asks for."""
-        again: dict[str, Rollout | None] = dict.fromkeys(("cached_again", "forced_again", "forced_longer", "stepwise"))
-        if batch.controls:
-            tokens, forced = np.asarray(self.cached.tokens), force(self.rows, self.cached)
-            again["cached_again"] = self._timed("control_cached", self.arms.run_cached, tokens, forced, self.layout)
-            again["forced_again"] = self._forced("control_uncached")
-            longer = f"bucket:{control_length(self.layout, self.spec, self.arms.tile)}"
-            again["forced_longer"] = self._forced("control_length", longer)
-        if batch.stepwise:
-            again["stepwise"] = self._other_form(free)
-        known = self.state is None or "float64" in self.arms.precision.to_json().values()
-        truth, wanted = None, batch.truth and not known
-        if wanted and has_room(self.state, self.arms.config, self.layout):
-            follow = functools.partial(_follow_in_float64, self.arms.config)
-            truth = self._timed("truth", follow, self.cached, self.rows, self.layout)
-        left_out = wanted and truth is None
-        return Runs(
-            self.cached, self.forced, free, drafts, **again, truth=truth, seconds=self.seconds, left_out=left_out
-        )
+    def finish(self, free: Rollout, drafts: int) -> BatchRun:
+        """Runs the controls that the batch asks for, and audits what ran."""
+        arms, state, rows, layout, cached = self.arms, self.state, self.rows, self.layout, self.cached
+        controls = {}
+        if self.batch.controls:
+            tokens, forced = np.asarray(cached.tokens), force(rows, cached)
+            controls["cached_rerun"] = self._timed("control_cached", arms.run_cached, tokens, forced, layout)
+            controls["uncached_rerun"] = self._forced("control_uncached")
+            longer = f"bucket:{control_length(layout, self.spec, arms.tile)}"
+            controls["uncached_other_length"] = self._forced("control_length", longer)
+        if self.batch.stepwise:
+            controls["uncached_stepwise"] = self._other_form(free)
+        known = state is None or "float64" in arms.precision.to_json().values()
+        truth, wanted = None, self.batch.truth and not known
+        if wanted and has_room(state, arms.config, layout):
+            follow = functools.partial(_follow_in_float64, arms.config)
+            truth = self._timed("truth", follow, cached, rows, layout)
+        findings = free_findings = audit_rows(arms, state, cached, rows)
+        if np.any(first_disagreement(self.forced, layout.prompt) < np.asarray(self.forced.lengths)):
+            free_findings = audit_rows(arms, state, free, rows)  # tokens that the other arm never took
+        return BatchRun(
+            layout, rows, cached, self.forced, free, drafts, controls, truth, wanted and truth is None, self.seconds,
+            findings, free_findings,
+        )  # fmt: skip
 
 
 def _follow_in_float64(
@@ -153,35 +148,13 @@ def _follow_in_float64(
         return None
 
 
-@dataclasses.dataclass(frozen=True)
-class BatchRun:
-    """A batch after both arms have run.
-
-    Attributes:
-      layout: its shapes.
-      rows: its rows, free-running.
-      runs: the rollouts.
-      findings: a row's audit along the cached arm's tokens.
-      free_findings: along the uncached arm's own tokens; the same objects where no row parted.
-    """
-
-    layout: Layout
-    rows: Rows
-    runs: Runs
-    findings: list[Finding]
-    free_findings: list[Finding]
-
-
 def run_batches(arms: AnyArms, state: Any, together: Sequence[Batch], spec: RunSpec) -> list[BatchRun]:
     """Runs and audits both arms on batches, whose rows that part are drafted together.
 
     The time of their own uncached runs is shared evenly by the batches.
     """
     with arms.settings():
-        begun = []
-        for batch in together:
-            layout, tokens, rows = lay_out(batch, spec, arms.config, arms.tile)
-            begun.append(ArmRuns(arms, state, tokens, rows, arms.fit(layout), spec))
+        begun = [ArmRuns(arms, state, batch, spec) for batch in together]
         if spec.uncached == "stepwise":
             free = [(one.step_freely(), 0) for one in begun]
         else:
@@ -189,14 +162,7 @@ def run_batches(arms: AnyArms, state: Any, together: Sequence[Batch], spec: RunS
             free, seconds = timed(free_by_drafts, arms, state, forced, spec.uncached_length)
             for one in begun:
                 one.seconds["uncached_free"] = seconds / len(begun)
-        finished = []
-        for batch, one, (own, drafts) in zip(together, begun, free, strict=True):
-            runs = one.finish(batch, own, drafts)
-            findings = free_findings = audit_rows(arms, state, runs.cached, one.rows)
-            if np.any(first_disagreement(runs.forced, one.layout.prompt) < np.asarray(runs.forced.lengths)):
-                free_findings = audit_rows(arms, state, runs.free, one.rows)  # tokens that the other arm never took
-            finished.append(BatchRun(one.layout, one.rows, runs, findings, free_findings))
-        return finished
+        return [one.finish(*own) for one, own in zip(begun, free, strict=True)]
 
 
 def run_batch(arms: AnyArms, state: Any, batch: Batch, spec: RunSpec) -> BatchRun:
@@ -208,57 +174,58 @@ def run_batch(arms: AnyArms, state: Any, batch: Batch, spec: RunSpec) -> BatchRu
 TOGETHER, LOGITS_BYTES = 8, 4 << 30
 
 
+AGAIN = {  # controls, by what a fault in them is said to be in
+    "uncached_other_length": "uncached (other length)",
+    "cached_rerun": "cached (again)",
+    "uncached_rerun": "uncached (again)",
+    "uncached_stepwise": "uncached (stepwise)",
+}
+
+
 def find_fault(ran: BatchRun, row: int) -> dict[str, Any] | None:
     """Where a row's numbers stopped being finite, as a record has it; None if they never did."""
-    runs, finding, free = ran.runs, ran.findings[row], ran.free_findings[row]
-    named = {
-        "cached": runs.cached,
-        "uncached": runs.forced,
-        "uncached (other length)": runs.forced_longer,
-        "cached (again)": runs.cached_again,
-        "uncached (again)": runs.forced_again,
-        "uncached (stepwise)": runs.stepwise,
-    }
-    steps = [(arm, run and run.nonfinite_step, finding) for arm, run in named.items()]
-    steps.append(("uncached (free)", runs.free.nonfinite_step, free))
+    finding, free = ran.findings[row], ran.free_findings[row]
+    named = {"cached": ran.cached, "uncached": ran.forced}
+    named |= {arm: ran.controls[name] for name, arm in AGAIN.items() if name in ran.controls}
+    steps = [(arm, run.nonfinite_step, finding) for arm, run in named.items()]
+    steps.append(("uncached (free)", ran.free.nonfinite_step, free))
     newest = ran.layout.prompt - int(ran.rows.first[row]) - 1
     return batches.find_fault(row, newest, steps, [("uncached", finding), ("uncached (free)", free)])
 
 
 def compare_row(arms: AnyArms, item: Item, row: int, ran: BatchRun, spec: RunSpec) -> dict[str, Any]:
     """What a row's run says without asking a task: fields of a sample, `arms` being the tokens alone."""
-    layout, runs = ran.layout, ran.runs
-    fault = find_fault(ran, row)
-    steps = int(runs.cached.lengths[row])
-    brute_steps = 0 if runs.stepwise is None else int(min(runs.stepwise.lengths[row], runs.free.lengths[row]))
+    layout, fault, steps = ran.layout, find_fault(ran, row), int(ran.cached.lengths[row])
 
-    def compare(reference: Rollout | None, other: Rollout | None, steps: int = steps) -> dict[str, list] | None:
-        if fault or reference is None or other is None:
+    def compare(reference: Rollout | None, other: Rollout, steps: int = steps) -> dict[str, list] | None:
+        if fault or reference is None:
             return None
         chosen = (np.asarray(run.choices[row, :steps]) for run in (reference, other))
         flips = np.not_equal(*chosen).tolist()
         return compare_logits(reference.logits[row], other.logits[row], steps) | {"choice_flip": flips}
 
-    tokens = {arm: taken(run, row, layout.prompt) for arm, run in (("cached", runs.cached), ("uncached", runs.free))}
+    again, truth = ran.controls.get, ran.truth
+    brute = again("uncached_stepwise")
+    both = 0 if brute is None else int(min(brute.lengths[row], ran.free.lengths[row]))
+    controls = {
+        "cached_rerun": compare(again("cached_rerun"), ran.cached),
+        "uncached_rerun": compare(again("uncached_rerun"), ran.forced),
+        "uncached_other_length": compare(again("uncached_other_length"), ran.forced),
+        "uncached_stepwise": compare(brute, ran.free, both),  # equal bits at all steps are equal tokens, up to the stop
+    }
+    distance = None
+    if not fault and truth is not None and truth.nonfinite_step[row] < 0:
+        arms_of = {"cached": ran.cached, "uncached": ran.forced}
+        distance = {arm: measure_distance(truth.logits[row], run.logits[row], steps) for arm, run in arms_of.items()}
+    tokens = {arm: taken(run, row, layout.prompt) for arm, run in (("cached", ran.cached), ("uncached", ran.free))}
     return {
-        **describe_setting(arms, item, layout, int(ran.rows.first[row]), ran.findings[row], spec, fault),
+        **batches.describe_setting(arms, item, layout, int(ran.rows.first[row]), ran.findings[row], spec, fault),
         "arms": tokens,
-        "teacher_forced": compare(runs.forced, runs.cached),
+        "teacher_forced": compare(ran.forced, ran.cached),
         "free_running": None if fault else free_running(tokens["uncached"], tokens["cached"]),
-        "controls": {
-            "cached_rerun": compare(runs.cached_again, runs.cached),
-            "uncached_rerun": compare(runs.forced_again, runs.forced),
-            "uncached_other_length": compare(runs.forced_longer, runs.forced),
-            # Equal bits at every step are equal tokens, up to the stop token.
-            "uncached_stepwise": compare(runs.stepwise, runs.free, brute_steps),
-        },
-        "truth": None
-        if fault or runs.truth is None or runs.truth.nonfinite_step[row] >= 0
-        else {
-            arm: measure_distance(runs.truth.logits[row], run.logits[row], steps)
-            for arm, run in (("cached", runs.cached), ("uncached", runs.forced))
-        },
-        **({"truth_left_out": "memory"} if runs.left_out else {}),
+        "controls": controls,
+        "truth": distance,
+        **({"truth_left_out": "memory"} if ran.left_out else {}),
     }
 
 
@@ -294,15 +261,14 @@ class Divergence(Runner[BatchRun, None, BatchRun]):
         return begun
 
     def tell_time(self, begun: BatchRun, ran: BatchRun, seconds: float) -> Took:
-        runs = ran.runs
-        tokens = {"cached": int(jnp.sum(runs.cached.lengths)), "uncached_forced": int(jnp.sum(runs.forced.lengths))}
-        return Took(runs.seconds, tokens, {"drafts": runs.drafts})
+        tokens = {"cached": int(jnp.sum(ran.cached.lengths)), "uncached_forced": int(jnp.sum(ran.forced.lengths))}
+        return Took(ran.seconds, tokens, {"drafts": ran.drafts})
 
     def record(self, item: Item, row: int, begun: BatchRun, variant: None, ran: BatchRun) -> Line:
         found = compare_row(self.arms, item, row, ran, self.spec)
         broke = found["status"] == "invalid"
         scored = {
-            arm: make_arm(item, tokens, broke, self.arms.stop_ids, self.tokenizer, self.scoring)
+            arm: batches.make_arm(item, tokens, broke, self.arms.stop_ids, self.tokenizer, self.scoring)
             for arm, tokens in found["arms"].items()
         }
         return {

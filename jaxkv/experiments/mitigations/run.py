@@ -221,7 +221,7 @@ class Mitigations(Runner[Begun, Variant, Ran]):
         return Ran(ran, along, cost)
 
     def tell_time(self, begun: Begun, ran: Ran, seconds: float) -> Took:
-        runs = ran.free.runs
+        runs = ran.free
         tokens = {"cached": int(np.sum(runs.cached.lengths)), "uncached_forced": int(np.sum(runs.forced.lengths))}
         return Took(runs.seconds | ran.along.seconds, tokens, {"drafts": runs.drafts, "cost": ran.cost})
 

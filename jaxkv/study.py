@@ -186,7 +186,7 @@ def _explain_overflow(condition: "Condition", run: RunDirectory, console: Consol
     records = [record for record in run.read() if isinstance(record, DivergenceRecord)]
     if not records or any(record.invalid is None for record in records):
         return
-    from jaxkv.experiments.overflow import describe_remedy, find_remedy
+    from jaxkv.experiments.overflow import find_remedy
 
     def make(parts: Mapping[str, str]) -> tuple[Any, Any]:
         precision = read_precision(dataclasses.replace(condition.options.precision, **parts))
@@ -195,8 +195,8 @@ def _explain_overflow(condition: "Condition", run: RunDirectory, console: Consol
 
     item = next(item for item in condition.items if item.problem == records[0].problem)
     with console.status("every sample is invalid: looking for a policy that runs"):
-        found = find_remedy(make, item, condition.spec, known(records[0].invalid).step)
-    run.record_provenance({"remedy": describe_remedy(condition.precision, found)})
+        remedy = find_remedy(make, item, condition.spec, condition.precision, known(records[0].invalid).step)
+    run.record_provenance({"remedy": remedy})
 
 
 def _record(

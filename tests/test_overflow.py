@@ -1,7 +1,5 @@
 """fp16 that overflows: the part of the policy that mends it is found by running, and named in the report."""
 
-import dataclasses
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +10,7 @@ from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.experiments.batches import Item, RunSpec
 from jaxkv.experiments.divergence.wording import describe_invalid
-from jaxkv.experiments.overflow import describe_remedy, find_remedy
+from jaxkv.experiments.overflow import find_remedy
 
 CONFIG, STATE = small_config("llama"), small_state("llama")
 ITEM = Item(3, tuple(np.random.default_rng(0).integers(12, VOCAB, 9).tolist()), "a")
@@ -28,7 +26,8 @@ def scaled(factors: dict[str, float]):
     return with_leaves(STATE, leaves)
 
 
-def search(factors: dict[str, float]):
+def search(factors: dict[str, float], precision: str = "fp16"):
+    """What is said, and the parts that were tried."""
     tried = []
 
     def make(parts):
@@ -36,35 +35,40 @@ def search(factors: dict[str, float]):
         arms = Arms(CONFIG, make_precision("fp16", **parts))
         return arms, arms.prepare(scaled(factors))
 
-    return find_remedy(make, ITEM, SPEC), tried
+    return find_remedy(make, ITEM, SPEC, make_precision(precision)), tried
+
+
+SCORES = {"attn/q": 40.0, "attn/k": 40.0}  # q·k near 1e5, q and k near 1e3
+PRODUCT = {"mlp/down": 4000.0}  # an output of the MLP: a product, which no part alone widens
 
 
 @pytest.mark.parametrize(
-    ("factors", "flags"),
+    ("factors", "said", "tries"),
     [
-        ({"attn/q": 40.0, "attn/k": 40.0}, "--scores=fp32"),  # q·k near 1e5, q and k near 1e3
-        ({"mlp/down": 4000.0}, None),  # an output of the MLP: a product, which no part alone widens
+        ({}, "its numbers did not break again", 1),
+        (SCORES, "--scores=fp32 keeps it finite", 2),
+        # Both branches stay below 65504, their sum on the stream does not.
+        (
+            SCORES | {"attn/o": 3000.0, "mlp/down": 300.0, "embed": 1000.0},
+            "--scores=fp32 --residual=fp32 keeps it finite",
+            3,
+        ),
     ],
 )
-def test_the_part_that_overflows_is_found(factors, flags):
+def test_the_parts_that_overflow_are_found(factors, said, tries):
     remedy, tried = search(factors)
+    assert remedy == f"{said} (tried on problem 3, 4 tokens)"
     assert tried[0] == {}
-    assert (remedy.flags, remedy.broke) == (flags, True)
+    assert len(tried) == tries
 
 
-def test_two_parts_where_two_overflow():
-    # Both branches stay below 65504, their sum on the stream does not.
-    remedy, tried = search({"attn/q": 40.0, "attn/k": 40.0, "attn/o": 3000.0, "mlp/down": 300.0, "embed": 1000.0})
-    assert remedy.flags == "--scores=fp32 --residual=fp32"
-    assert len(tried) == 3
+MENDS = {"fp16": "; use --precision=bf16", "bf16": ": the weights may be damaged"}
 
 
-def test_a_run_without_a_fault_needs_nothing():
-    found = search({})[0]
-    assert (found.flags, found.broke) == (None, False)
-    assert describe_remedy(make_precision("fp16"), found) == (
-        "its numbers did not break again (tried on problem 3, 4 tokens)"
-    )
+@pytest.mark.parametrize("precision", MENDS)
+def test_what_no_part_mends_is_said(precision):
+    remedy, _ = search(PRODUCT, precision)
+    assert remedy == f"no part of the policy alone mends it (tried on problem 3, 4 tokens){MENDS[precision]}"
 
 
 def test_wider_scores_change_no_record_that_does_not_name_them():
@@ -78,11 +82,5 @@ def test_wider_scores_change_no_record_that_does_not_name_them():
 
 def test_the_remedy_is_in_the_message():
     group = {"reason": "qk, layer 0", "arm": "cached", "value": "inf", "samples": 4, "first_position": 0}
-    remedy, _ = search({"attn/q": 40.0, "attn/k": 40.0})
-    said = describe_invalid({"invalid": [group], "remedy": describe_remedy(make_precision("fp16"), remedy)})
-    assert said == (
-        "4 at qk, layer 0 (cached, inf, from position 0); --scores=fp32 keeps it finite (tried on problem 3, 4 tokens)"
-    )
-    lost = dataclasses.replace(remedy, flags=None)
-    assert describe_remedy(make_precision("fp16"), lost).endswith("use --precision=bf16")
-    assert "use" not in describe_remedy(make_precision("fp32"), lost)
+    said = describe_invalid({"invalid": [group], "remedy": "--scores=fp32 keeps it finite"})
+    assert said == "4 at qk, layer 0 (cached, inf, from position 0); --scores=fp32 keeps it finite"

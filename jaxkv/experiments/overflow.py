@@ -15,59 +15,30 @@ WIDENED = ("residual", "scores")  # parts that fp32 can hold while all products 
 NEW_TOKENS = 8
 
 
-@dataclasses.dataclass(frozen=True)
-class Search:
-    """What was tried on a problem.
-
-    Attributes:
-      problem: on which.
-      tokens: most new tokens of each try.
-      broke: whether its numbers broke again without a change.
-      flags: what kept them finite, e.g. '--residual=fp32'; None if nothing did.
-    """
-
-    problem: int
-    tokens: int
-    broke: bool
-    flags: str | None
-
-
 def find_remedy(
-    make: Callable[[Mapping[str, str]], tuple[Arms, nnx.State]], item: Item, spec: RunSpec, step: int | None = None
-) -> Search:
-    """Widens the part in which a problem's numbers break, until they do not.
+    make: Callable[[Mapping[str, str]], tuple[Arms, nnx.State]],
+    item: Item,
+    spec: RunSpec,
+    precision: Precision,
+    step: int | None = None,
+) -> str:
+    """What keeps a problem's numbers finite, for the message of an invalid run: the fewest parts to widen, if any do.
 
-    Args:
-      make: from overridden parts of the policy to arms and the weights as they take them.
-      item: a problem whose run was invalid.
-      spec: of the run.
-      step: at which its numbers broke, None if it is not known; each try goes some steps beyond it.
-
-    Returns:
-      The search; its flags are the fewest parts found.
+    `make` turns overridden parts of the policy into arms and the weights as they take them. The run broke at `step`,
+    None if that is not known; each try goes some steps beyond it.
     """
     tokens = min(spec.new_tokens, NEW_TOKENS + (step or 0))
     short = dataclasses.replace(spec, new_tokens=tokens, batch_size=1, truth_problems=0)
+    tried = f"(tried on problem {item.problem}, {tokens} tokens)"
     parts: dict[str, str] = {}
     while True:
         arms, state = make(parts)
         ran = run_batch(arms, state, Batch((item,), controls=False, stepwise=False), short)
         if (broken := find_fault(ran, 0)) is None:
             flags = " ".join(f"--{name}={dtype}" for name, dtype in parts.items())
-            return Search(item.problem, tokens, bool(parts), flags or None)
+            return f"{flags} keeps it finite {tried}" if flags else f"its numbers did not break again {tried}"
         part = part_of(broken["op"])
         if part not in WIDENED or part in parts:
-            return Search(item.problem, tokens, True, None)
+            so = "; use --precision=bf16" if precision.name.startswith("fp16") else ": the weights may be damaged"
+            return f"no part of the policy alone mends it {tried}{so}"
         parts[part] = "fp32"
-
-
-def describe_remedy(precision: Precision, found: Search) -> str:
-    """What to do, for the message of an invalid run."""
-    tried = f"tried on problem {found.problem}, {found.tokens} tokens"
-    if found.flags is not None:
-        return f"{found.flags} keeps it finite ({tried})"
-    if not found.broke:
-        return f"its numbers did not break again ({tried})"
-    if not precision.name.startswith("fp16"):
-        return f"no part of the policy alone mends it ({tried}): the weights may be damaged"
-    return f"no part of the policy alone mends it ({tried}); use --precision=bf16"

@@ -13,7 +13,7 @@ import numpy as np
 from msgspec.structs import asdict
 
 from jaxkv.experiments.drift.record import SEGMENTS, TENSORS, WATCHED, DriftRecord, Layers
-from jaxkv.experiments.figures_layers import LABELS, draw_drift
+from jaxkv.experiments.figures import LABELS, draw_drift
 from jaxkv.experiments.record_parts import ARMS, LogitSums, known
 from jaxkv.experiments.report_parts import Report, Summary, begin_summary, describe_problems, say_few, say_nothing
 from jaxkv.reporting import statistics

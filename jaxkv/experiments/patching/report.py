@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.experiments.figures_layers import draw_patching
+from jaxkv.experiments.figures import draw_patching
 from jaxkv.experiments.patching.record import (
     CONTROLS,
     DIRECTIONS,

@@ -20,13 +20,7 @@ R = TypeVar("R")
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """One problem as the model sees it.
-
-    Attributes:
-      problem: its index in the data; keys the record and the sampling noise.
-      prompt: token ids.
-      gold: the gold answer.
-    """
+    """One problem as the model sees it; `problem`, its index in the data, keys the record and the sampling noise."""
 
     problem: int
     prompt: tuple[int, ...]
@@ -35,19 +29,11 @@ class Item:
 
 @dataclasses.dataclass(frozen=True)
 class RunSpec:
-    """What is run, apart from model and data.
+    """What is run, apart from model and data: the options of these names.
 
-    Attributes:
-      new_tokens: most tokens to generate.
-      seed: of the sampling noise.
-      batch_size: rows of a batch.
-      padding: 'equal' batches prompts of one length only; 'left' batches neighbours and pads them on the left.
-      bucket: prompts are padded to a multiple of this many rows in the prefill, and the arms' buffers with them.
-      uncached_length: 'padded' or 'bucket:M' (rollout.uncached_lengths).
-      control_problems: the controls run on this many of the first batches' problems, at least one batch if above 0.
-      uncached: 'draft' has the uncached arm by draft and check, 'stepwise' by recomputing the prefix at every step.
-      stepwise_problems: with 'draft', brute force runs beside it on this many problems, as with control_problems.
-      truth_problems: each arm's distance to a float64 run on this many problems, where that fits; as above.
+    `bucket` pads prompts to a multiple of so many rows in the prefill, and the arms' buffers with them. The controls,
+    brute force (`stepwise_problems`) and float64 (`truth_problems`) run on the first batches that hold so many
+    problems.
     """
 
     new_tokens: int
@@ -74,14 +60,11 @@ class Batch:
 
 def plan_batches(items: Sequence[Item], spec: RunSpec) -> list[Batch]:
     """Groups items into batches by the data alone, so that a resumed run makes the same ones."""
-    if spec.padding == "left":
-        groups = [list(items)]
-    else:
-        by_length: dict[int, list[Item]] = {}
-        for item in items:
-            by_length.setdefault(len(item.prompt), []).append(item)
-        groups = list(by_length.values())
-    chunks = [group[i : i + spec.batch_size] for group in groups for i in range(0, len(group), spec.batch_size)]
+    groups: dict[int | None, list[Item]] = {}
+    for item in items:
+        groups.setdefault(None if spec.padding == "left" else len(item.prompt), []).append(item)
+    size = spec.batch_size
+    chunks = [group[i : i + size] for group in groups.values() for i in range(0, len(group), size)]
     chunks.sort(key=lambda chunk: items.index(chunk[0]))
     batches, seen = [], 0
     for chunk in chunks:
@@ -133,10 +116,7 @@ def describe_setting(
 def make_arm(
     item: Item, tokens: list[int], broke: bool, stop_ids: Sequence[int], tokenizer: AnyTokenizer, scoring: Task
 ) -> dict[str, Any]:
-    """An arm's own run as a record has it; `broke` where its numbers did not stay finite.
-
-    `tokens` are recorded whole; the text is that of the first turn, as its prompt goes on.
-    """
+    """An arm's own run as a record has it, all tokens and the first turn's text; `broke` where one was not finite."""
     turn = cut_turn(tokens, {*tokenizer.turn_ends, *stop_ids})
     text, cut = scoring.cut(tokenizer.decode_new(item.prompt, turn))
     stop = "eos" if tokens and tokens[-1] in stop_ids else "stop_string" if cut or turn != tokens else "length"
@@ -156,12 +136,9 @@ def find_fault(
 ) -> dict[str, Any] | None:
     """Where a row's numbers stopped being finite, as a record has it; None if they never did.
 
-    Args:
-      row: of the batch.
-      newest: position of the token that logits of the first step are computed from.
-      runs: arm, the step [B] whose logits were not finite, -1 if none (None of an arm that did not run), and an audit
-        of the same tokens, which says in what the fault began.
-      audits: arm and audit of what none of the runs' logits shows.
+    Each of `runs` is an arm, the step [B] whose logits were not finite, -1 if none (None of an arm that did not run),
+    and an audit of the same tokens, which says in what the fault began; `audits` are of what none of these logits
+    shows. The first step's logits are computed from the token at position `newest`.
     """
     for arm, steps, finding in runs:
         step = -1 if steps is None else int(steps[row])

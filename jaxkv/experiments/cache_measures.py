@@ -52,11 +52,8 @@ def find_fault(name: str, cache: Any, row: int) -> dict[str, Any] | None:
     if not len(found):
         return None
     layer, side = map(int, found[0])
-    value = "nan" if nan[layer, side] else "inf"
-    op = "kv"[side]
-    return {
-        "arm": name, "step": None, "layer": layer, "op": op, "position": int(first[layer, side]), "value": value,
-    }  # fmt: skip
+    place = {"layer": layer, "op": "kv"[side], "position": int(first[layer, side])}
+    return {"arm": name, "step": None} | place | {"value": "nan" if nan[layer, side] else "inf"}
 
 
 @jax.jit
@@ -79,17 +76,10 @@ def _count(clean: KVCache, changed: QuantizedCache) -> jax.Array:
 
 
 def count_saturated(what: CacheError | CacheQuant, clean: KVCache, changed: Any) -> np.ndarray | None:
-    """Elements of the clean cache's keys and values that are packed and that a format cannot hold.
+    """Elements [B, 3] of the clean cache's keys, of its values, and of all, that are packed and lie outside the format.
 
-    They lie outside it, or a scale, zero or norm that is stored of their group does (`Quantizer.saturated`).
-
-    Args:
-      what: is done to the cache.
-      clean: the cache without it, of the same tokens.
-      changed: the cache with it.
-
-    Returns:
-      [B, 3] of keys, of values, and of all that are packed; None where all that the cache's dtype holds fits.
+    Or a scale, zero or norm that is stored of their group does (`Quantizer.saturated`). `changed` is the cache of the
+    same tokens to which `what` is done. None where all that the cache's dtype holds fits.
     """
     if not isinstance(what, CacheQuant):
         return None
@@ -118,15 +108,9 @@ def measure_cache(
     written: int,
     prompt: int,
 ) -> dict[str, Any]:
-    """Bytes of a row, and bits per element of a cache of `written` tokens (jaxkv.experiments.injection.record).
+    """What a record's CacheSize has of a cache of `written` tokens, of which `prompt` came at once.
 
-    Args:
-      what: is done to the cache; None for nothing.
-      config: architecture.
-      precision: its `cache` is what elements are stored in that are not packed.
-      cache: whose arrays are counted.
-      written: tokens.
-      prompt: those of them that came at once.
+    `precision.cache` is what elements are stored in that `what` does not pack.
     """
     exact = 8.0 * jnp.dtype(precision.cache).itemsize
     bits, shares = [], []

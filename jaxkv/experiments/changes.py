@@ -1,7 +1,7 @@
 """Changes of a cache by name: what the flags `--cache_error` and `--cache_quant` ask for, with their seeds."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jaxkv.cache import Intervention
@@ -28,11 +28,7 @@ ERROR_SEEDS = (0, 1, 2)
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """What is done to the cache.
-
-    Attributes:
-      what: an error or a quantizer; None is the clean arm.
-    """
+    """What is done to the cache; nothing in the clean arm."""
 
     what: CacheError | CacheQuant | None
 
@@ -72,33 +68,25 @@ def make_changes(
 ) -> list[Change]:
     """The clean arm and the changes that are asked for, in order: quantizers, then errors.
 
-    Args:
-      errors: texts of `--cache_error`.
-      quants: texts of `--cache_quant`.
-      config: of the model that they must suit; None leaves that open.
-      precision: of the arms, whose cache quantizers must suit; None leaves that open.
-
-    Raises:
-      UserError: a text that is not understood, names the clean cache, is given twice, or does not suit model or
-        precision.
+    Raises UserError on a text that is not understood, names the clean cache, is given twice, or does not suit the model
+    or the dtype of the arms' cache where these are given.
     """
     changes = [Change(None)]
-    parsers: dict[str, Callable[[str], CacheError | CacheQuant]]
-    parsers = {"cache_quant": parse_cache_quant, "cache_error": parse_cache_error}
     asked = [*(("cache_quant", text) for text in quants), *(("cache_error", text) for text in errors)]
     for flag, text in asked:
-        change = Change(parsers[flag](text))
+        change = Change(parse_cache_quant(text) if flag == "cache_quant" else parse_cache_error(text))
         if change.name == CLEAN:
             raise UserError(f"--{flag}={text} leaves the cache as it is, and the clean arm always runs; drop it")
         if change in changes:
             raise UserError(f"--{flag}={text} asks for {change.name} a second time; drop it")
         try:
-            if config is not None and isinstance(change.what, CacheError):
+            if isinstance(change.what, CacheQuant):
+                if config is not None:
+                    change.what.check(config.head_dim, config.context_length, config.windowed_layers)
+                if precision is not None:
+                    change.what.stored_as(precision.cache)
+            elif config is not None and change.what is not None:
                 change.what.check(config.num_layers, config.num_kv_heads)
-            elif config is not None and isinstance(change.what, CacheQuant):
-                change.what.check(config.head_dim, config.context_length, config.windowed_layers)
-            if precision is not None and isinstance(change.what, CacheQuant):
-                change.what.stored_as(precision.cache)
         except UserError as error:
             raise UserError(f"--{flag}={text}: {error}") from None
         changes.append(change)

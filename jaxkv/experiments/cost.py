@@ -15,10 +15,7 @@ from jaxkv.rollout import Layout, Rows, start_rollout
 
 
 def time_runs(run: Callable[..., Any], repeats: int, prepare: Callable[[], Any] = tuple) -> list[float]:
-    """Milliseconds of each run after one to warm up. It waits for what `run` and `prepare` give.
-
-    `prepare` makes the arguments of each run, which does not count.
-    """
+    """Milliseconds of each run after one to warm up, waited for; `prepare` makes its arguments, and does not count."""
     times = []
     for _ in range(repeats + 1):
         arguments = jax.block_until_ready(prepare())
@@ -46,17 +43,10 @@ def measure_cost(
     backend: str | None = None,
     change: Intervention | None = None,
 ) -> dict[str, Any]:
-    """Times the cached arm on a batch, logits not kept and no token ending a row.
+    """Times the cached arm on a batch of free-running rows, logits not kept and no token ending a row.
 
-    Args:
-      arms: the policy, sampler and regime to time; its prefill program is used as it is.
-      state: prepared weights.
-      tokens: [B, S] token buffer with the prompts.
-      rows: of the batch, free-running.
-      layout: of the batch.
-      repeats: timed runs, after one to warm up.
-      backend: as that of `arms`.
-      change: of the cache.
+    `arms` has the policy and regime to time, on `backend`; its prefill program is used as it is. `tokens` [B, S] hold
+    the prompts.
 
     Returns:
       prefill_ms and ms_a_token (a step's time over the batch's rows), lists of `repeats` values; ms_a_token is None
@@ -82,25 +72,20 @@ def measure_cost(
             return arms.prefill(state, prompt, rows, cache(), None)  # as the arms call it, so compiled already
 
         def begin():
-            return (*prefill(), start())
-
-        def loop(*made):
-            logits, filled, run = made
-            return decode(state, logits, run, rows, end, filled)
+            logits, filled = prefill()
+            return state, logits, start(), rows, end, filled
     else:
         decode = lean.tile_loop.lower(state, start(), rows, end, cache(), False, False, tile=arms.tile).compile()
 
         def prefill():
             return decode(state, start(), rows, layout.prompt + 1, cache(), False, False)
 
-        begin = prefill
+        def begin():
+            run, filled = prefill()
+            return state, run, rows, end, filled, False, False
 
-        def loop(*made):
-            run, filled = made
-            return decode(state, run, rows, end, filled, False, False)
-
-    def decode_all(*made):
-        run, filled = loop(*made)
+    def decode_all(*arguments):
+        run, filled = decode(*arguments)
         lengths.append(run.lengths)
         return run, filled
 

@@ -34,11 +34,7 @@ from jaxkv.rollout import Layout, Rollout, Rows, force, start_rollout
 
 
 class GateError(UserError):
-    """The gate failed.
-
-    Attributes:
-      found: what differs from what, and where.
-    """
+    """The gate failed; `found` says what differs from what, and where."""
 
     def __init__(self, why: str, found: str):
         super().__init__(
@@ -60,26 +56,20 @@ def _set_beside(x: jax.Array, y: jax.Array, counted: np.ndarray, tolerance: floa
 def first_cache_difference(
     a: KVCache, b: KVCache, first: np.ndarray, filled: np.ndarray, tolerance: float = 0.0
 ) -> Difference | None:
-    """The first tensor, in order of execution, whose bits or dtype differ; None if there is none.
+    """The first tensor, in order of execution, whose bits or dtype differ in the slots `filled` [B, S]; None if none.
 
-    Args:
-      a: a cache.
-      b: another; slots that only one of them has are left out.
-      first: [B] slot of each row's position 0.
-      filled: [B, S] slots that count.
-      tolerance: keys and values may differ by so much, relative to the largest in the tensor.
+    `first` [B] is the slot of each row's position 0. Slots that only one cache has are left out. Keys and values may
+    differ by `tolerance`, relative to the largest in the tensor.
     """
     slots = min(a.positions.shape[1], b.positions.shape[1])
     counted = filled[:, :slots]
 
-    def named(cache: KVCache) -> dict[str, jax.Array]:
-        sides = (("k", cache.k), ("v", cache.v))
-        layers = {f"{side}.{n}": held[n] for n in range(len(cache.k)) for side, held in sides}
-        return {name: held[:, :slots] for name, held in ({"positions": cache.positions} | layers).items()}
-
-    for (name, x), y in zip(named(a).items(), named(b).values(), strict=True):
-        found = find_first({name: _set_beside(x, y, counted, tolerance)}, counted, first[:, None])
-        if found is not None:
+    pairs = {"positions": (a.positions, b.positions)}
+    for n in range(len(a.k)):
+        pairs |= {f"k.{n}": (a.k[n], b.k[n]), f"v.{n}": (a.v[n], b.v[n])}
+    for name, (x, y) in pairs.items():
+        gap = _set_beside(x[:, :slots], y[:, :slots], counted, tolerance)
+        if (found := find_first({name: gap}, counted, first[:, None])) is not None:
             return found
     return None
 
@@ -94,19 +84,12 @@ class _Arm:
 
 
 def _compare(
-    arm: _Arm,
-    reference: _Arm,
-    kept: DType,
-    rows: Rows,
-    layout: Layout,
-    why: str,
-    tolerance: float = 0.0,
+    arm: _Arm, reference: _Arm, kept: DType, rows: Rows, layout: Layout, why: str, tolerance: float = 0.0
 ) -> None:
     """Raises UserError unless an arm and the reference agree along the same tokens, with caches of the dtype `kept`."""
     a, b = arm.run, reference.run
-    problems = np.asarray(rows.problems)
+    problems, first = np.asarray(rows.problems), np.asarray(rows.first)
     lengths, broke = np.asarray(a.lengths), np.asarray(a.nonfinite_step)
-    first = np.asarray(rows.first)
     where = []
     # The last token was fed to nobody. A row that broke off holds NaN in its last tile, as it should.
     fed = np.where((lengths > 0) & (broke < 0), layout.prompt + lengths - 1, 0)
@@ -115,10 +98,8 @@ def _compare(
     if kinds != {jnp.dtype(kept)}:
         names = " and ".join(sorted(kind.name for kind in kinds))
         where.append(f"from the precision, whose cache is {jnp.dtype(kept).name} and theirs {names}")
-    found = first_cache_difference(
-        arm.cache, reference.cache, first, (slots >= first[:, None]) & (slots < fed[:, None]), tolerance
-    )
-    if found is not None:
+    filled = (slots >= first[:, None]) & (slots < fed[:, None])
+    if (found := first_cache_difference(arm.cache, reference.cache, first, filled, tolerance)) is not None:
         where.append(str(found))
     counted = np.arange(layout.new_tokens) < lengths[:, None]
     steps = min(a.choices.shape[1], b.choices.shape[1], layout.new_tokens)
@@ -207,23 +188,16 @@ def run_gate(
 ) -> dict[str, Any]:
     """Runs the gate on the first problems and compares every bit.
 
-    Args:
-      cached_arms: programs of the aligned cached arm, with a tile.
-      uncached_arms: those of the uncached arm; the same object unless a fault is planted.
-      state: weights.
-      items: the study's problems.
-      spec: the study's batches.
-      problems: at least so many are tried.
-      new_tokens: most tokens a problem.
-      plain: programs of the plain regime. If given they are checked too, on the batch with the longest prompt, which
-        takes a second copy of the weights while it lasts.
+    At least so many `problems` are tried, with at most `new_tokens` each. Both arms have the same programs unless a
+    fault is planted. Those of the `plain` regime, if given, are checked too, on the batch with the longest prompt: it
+    takes a second copy of the weights while it lasts.
 
     Returns:
       {'passed': True, 'problems', 'steps', 'tile'}, and 'plain': {'passed', 'tolerance', 'steps'} if asked for, where
       passed is None and nothing was compared if the precision rounds sums to 16 bits or the probe overflows.
 
     Raises:
-      UserError: a bit differs: where, first in the cache and then in the logits.
+      GateError: a bit differs, in the cache or else in the logits.
     """
     short = dataclasses.replace(spec, control_problems=problems, new_tokens=min(new_tokens, spec.new_tokens))
     batches = [batch for batch in plan_batches(items, short) if batch.controls]

@@ -32,8 +32,7 @@ class Prediction:
       steps: margins it was made from.
       density: f(0), per logit.
       shift: E|s|, in logits.
-      linear: f(0) * E|s| / 2, flips per token.
-      convolution: E[P(|s| > m)] / 2, flips per token.
+      linear, convolution: flips per token by the two forms of the law.
     """
 
     steps: int
@@ -44,14 +43,10 @@ class Prediction:
 
 
 def predict(margins: npt.ArrayLike, shifts: npt.ArrayLike) -> Prediction:
-    """Flips per token by the law.
+    """Flips per token by the law, from margins [n] of the reference and shifts [k] of the gap.
 
-    Args:
-      margins: of the reference, [n]; from this condition or an fp32 run of the same model and text.
-      shifts: of the gap between arms, [k]; need not be of the same steps.
-
-    Raises:
-      ValueError: no margins or no shifts, or one that is not finite, or a negative margin.
+    They may be of other steps, the margins of an fp32 run of the same model and text. Raises ValueError on no margins
+    or shifts, a number that is not finite, or a negative margin.
     """
     m, s = np.asarray(margins, np.float64), np.abs(np.asarray(shifts, np.float64))
     if not m.size or not s.size or not np.isfinite(m).all() or not np.isfinite(s).all() or m.min() < 0:
@@ -73,13 +68,9 @@ KINDS = ("tie_in_one", "tie_in_both", "swap_by_one_unit", "more")
 
 
 def sort_flips(flip: npt.ArrayLike, margin: npt.ArrayLike, other: npt.ArrayLike, unit: npt.ArrayLike) -> dict[str, int]:
-    """Flips by how near the two tokens were, kind -> count.
+    """Flips [n] by how near the two tokens were, kind -> count.
 
-    Args:
-      flip: whether the argmax differs, [n].
-      margin: of the reference, [n].
-      other: the other arm's own margin, [n].
-      unit: spacing of the dtype's numbers at the top logit, [n].
+    `margin` is the reference's, `other` the other arm's own, `unit` the spacing of numbers at the top logit.
     """
     flipped = np.asarray(flip, bool)
     a, b, one = (np.asarray(x, np.float64)[flipped] for x in (margin, other, unit))
@@ -100,16 +91,11 @@ def check_law(comparisons: Sequence[Comparison]) -> dict[str, Any] | None:
 
 
 def check_steps(columns: Mapping[str, np.ndarray], choice_flips: int | None = None) -> dict[str, Any]:
-    """The law beside what was counted along the teacher-forced steps of a condition.
+    """The law beside what was counted along teacher-forced steps, of which each of COLUMNS has an entry.
 
-    Args:
-      columns: for each of COLUMNS an entry a step.
-      choice_flips: steps at which the arms choose other tokens under the shared noise; None in older records.
-
-    Returns:
-      Plain values: `prediction` from the condition's own margins and shifts, argmax `flips` that were counted, their
-      `kinds` (`sort_flips`), `ties`, steps with an exact tie in the reference, in the other arm and in both, and
-      `choice_flips`.
+    Gives `prediction` from the condition's own margins and shifts, argmax `flips` that were counted, their `kinds`
+    (`sort_flips`), `ties`, steps with an exact tie in the reference, in the other arm and in both, and `choice_flips`,
+    steps at which the arms choose other tokens under the shared noise; None in older records.
     """
     margin, shift, flip, other, unit = (columns[name] for name in COLUMNS)
     ties = {"reference": margin == 0, "other": other == 0, "both": (margin == 0) & (other == 0)}

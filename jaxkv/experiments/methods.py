@@ -24,15 +24,10 @@ def is_published_kvarn(quantizer: str) -> bool:
 
 
 def weigh_bits(more: float, worse: float, surely: bool) -> tuple[str, bool]:
-    """What a rival's bits do to its comparison with KVarN.
+    """Why a rival's bits keep the pair from deciding, empty if they do not; and whether it leaves a statement open.
 
-    Args:
-      more: bits an element of its whole cache above KVarN's.
-      worse: how much worse than KVarN it is.
-      surely: whether its interval tells that it is worse.
-
-    Returns:
-      Why the pair cannot decide, empty if it can; and whether it must then leave a statement open.
+    `more` are bits an element of its whole cache above KVarN's; `worse` is how much worse it is, `surely` whether its
+    interval tells so.
     """
     if more < -BITS_CLOSE and worse > 0:
         return "is worse with fewer bits, so it does not count", False

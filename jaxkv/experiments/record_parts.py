@@ -156,14 +156,12 @@ class Comparison(Table, frozen=True, kw_only=True):
     """Two arms' logits token by token, along the same tokens: those of the reference and of the other.
 
     Attributes:
-      flip: whether the top tokens differ.
+      flip: whether the top tokens differ; `choice_flip` whether those chosen under the shared noise do.
       kl: KL(reference || other) in nats; `kl_reverse` the other way round, `js` the Jensen-Shannon divergence.
       max_abs: largest difference of a logit; `mean_abs` the mean one.
       margin: the reference's top logit minus its second; `margin_other` the other arm's own.
       shift: by how much the gap between the reference's top two is another in the other arm.
       unit: spacing of the dtype's numbers at the reference's top logit.
-      bit_equal: whether all logits have the same bits.
-      choice_flip: whether the arms choose other tokens under the shared noise.
     """
 
     flip: list[bool]
@@ -189,13 +187,8 @@ class Comparison(Table, frozen=True, kw_only=True):
 
 
 class Distance(Table, frozen=True):
-    """An arm's distance to a float64 run along the same tokens, token by token.
-
-    Attributes:
-      flip: whether the top tokens differ.
-      kl: KL(float64 || arm) in nats.
-      rms: root mean square of the difference of logits; `max_abs` the largest.
-    """
+    """An arm's distance to a float64 run along the same tokens, token by token: whether the top tokens differ,
+    KL(float64 || arm) in nats, and the root mean square and the largest of the logits' differences."""
 
     flip: list[bool]
     kl: list[Amount]
@@ -299,14 +292,10 @@ class QuantSpec(Sides[QuantSide | None], frozen=True, tag_field="family", tag="q
 
 
 class CacheSize(Part, frozen=True):
-    """What a cache takes.
+    """What a cache takes: bytes of the arrays of keys and values for this row, empty slots included.
 
-    Attributes:
-      bytes: of the arrays of keys and values for this row, empty slots included.
-      written: tokens of the clean arm's cache.
-      bits: per element of a cache of so many tokens, windows and pending tokens counted; `exact_bits` of one that is
-        not packed.
-      packed: share of the elements that are.
+    `bits` are per element of a cache of the tokens `written`, windows and pending tokens counted; `exact_bits` are of
+    one that is not packed. `packed` is the share of the elements that are.
     """
 
     bytes: Count
@@ -347,8 +336,8 @@ class Record(Part, frozen=True, tag_field="experiment", tag=lambda kind: kind.re
 class Sample(Record, frozen=True):
     """The record of a problem, `problem` being its index in the data.
 
-    A sample in which a number that is not finite arose is invalid and has none of its FIGURES: NaN is not agreement. A
-    valid one has all, but for those that it may be LACKING.
+    An invalid one, in which a number is not finite, has none of its FIGURES: NaN is not agreement. A valid one has all,
+    but for those that it may be LACKING.
     """
 
     FIGURES: ClassVar[tuple[str, ...]] = ()

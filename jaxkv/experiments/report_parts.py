@@ -87,16 +87,10 @@ def collect(records: Sequence[object], kind: type[S]) -> list[S]:
 
 
 def begin_summary(records: Sequence[object], run: Mapping[str, Any], kind: type[S]) -> tuple[Plain, list[S], list[S]]:
-    """What every summary begins with.
+    """What every summary begins with, all samples in order of their problems, and the valid ones.
 
-    Args:
-      records: in any order; those of other experiments are left out.
-      run: content of run.json; its fingerprint ties the summary to the run.
-      kind: of the experiment's records.
-
-    Returns:
-      The summary so far, all samples, and the valid ones: no other enters a figure but the count of invalid ones.
-      `status` is 'ok', 'invalid' (no sample is valid) or 'empty'.
+    Records of another `kind` are left out, and an invalid sample enters no figure but the count of them. `status` is
+    'ok', 'invalid' (no sample is valid) or 'empty'; the fingerprint of `run` (run.json) ties the summary to it.
     """
     samples = collect(records, kind)
     valid = [sample for sample in samples if sample.status == "ok"]
@@ -145,11 +139,8 @@ def add_saturated(found: Iterable[Saturated | None]) -> dict[str, int] | None:
 def say_odd(name: str, invalid: Sequence[Summary], packed: Sequence[float], saturated: Summary | None) -> list[str]:
     """What is odd about a change of the cache or a quantizer: invalid samples, nothing packed, elements beyond format.
 
-    Args:
-      name: of it.
-      invalid: of `group_invalid`.
-      packed: shares of packed elements; none where nothing is quantized.
-      saturated: of `add_saturated`.
+    `packed` are its shares of packed elements, none where nothing is quantized; the rest is of `group_invalid` and
+    `add_saturated`.
     """
     lines = [f"{name}: {say_invalid(group)}; counted nowhere." for group in invalid]
     if packed and not any(packed):
@@ -192,14 +183,9 @@ def say_few(problems: int) -> list[str]:
 def list_unfinished(
     samples: Sequence[InjectionRecord | PerplexityRecord], run: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Changes of the cache that lack samples of problems which have some.
+    """Changes of the cache that lack samples of problems which have some, how many they have and how many were `asked`.
 
-    Args:
-      samples: of one experiment.
-      run: content of run.json. Sessions say what they asked for; of older runs only what was begun is known.
-
-    Returns:
-      `change`, its `samples`, and how many were `asked`.
+    The sessions of `run` (run.json) say what they asked for; of older runs only what was begun is known.
     """
     problems = {s.problem for s in samples}
     name = samples[0].experiment if samples else ""
@@ -214,9 +200,7 @@ def list_unfinished(
 
 def say_unfinished(unfinished: Sequence[Mapping[str, Any]]) -> list[str]:
     """A sentence for each of `list_unfinished`."""
-    return [
-        f"UNFINISHED: `{found['change']}` has {found['samples']} of {found['asked']} samples." for found in unfinished
-    ]
+    return [f"UNFINISHED: `{u['change']}` has {u['samples']} of {u['asked']} samples." for u in unfinished]
 
 
 TIES_LISTED = 50
@@ -238,7 +222,7 @@ def summarize_comparisons(pairs: Sequence[tuple[int, Comparison | None]]) -> dic
         for (problem, _), margin, flip in zip(kept, margins, flips, strict=True)
         for step in np.flatnonzero(margin == 0)
     ]
-    summary: dict[str, Any] = {
+    return {
         "sequences": len(kept),
         "tokens": sum(sizes),
         "flips": clustered_share([int(f.sum()) for f in flips], sizes),
@@ -246,15 +230,9 @@ def summarize_comparisons(pairs: Sequence[tuple[int, Comparison | None]]) -> dic
         "bit_equal": clustered_share([int(c.sum()) for c in column("bit_equal")], sizes),
         "sequences_with_other_bits": share(sum(not c.all() for c in column("bit_equal")), len(kept)),
         "law": law.check_law([comparison for _, comparison in kept]),
-        "ties": {
-            "count": len(ties),
-            "flips": sum(tie["flip"] for tie in ties),
-            "listed": ties[:TIES_LISTED],
-        },
+        "ties": {"count": len(ties), "flips": sum(tie["flip"] for tie in ties), "listed": ties[:TIES_LISTED]},
+        **{name: describe_column(column(name), sizes) for name in ("kl", "kl_reverse", "js", "max_abs", "mean_abs")},
     }
-    for name in ("kl", "kl_reverse", "js", "max_abs", "mean_abs"):
-        summary[name] = describe_column(column(name), sizes)
-    return summary
 
 
 def group_invalid(samples: Sequence[Sample]) -> list[dict[str, Any]]:

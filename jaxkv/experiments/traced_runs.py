@@ -23,9 +23,7 @@ class Reference:
     """Both arms of a batch as they are, along the cached arm's tokens.
 
     Attributes:
-      layout: of the batch.
-      rows: free-running.
-      forced: the rows made to follow the cached arm's tokens.
+      rows: free-running; `forced` are made to follow the cached arm's tokens.
       text: [B, S] prompts and those tokens.
       cached: the cached arm, free.
       uncached: the uncached arm along its tokens; `cached` again where an experiment has no such arm.
@@ -75,10 +73,7 @@ def make_reference(
 
 
 def find_fault(reference: Reference, row: int, others: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Where a row's numbers stopped being finite in one of the arms, their audit, or another run; None if nowhere.
-
-    What stands for the others has `nonfinite_step` as a Rollout does.
-    """
+    """Where a row's numbers stopped being finite in an arm, their audit, or others with a `nonfinite_step`; or None."""
     finding = reference.findings[row]
     runs = [("cached", reference.cached), ("uncached", reference.uncached), *others.items()]
     steps = [(arm, run.nonfinite_step, finding) for arm, run in runs]
@@ -96,13 +91,9 @@ def describe_row(
 ) -> dict[str, Any]:
     """Fields of a record that say what was run (jaxkv.experiments.record_parts.Traced)."""
     layout, steps = reference.layout, int(reference.cached.lengths[row])
-    tokens = reference.text[row, layout.prompt : layout.prompt + steps]
-    left_pad = int(reference.rows.first[row])
-    return {
-        **describe_setting(arms, item, layout, left_pad, reference.findings[row], spec, fault),
-        "tokens_sha256": hash_tokens(tokens),
-        "steps": steps,
-    }
+    tokens, left_pad = reference.text[row, layout.prompt : layout.prompt + steps], int(reference.rows.first[row])
+    described = describe_setting(arms, item, layout, left_pad, reference.findings[row], spec, fault)
+    return described | {"tokens_sha256": hash_tokens(tokens), "steps": steps}
 
 
 def sum_logits(found: Mapping[str, Sequence[Any]]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ otherwise. It is therefore on inside these functions alone, never across a `yiel
 import dataclasses
 import functools
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ class Truth:
       tokens: [B, prompt + n] its own tokens from the given weights, along which every arm is measured.
       lengths: [B] tokens taken.
       given: [B, n, V] float64 logits of the given weights.
-      rounded: param dtype name -> [B, n, V] float64 logits, along the same tokens, of the weights rounded to it.
+      rounded: param dtype name -> the same along these tokens, of the weights rounded to it.
       broke: param dtype name -> [B] the step at which that run, or the given weights' own, was not finite, -1 if none.
     """
 
@@ -50,26 +51,18 @@ class Float64Model:
         with jax.enable_x64(True):
             self._arms = Arms(config, make_precision("fp64"), sampler, stop_ids)
 
-    def _run(self, state: nnx.State, tokens: np.ndarray, rows: Rows, layout: Layout) -> Rollout:
+    def _run(self, program: str, state: nnx.State, *args: Any) -> Rollout:
         with jax.enable_x64(True):
-            wide = round_weights(state, jnp.float64)
-            return jax.block_until_ready(self._arms.run_cached(wide, tokens, rows, layout))
+            return jax.block_until_ready(getattr(self._arms, program)(round_weights(state, jnp.float64), *args))
 
     def run(self, state: nnx.State, tokens: np.ndarray, rows: Rows, layout: Layout, params: frozenset[str]) -> Truth:
-        """Runs the given weights freely, and the rounded ones along the tokens that gives.
-
-        Args:
-          state: the weights as the checkpoint gives them.
-          tokens: [B, S] token buffer with the prompts.
-          rows: of the batch, free-running.
-          layout: of the batch.
-          params: names of the dtypes that weights are rounded to.
-        """
+        """Runs the checkpoint's weights freely, and those rounded to dtypes of these names along its tokens."""
         own = jnp.dtype(jax.tree.leaves(state)[0].dtype).name
-        given = self._run(state, tokens, rows, layout)
+        given = self._run("run_cached", state, tokens, rows, layout)
         runs, path = {own: given}, np.asarray(given.tokens)
         for name in sorted(params - {own}):
-            runs[name] = self._run(round_weights(state, jnp.dtype(name)), path, force(rows, given), layout)
+            narrow = round_weights(state, jnp.dtype(name))
+            runs[name] = self._run("run_cached", narrow, path, force(rows, given), layout)
         return Truth(
             tokens=path[:, : layout.prompt + layout.new_tokens],
             lengths=np.asarray(given.lengths),
@@ -79,17 +72,8 @@ class Float64Model:
         )
 
     def follow(self, state: nnx.State, reference: Rollout, rows: Rows, layout: Layout) -> Rollout:
-        """The uncached float64 model along another run's tokens, in one pass.
-
-        Args:
-          state: the weights as that run had them.
-          reference: whose tokens are followed.
-          rows: of the batch, as they were before forcing.
-          layout: of the batch.
-        """
-        with jax.enable_x64(True):
-            wide = round_weights(state, jnp.float64)
-            return jax.block_until_ready(self._arms.run_forced(wide, reference, rows, layout))
+        """The uncached float64 model along another run's tokens, in one pass; `state` and `rows` are that run's."""
+        return self._run("run_forced", state, reference, rows, layout)
 
 
 @functools.lru_cache(maxsize=4)

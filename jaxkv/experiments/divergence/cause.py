@@ -27,10 +27,8 @@ EQUAL, ROUNDING, FAULT, CANNOT_TELL = "equal", "rounding", "fault", "cannot tell
 # At any of 13000 steps of honest runs on an H200 and a CPU one arm was at most 8.0 times as far as the other, in bf16;
 # in fp32 3.9 times.
 FACTOR = 16.0
-SHARE, FEWEST = (
-    0.1,
-    3,
-)  # of steps, and steps, beyond FACTOR: one ill-conditioned step is no fault, and no rounding either
+# Of steps, and steps, beyond FACTOR: one ill-conditioned step is no fault, and no rounding either.
+SHARE, FEWEST = 0.1, 3
 HUGE = 1000.0  # at one step alone: the first one is all that the prefill's head is seen in
 # At 60000 steps of fp32 on an H200 the arms were at most 12 times as far apart as at the median step, in 16 bits 13.
 STRAY = 100.0
@@ -41,14 +39,11 @@ ORDERS = 1.5  # by which a fall may miss that of the units: kernels sum in other
 
 @dataclasses.dataclass(frozen=True)
 class Distance:
-    """Both arms' distance to float64 in a condition.
+    """Both arms' distance to float64 in a condition, over all `steps` of the `sequences`.
 
     Attributes:
-      sequences: compared.
-      steps: compared.
-      cached: median over steps of the RMS over V of the cached arm's logit error.
-      uncached: the same of the other arm.
-      ratio: median over steps of cached / uncached.
+      cached: median of the RMS over V of the cached arm's logit error; `uncached` the same of the other arm.
+      ratio: median of cached / uncached.
       nearer: steps at which the cached arm is the nearer one.
       beyond: steps at which one arm is more than FACTOR times as far as the other.
       worst: how many times as far one arm is as the other, at most.
@@ -77,12 +72,9 @@ class Distance:
 def strays(found: Distance, apart: float) -> bool:
     """Whether the arms part, at a step without float64 beside it, by more than rounding makes where there is one.
 
-    The arms cannot be farther apart than both are from float64. So a fault shows that begins in other texts than those
-    few: at a window or a position that only they reach.
-
-    Args:
-      found: distances of the condition's own float64 problems.
-      apart: the mean over V of the arms' absolute difference, where it is largest.
+    `apart` is the mean over V of the arms' absolute difference, where it is largest. The arms cannot be farther apart
+    than both are from float64, so a fault shows that begins in other texts than those `found` is of: at a window or a
+    position that only they reach.
     """
     return apart > STRAY * max(found.cached + found.uncached, FLOOR)
 
@@ -122,13 +114,7 @@ def measure_distance(samples: Sequence[Mapping[str, Any]]) -> Distance | None:
 
 
 def falls(narrow: str, narrow_size: float, wide_size: float) -> bool | None:
-    """Whether a difference falls from 16 bits to fp32 as rounding must; None if there is none in 16 bits.
-
-    Args:
-      narrow: 'fp16' or 'bf16'.
-      narrow_size: size of the difference there, linear in the logits.
-      wide_size: size in fp32.
-    """
+    """Whether a difference, linear in the logits, falls from 'fp16' or 'bf16' to fp32 as rounding must; None of 0."""
     if not narrow_size or narrow not in UNITS:
         return None
     if not wide_size:

@@ -6,23 +6,12 @@ from typing import Any
 
 from jaxkv import records
 from jaxkv.experiments import law
-from jaxkv.experiments.divergence import cause
+from jaxkv.experiments.divergence import cause, wording
 from jaxkv.experiments.divergence.summary import summarize
-from jaxkv.experiments.divergence.wording import (
-    LABELS,
-    MAIN,
-    RULES_OUT,
-    Summary,
-    describe_divergence,
-    describe_gate,
-    describe_invalid,
-    describe_missing,
-    describe_sampling,
-    list_comparisons,
-)
+from jaxkv.experiments.divergence.wording import LABELS, describe_sampling
 from jaxkv.experiments.figures import draw_divergence
 from jaxkv.experiments.record_parts import find_headline
-from jaxkv.experiments.report_parts import Report, Run, name_of
+from jaxkv.experiments.report_parts import Report, Run, Summary, name_of
 from jaxkv.reporting.document import Block, Bullets, Heading, Only, Paragraph, Table, make_table
 from jaxkv.reporting.format import (
     format_cell,
@@ -43,11 +32,10 @@ TOO_FEW = (
 
 
 def describe_setting(run: Mapping[str, Any]) -> dict[str, Any]:
-    """What run.json says of a run, as a report shows it.
+    """What run.json says of a run, as a report shows it, from its config or else the last session that has it.
 
-    Returns:
-      precision: its name, None if it has none. shown: what was run by name, from the config or else the provenance of
-      the last session that has it. changes: how sessions differ from those before them.
+    `precision` is its name, None if it has none, `shown` what was run by name, `changes` how sessions differ from those
+    before them.
     """
 
     def look_up(name: str) -> Any:
@@ -86,7 +74,7 @@ def _what_was_run(summary: Summary) -> list[Block]:
         *([f"{name} (shape)", _range(shapes[name])] for name in ("batch", "prefill", "slots", "left_pad")),
         ["uncached arm", ", ".join(shapes["uncached"]) or "none"],
         ["regime", ", ".join(shapes["regime"])],
-        ["gate", describe_gate(summary["gate"])],
+        ["gate", wording.describe_gate(summary["gate"])],
         ["prompt tokens", _range(shapes["prompt_tokens"])],
         ["sampling", "; ".join(f"{describe_sampling(s)} ({s['samples']} samples)" for s in summary["sampling"])],
         *([name, shown[name]] for name in ("data", "prompt")),
@@ -133,13 +121,13 @@ def _say_kinds(found: Summary) -> str:
 
 
 def _agreement(summary: Summary) -> list[Block]:
-    comparisons = list_comparisons(summary)
+    comparisons = wording.list_comparisons(summary)
     title = Heading("Cached against uncached, teacher-forced", 3)
     if not comparisons:
         return [title, Paragraph("No steps were compared.")]
     rows = [[name, *(show(comparison) for _, comparison in comparisons)] for name, show in AGREEMENT.items()]
     left = {True: "", False: " Not run here, so not ruled out."}
-    ruled = [f"{LABELS[n]}: {why}.{left[bool(summary['controls'].get(n))]}" for n, why in RULES_OUT.items()]
+    ruled = [f"{LABELS[n]}: {why}.{left[bool(summary['controls'].get(n))]}" for n, why in wording.RULES_OUT.items()]
     table = Table(["", *(label for label, _ in comparisons)], rows)
     return [title, table, Paragraph("What each control rules out:"), Bullets(ruled)]
 
@@ -177,7 +165,7 @@ def _free(free: Mapping[str, Any] | None) -> list[Block]:
         shown = [format_number(v, 3) for v in (first["min"], *first["quartiles"], first["max"])]
         rows.append(["first diverged token: min, quartiles, max", ", ".join(shown)])
         rows.append(["tokens that differ after it", format_counted_share(free["differing_after"])])
-    return [Heading("Running free", 3), Table(["", MAIN], rows)]
+    return [Heading("Running free", 3), Table(["", wording.MAIN], rows)]
 
 
 def is_above_floor(right: Mapping[str, Any]) -> bool:
@@ -210,19 +198,12 @@ def _accuracy(summary: Summary) -> list[Block]:
     return blocks
 
 
-INVALID: dict[str, Callable[[Summary], str]] = {
-    "where it began": lambda g: str(g["reason"]),
-    "arm": lambda g: str(g["arm"]),
-    "value": lambda g: str(g["value"]),
-    "samples": lambda g: str(g["samples"]),
-    "first position": lambda g: str(g["first_position"]),
-    "problems": lambda g: show_value(g["problems"]),
-}
-
-
 def _invalid(summary: Summary) -> list[Block]:
     text = "A non-finite number arose; these samples enter no figure of agreement or accuracy."
-    found: list[Block] = [Paragraph(text), make_table(INVALID, summary["invalid"])]
+    names = ("reason", "arm", "value", "samples", "first_position", "problems")
+    rows = [[show_value(group[name]) for name in names] for group in summary["invalid"]]
+    heads = ["where it began", "arm", "value", "samples", "first position", "problems"]
+    found: list[Block] = [Paragraph(text), Table(heads, rows)]
     if not summary["invalid"]:
         found = [Paragraph("No sample is invalid.")]
     if room := summary["headroom"]:
@@ -261,15 +242,15 @@ def _write_short(summary: Summary) -> list[Block]:
     problems = summary["problems"]
     sampling = "; ".join(describe_sampling(s) for s in summary["sampling"])
     lines = [f"{problems['ok']} of {problems['total']} problems valid; {sampling or 'no samples'}"]
-    lines.append(f"gate {describe_gate(summary['gate'])}")
-    if missing := describe_missing(summary):
+    lines.append(f"gate {wording.describe_gate(summary['gate'])}")
+    if missing := wording.describe_missing(summary):
         lines.append(missing)
     if problems["invalid"]:
-        lines.append(f"INVALID, counted nowhere below: {describe_invalid(summary)}")
+        lines.append(f"INVALID, counted nowhere below: {wording.describe_invalid(summary)}")
     if summary["status"] != "ok":
         return list(map(Paragraph, [*lines, "no valid sample, so nothing is said about agreement"]))
     forced = []
-    for label, c in list_comparisons(summary):
+    for label, c in wording.list_comparisons(summary):
         flips, texts = c["flips"], c["sequences_with_flip"]
         none = "upper_bound" in flips  # then its bound is that of the sequences
         cells = [
@@ -286,7 +267,7 @@ def _write_short(summary: Summary) -> list[Block]:
     elif summary["truth_left_out"]:
         said.append("distance to float64: not run, since it does not fit into memory")
     if free := summary["free_running"]:
-        said.append(f"free-running sequences that diverge: {describe_divergence(free)}")
+        said.append(f"free-running sequences that diverge: {wording.describe_divergence(free)}")
     scores = []
     for scorer, a in summary["accuracy"].items():
         changes = a["label_changes"]
@@ -305,11 +286,7 @@ def _write_short(summary: Summary) -> list[Block]:
 
 
 def write_divergence(summary: Summary) -> list[Block]:
-    """The answer first, then what was run and every figure; for a terminal what matters most.
-
-    Args:
-      summary: from `summarize`, with `setting` from `describe_setting`.
-    """
+    """All of `summarize` with `setting` from `describe_setting`; for a terminal what matters most."""
     return [Only("terminal", _write_short(summary)), Only("page", _write_page(summary))]
 
 

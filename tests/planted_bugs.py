@@ -1,6 +1,7 @@
 """Bugs planted in the models' code, for tests of what should find them: contexts in which a program is traced."""
 
 import contextlib
+import copy
 import functools
 from unittest import mock
 
@@ -33,6 +34,19 @@ def planted(program, bug):
         share_float64.cache_clear()
 
 
+def planted_arms(arms, program, bug):
+    """The arms with one program traced under a bug."""
+    traced = getattr(Arms(arms.config, arms.precision, arms.sampler, arms.stop_ids, tile=arms.tile), program)
+
+    def call(*args, **named):
+        with bug():
+            return traced(*args, **named)
+
+    result = copy.copy(arms)
+    setattr(result, program, call)
+    return result
+
+
 @contextlib.contextmanager
 def input_not_cast():
     """The first layer's attention gets its normed input as it was computed."""
@@ -53,14 +67,19 @@ def input_not_cast():
         yield
 
 
-def positions_off():
-    """RoPE and mask one position further."""
+def patched_call(change):
+    """Patches the decoder's call: `change(tokens, positions, cache, slot)` gives the arguments to use instead."""
     original = decoder.Decoder.__call__
 
-    def call(self, tokens, positions, cache, slot, *rest, **named):
-        return original(self, tokens, jnp.where(positions >= 0, positions + 1, positions), cache, slot, *rest, **named)
+    def call(self, tokens, positions, cache, slot, *hook, **named):
+        return original(self, *change(tokens, positions, cache, slot), *hook, **named)
 
     return mock.patch.object(decoder.Decoder, "__call__", call)
+
+
+def positions_off():
+    """RoPE and mask one position further."""
+    return patched_call(lambda tokens, at, cache, slot: (tokens, jnp.where(at >= 0, at + 1, at), cache, slot))
 
 
 def rotation_off():
@@ -113,7 +132,6 @@ def lost(name, position):
     return patched_values(name, lambda value, at: jnp.where((at == position)[:, :, None, None], 0, value))
 
 
-@contextlib.contextmanager
 def narrow_norm():
     """Every norm computed in bf16."""
     original = layers.RMSNorm.__call__
@@ -121,8 +139,7 @@ def narrow_norm():
     def call(self, x, out):
         return original(self, x.astype(jnp.bfloat16), out)
 
-    with mock.patch.object(layers.RMSNorm, "__call__", call):
-        yield
+    return mock.patch.object(layers.RMSNorm, "__call__", call)
 
 
 @contextlib.contextmanager
@@ -145,7 +162,6 @@ def narrow_k_norm():
         yield
 
 
-@contextlib.contextmanager
 def narrow_cache():
     """Rows written to the cache in bf16, and kept in its own dtype."""
     original = Slots.write
@@ -154,5 +170,4 @@ def narrow_cache():
         k, v = (x.astype(jnp.bfloat16).astype(x.dtype) for x in (k, v))
         return original(self, k, v, slot)
 
-    with mock.patch.object(Slots, "write", write):
-        yield
+    return mock.patch.object(Slots, "write", write)

@@ -1,6 +1,11 @@
 """Samples of experiment 'divergence' for tests."""
 
+import copy
+import functools
 import json
+import operator
+
+from jaxkv.experiments.divergence.record import CONTROLS
 
 
 def make_sample(problem: int = 3, tokens: int = 4) -> dict:
@@ -25,12 +30,7 @@ def make_sample(problem: int = 3, tokens: int = 4) -> dict:
         "arms": {"cached": arm, "uncached": arm},
         "teacher_forced": comparison,
         "free_running": {"diverged": False, "first_diverged": None, "differing_after": 0, "compared_after": 0},
-        "controls": {
-            "cached_rerun": comparison,
-            "uncached_rerun": None,
-            "uncached_other_length": None,
-            "uncached_stepwise": None,
-        },
+        "controls": dict.fromkeys(CONTROLS) | {"cached_rerun": comparison},
         "label_change": dict.fromkeys(("strict", "flexible", "numeric"), "same"),
     }
     return json.loads(json.dumps(sample))  # No two fields share a list.
@@ -42,3 +42,19 @@ def make_invalid(problem: int = 3) -> dict:
     sample["controls"] = dict.fromkeys(sample["controls"])
     sample["invalid"] = {"arm": "cached", "layer": 8, "op": "resid_pre", "position": 5, "step": 2, "value": "inf"}
     return sample
+
+
+def find_at(record, path):
+    """What stands at a path of keys and indices."""
+    return functools.reduce(operator.getitem, path, record)
+
+
+def damage(record, path, change):
+    """The record with its field replaced, or dropped by `...`."""
+    record = copy.deepcopy(record)
+    place = find_at(record, path[:-1])
+    if change is ...:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = change
+    return record

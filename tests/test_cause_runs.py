@@ -6,22 +6,10 @@ report; no flag is about checking.
 
 import json
 
+import planted_bugs
 import pytest
 from cases import daily
 from commands import DATA, run_in_process
-from planted_bugs import (
-    first_key_lost,
-    narrow_cache,
-    narrow_k_norm,
-    narrow_norm,
-    narrowed,
-    planted,
-    positions_off,
-    rotation_off,
-    scaled,
-    softcap_lost,
-    window_off,
-)
 
 from jaxkv import report
 from jaxkv.experiments.divergence.cause import CANNOT_TELL, FAULT, ROUNDING
@@ -30,18 +18,18 @@ pytestmark = pytest.mark.usefixtures("one_layer")
 PREFILL, STEP, UNCACHED = "prefill", "cached_loop", "tile_loop"
 # The window of the test models is 24, their texts are some 150 tokens long.
 FAULTS = {
-    "position in the step": ("llama2", STEP, positions_off),
-    "rotation in the step": ("gemma3", STEP, rotation_off),
-    "rotation in the prefill": ("llama3", PREFILL, rotation_off),
-    "window in the step": ("gemma3", STEP, window_off),
-    "window uncached": ("mistral", UNCACHED, window_off),
-    "mask in the prefill": ("qwen2", PREFILL, first_key_lost),
-    "softcap in the step": ("gemma2", STEP, softcap_lost),
-    "scale uncached": ("qwen3", UNCACHED, lambda: scaled("qk.", 1.01)),
-    "K normed in bf16 in the step": ("gemma3", STEP, narrow_k_norm),
-    "V in bf16 in the prefill": ("gemma2", PREFILL, lambda: narrowed("v.")),
-    "norm in bf16 uncached": ("llama2", UNCACHED, narrow_norm),
-    "cache in bf16 in the step": ("mistral", STEP, narrow_cache),
+    "position in the step": ("llama2", STEP, planted_bugs.positions_off),
+    "rotation in the step": ("gemma3", STEP, planted_bugs.rotation_off),
+    "rotation in the prefill": ("llama3", PREFILL, planted_bugs.rotation_off),
+    "window in the step": ("gemma3", STEP, planted_bugs.window_off),
+    "window uncached": ("mistral", UNCACHED, planted_bugs.window_off),
+    "mask in the prefill": ("qwen2", PREFILL, planted_bugs.first_key_lost),
+    "softcap in the step": ("gemma2", STEP, planted_bugs.softcap_lost),
+    "scale uncached": ("qwen3", UNCACHED, lambda: planted_bugs.scaled("qk.", 1.01)),
+    "K normed in bf16 in the step": ("gemma3", STEP, planted_bugs.narrow_k_norm),
+    "V in bf16 in the prefill": ("gemma2", PREFILL, lambda: planted_bugs.narrowed("v.")),
+    "norm in bf16 uncached": ("llama2", UNCACHED, planted_bugs.narrow_norm),
+    "cache in bf16 in the step": ("mistral", STEP, planted_bugs.narrow_cache),
 }
 
 
@@ -69,7 +57,7 @@ def run(family, out, cache, problems=2):
 def test_a_default_run_calls_a_fault_by_its_name(fault, tmp_path, cache):
     """Not alone not rounding: in fp16 too, where the fault may hide, since fp32 shows it."""
     family, program, bug = FAULTS[fault]
-    with planted(program, bug):
+    with planted_bugs.planted(program, bug):
         assert run(family, tmp_path, cache) == {"fp16": FAULT, "fp32": FAULT}
 
 

@@ -31,10 +31,7 @@ Trial = Callable[[np.random.Generator, int], tuple[float, Interval]]
 
 
 def draw_kl(generator, sequences, common=0.0, alike=ALIKE):
-    """Sums over the tokens of each sequence of two figures and its tokens; logs of a step's two correlate by `common`.
-
-    Their means are exp(2.1^2 / 2).
-    """
+    """Sums over each sequence of two figures of mean exp(2.1^2 / 2), logs correlated by `common`, and its tokens."""
     tokens = generator.integers(TOKENS[0], TOKENS[1] + 1, sequences)
     between = generator.normal(size=(sequences, 1, 1)) * SPREAD * alike**0.5
     shared, own = (generator.normal(size=(sequences, TOKENS[1], n)) for n in (1, 2))
@@ -189,15 +186,7 @@ def no_flip(by_sequence):
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """An interval that reports print, on data of one kind.
-
-    Attributes:
-      figure: what it is of.
-      method: how it is made.
-      data: what is drawn.
-      trial: generator, clusters -> the truth and an interval.
-      least: the coverage that it must have; None for what is shown beside.
-    """
+    """An interval of a figure that reports print, on data of one kind; `least` is None for what is shown beside."""
 
     figure: str
     method: str
@@ -256,10 +245,7 @@ ROWS = (
 
 
 def simulate(row, clusters):
-    """Of the draws that have an interval, the share whose holds the truth, and shares that lie below and above it.
-
-    None where hardly a draw has one.
-    """
+    """Of the draws with an interval, shares that hold the truth, lie below and above it; None if hardly one has any."""
     generator = np.random.default_rng([7, ROWS.index(row), clusters])
     below = above = printed = 0
     for _ in range(DRAWS):

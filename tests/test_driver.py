@@ -44,27 +44,19 @@ def found(runner, done):
     return [[record["found"] for record in records] for records, _ in run_missing(runner, ITEMS, frozenset(done))]
 
 
-def test_batches_are_begun_once_and_run_variant_by_variant():
-    runner = Counting()
-    assert found(runner, ()) == [[14, 17], [24, 27], [12], [22]]
-    assert runner.calls == [([4, 7], [1, 2]), 1, 2, ([2], [1, 2]), 1, 2]
-
-
-def test_what_is_missing_of_a_batch_is_run_with_the_whole_batch():
-    runner = Counting()
-    assert found(runner, EVERY - {(7, "b")}) == [[27]]
-    assert runner.calls == [([4, 7], [2]), 2]
-
-
-def test_nothing_is_begun_where_all_is_done():
-    runner = Counting()
-    assert found(runner, EVERY) == runner.calls == []
-
-
-def test_batches_may_be_begun_together():
-    runner = Counting(together=2)
-    assert found(runner, {(4, "a"), (7, "a")}) == [[24, 27], [12], [22]]
-    assert runner.calls == [([4, 7], [2]), ([2], [1, 2]), 2, 1, 2]
+@pytest.mark.parametrize(
+    ("together", "done", "wanted", "calls"),
+    [
+        (1, (), [[14, 17], [24, 27], [12], [22]], [([4, 7], [1, 2]), 1, 2, ([2], [1, 2]), 1, 2]),
+        (1, EVERY - {(7, "b")}, [[27]], [([4, 7], [2]), 2]),  # with the whole batch
+        (1, EVERY, [], []),
+        (2, {(4, "a"), (7, "a")}, [[24, 27], [12], [22]], [([4, 7], [2]), ([2], [1, 2]), 2, 1, 2]),
+    ],
+)
+def test_batches_are_begun_once_and_run_variant_by_variant(together, done, wanted, calls):
+    runner = Counting(together)
+    assert found(runner, done) == wanted
+    assert runner.calls == calls
 
 
 def test_what_is_done_is_let_go():

@@ -3,13 +3,12 @@
 import contextlib
 import dataclasses
 import functools
-from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import daily
-from planted_bugs import input_not_cast
+from planted_bugs import input_not_cast, lost, narrowed, positions_off, rotation_off
 from small_models import PRESETS, WINDOWED, changed_state, make_prompts, small_config, small_state
 
 from jaxkv import tracing
@@ -17,7 +16,6 @@ from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.experiments.batches import Batch, Item, RunSpec, lay_out
 from jaxkv.experiments.first_difference import compare_traces, fed_slots, find_first, names_that_fit
-from jaxkv.models import decoder, layers
 from jaxkv.rollout import force
 from jaxkv.tracing import trace_cached, trace_uncached
 
@@ -45,51 +43,12 @@ def state_of(family):
     return clean_arms(family).prepare(state)
 
 
-def patched_values(change):
-    """Every forward has its named values changed on the way: `change(name, value, positions)`."""
-    original = decoder.Decoder.__call__
-
-    def call(self, tokens, positions, cache, slot, hook=layers.no_hook, alignment=None):
-        watch = lambda name, value: hook(name, change(name, value, positions))  # noqa: E731
-        return original(self, tokens, positions, cache, slot, watch, alignment)
-
-    return mock.patch.object(decoder.Decoder, "__call__", call)
-
-
-def keys_cut_to_bf16():
-    def cut(name, value, positions):
-        return value.astype(jnp.bfloat16).astype(value.dtype) if name.startswith("k.") else value
-
-    return patched_values(cut)
-
-
-def positions_off_by_one():
-    original = decoder.Decoder.__call__
-
-    def call(self, tokens, positions, *rest, **named):
-        return original(self, tokens, jnp.where(positions < 0, positions, positions + 1), *rest, **named)
-
-    return mock.patch.object(decoder.Decoder, "__call__", call)
-
-
-def rotation_off_by_one():
-    original = decoder.rope_table
-    return mock.patch.object(decoder, "rope_table", lambda positions, *rest: original(positions + 1, *rest))
-
-
-def value_lost():
-    def lose(name, value, positions):
-        return jnp.where((positions == 6)[:, :, None, None], 0, value) if name == "v.1" else value
-
-    return patched_values(lose)
-
-
 BUGS = {
-    "keys cut to bf16": (keys_cut_to_bf16, "k of layer 0 at position 0 (float16,"),
-    "positions off by one": (positions_off_by_one, "positions at position 0 (int32,"),
-    "rotation off by one": (rotation_off_by_one, "q of layer 0 at position 0 (float16,"),
+    "keys cut to bf16": (lambda: narrowed("k."), "k of layer 0 at position 0 (float16,"),
+    "positions off by one": (positions_off, "positions at position 0 (int32,"),
+    "rotation off by one": (rotation_off, "q of layer 0 at position 0 (float16,"),
     "input not cast": (input_not_cast, "attn_norm of layer 0 at position 0 (float32 beside float16,"),
-    "value lost": (value_lost, "v of layer 1 at position 6 (float16,"),
+    "value lost": (lambda: lost("v.1", 6), "v of layer 1 at position 6 (float16,"),
 }
 CONFIGS = {
     "window off by one": ({"window": WINDOW + 1}, f"scores of layer 0 at position {WINDOW} (float16,"),

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import daily
-from planted_bugs import input_not_cast, lost, positions_off, window_off
+from planted_bugs import input_not_cast, lost, patched_call, planted_arms, positions_off, window_off
 from small_models import PRESETS, SAMPLERS, STOP_IDS, VOCAB, WINDOWED, changed_state, small_config, small_state, taken
 
 from jaxkv import decode
@@ -87,25 +87,13 @@ def rotated_wide():
         yield
 
 
-@contextlib.contextmanager
 def positions_in_activation_dtype():
     original = decoder.rope_table
 
     def table(positions, theta, head_dim, precision):
         return original(positions.astype(precision.activation), theta, head_dim, precision)
 
-    with mock.patch.object(decoder, "rope_table", table):
-        yield
-
-
-def patched_call(change):
-    """Patches the decoder's call: `change(tokens, positions, cache, slot)` gives the arguments to use instead."""
-    original = decoder.Decoder.__call__
-
-    def call(self, tokens, positions, cache, slot, *hook, **named):
-        return original(self, *change(tokens, positions, cache, slot), *hook, **named)
-
-    return mock.patch.object(decoder.Decoder, "__call__", call)
+    return mock.patch.object(decoder, "rope_table", table)
 
 
 def stale_slot():
@@ -122,30 +110,11 @@ def stale_slot():
 slot_not_written = functools.partial(lost, "v.1", 120)  # the last layer's value never reaches the cache
 
 
-def planted(arms, program, bug):
-    """The arms with one program traced under a bug."""
-    fresh = Arms(arms.config, arms.precision, arms.sampler, arms.stop_ids, tile=arms.tile)
-    traced = getattr(fresh, program)
-
-    def call(*args, **kwargs):
-        with bug():
-            return traced(*args, **kwargs)
-
-    result = copy.copy(arms)
-    setattr(result, program, call)
-    return result
-
-
-def other_window(family):
-    config = make_config(family)
-    return dataclasses.replace(config, window=WINDOW + 1)
-
-
 @functools.cache
 def buggy_arms(bug, family, precision):
     if bug == "window":
-        return new_arms(family, precision, TILE, other_window(family))
-    return planted(clean_arms(family, precision, TILE), "tile_loop", BUGS[bug][0])
+        return new_arms(family, precision, TILE, dataclasses.replace(make_config(family), window=WINDOW + 1))
+    return planted_arms(clean_arms(family, precision, TILE), "tile_loop", BUGS[bug][0])
 
 
 BUGS = {
@@ -175,12 +144,16 @@ def test_small_bugs_change_no_token(bug, family, precision):
     np.testing.assert_array_equal(cached.choices, uncached.choices)
 
 
+def lay_out_items(arms):
+    prompts = [list(item.prompt) for item in ITEMS]
+    layout = make_layout(prompts, NEW_TOKENS, 8, arms.config, TILE)
+    return *make_rows(prompts, [item.problem for item in ITEMS], 0, layout), layout
+
+
 def both_arms(bug, family, precision):
     """The cached arm with a bug, and the uncached arm along its tokens."""
     clean, state = clean_arms(family, precision, TILE), state_of(family, precision)
-    prompts = [list(item.prompt) for item in ITEMS]
-    layout = make_layout(prompts, NEW_TOKENS, 8, clean.config, TILE)
-    tokens, rows = make_rows(prompts, [item.problem for item in ITEMS], 0, layout)
+    tokens, rows, layout = lay_out_items(clean)
     cached, _ = buggy_arms(bug, family, precision).run_cached_keeping(state, tokens, rows, layout)
     return cached, clean.run_forced(state, cached, rows, layout)
 
@@ -244,9 +217,7 @@ def test_a_sampler_and_equal_lengths_pass():
 
 def test_a_row_that_overflows_in_both_arms_passes_and_in_one_does_not():
     arms, clean = clean_arms("mistral", "fp16", TILE), small_state("mistral", "fp16")
-    prompts = [list(item.prompt) for item in ITEMS]
-    layout = make_layout(prompts, NEW_TOKENS, 8, arms.config, TILE)
-    tokens, rows = make_rows(prompts, [4, 5], 0, layout)
+    tokens, rows, layout = lay_out_items(arms)
     run, _ = arms.run_cached_keeping(arms.prepare(clean), tokens, rows, layout)
     bad = next(t for t in taken(run, layout)[0][1:] if t not in STOP_IDS)
     short = [Item(i, tuple(t for t in item.prompt if t != bad)[:9], "") for i, item in enumerate(ITEMS)]
@@ -309,7 +280,7 @@ def plain_gate(family, precision, plain):
 )
 def test_a_bug_in_a_plain_program_is_found(bug, family, precision):
     program, plant, where = PLAIN_BUGS[bug]
-    plain = planted(clean_arms(family, precision), program, plant)
+    plain = planted_arms(clean_arms(family, precision), program, plant)
     assert f"first in {where}" in found(lambda: plain_gate(family, precision, plain))
 
 

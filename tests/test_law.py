@@ -1,6 +1,8 @@
-"""The law of flips against flips that are drawn, counted and sorted."""
+"""The law of flips against flips that are drawn, counted and sorted, and the fit on its page."""
 
 import dataclasses
+import importlib
+import pathlib
 
 import numpy as np
 import pytest
@@ -88,3 +90,14 @@ def test_a_condition_is_its_samples_together():
     assert check_law(chosen)["choice_flips"] == 2
     assert check_law([Comparison(**{n: samples[0][n] for n in set(samples[0]) - NEWER})]) is None  # a record of before
     assert check_law([]) is None
+
+
+def test_the_fit_on_the_page_finds_what_was_drawn(monkeypatch):
+    monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[1] / "analysis")
+    script, rng = importlib.import_module("law"), np.random.default_rng(0)
+    predicted = np.exp(rng.uniform(0, 5, 400))
+    ratio, exponent = script.fit(predicted, rng.poisson(predicted).astype(float))
+    for said in (ratio, exponent):
+        low, high = map(float, said.split("[")[1].rstrip("]").split(", "))
+        assert low < 1 < high
+        assert high - low < 0.2

@@ -1,14 +1,12 @@
 """Records of every experiment as runs of 2026-11-29 wrote them: read without a loss, reported, refused if damaged."""
 
-import copy
 import fnmatch
-import functools
 import json
-import operator
 import pathlib
 
 import msgspec
 import pytest
+from sample_records import damage, find_at
 from sealing import reseal
 
 from jaxkv.experiments.report_parts import Run
@@ -22,15 +20,8 @@ KEPT = {f"{number} {json.loads(line)['experiment']}": json.loads(line) for numbe
 FREE = ("precision", "device", "environment", "compiler_options", "spec")
 OPEN = ("scores", "versions", "missing", "compile_seconds", "dtypes", "held", "aligned", "process")
 NEWER = (
-    "margin_other",
-    "shift",
-    "unit",
-    "choice_flip",
-    "truth",
-    "framework",
-    "operand_bits",
-    "sum_bits",
-    "casts_dropped",
+    *("margin_other", "shift", "unit", "choice_flip"),
+    *("truth", "framework", "operand_bits", "sum_bits", "casts_dropped"),
 )
 
 
@@ -42,19 +33,6 @@ def list_fields(value, path=()):
     for name, part in inside:
         if not isinstance(value, list) or name in (0, len(value) - 1):
             yield from list_fields(part, (*path, name))
-
-
-def damage(record, path, change):
-    """The record with its field replaced, or dropped by `...`."""
-    record = copy.deepcopy(record)
-    place = record
-    for part in path[:-1]:
-        place = place[part]
-    if change is ...:
-        del place[path[-1]]
-    else:
-        place[path[-1]] = change
-    return record
 
 
 def is_accepted(record):
@@ -144,7 +122,7 @@ def test_every_figure_of_a_record_is_in_its_summary(name):
     others = put_beside(record)
     before = summarize(record, others)
     for path in list_fields(record):
-        value = functools.reduce(operator.getitem, path, record)
+        value = find_at(record, path)
         where = ".".join(part for part in path if isinstance(part, str))
         if where in ("key", "problem") or not isinstance(value, bool | int | float):
             continue

@@ -45,13 +45,10 @@ def measure_cost(
 ) -> dict[str, Any]:
     """Times the cached arm on a batch of free-running rows, logits not kept and no token ending a row.
 
-    `arms` has the policy and regime to time, on `backend`; its prefill program is used as it is. `tokens` [B, S] hold
-    the prompts.
-
-    Returns:
-      prefill_ms and ms_a_token (a step's time over the batch's rows), lists of `repeats` values; ms_a_token is None
-      where fewer than two tokens can be had. In the aligned regime prefill_ms includes the first token. `bytes` has
-      weights and cache as they are held, weights_as_stored in the policy's param dtype, and the decode program's peak.
+    `arms` has the policy and regime to time; its prefill program is used as it is. `tokens` [B, S] hold the prompts.
+    Gives prefill_ms, in the aligned regime with the first token, and ms_a_token (a step's time over the batch's rows),
+    lists of `repeats` values; the latter is None where fewer than two tokens can be had. `bytes` has weights and cache
+    as they are held, weights_as_stored in the policy's param dtype, and the decode program's peak.
     """
     given = (arms.config, arms.precision, arms.sampler, (), False, arms.tile)
     lean = Arms(*given, backend=backend, attention=arms.attention)

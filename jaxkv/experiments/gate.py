@@ -192,12 +192,9 @@ def run_gate(
     fault is planted. Those of the `plain` regime, if given, are checked too, on the batch with the longest prompt: it
     takes a second copy of the weights while it lasts.
 
-    Returns:
-      {'passed': True, 'problems', 'steps', 'tile'}, and 'plain': {'passed', 'tolerance', 'steps'} if asked for, where
-      passed is None and nothing was compared if the precision rounds sums to 16 bits or the probe overflows.
-
-    Raises:
-      GateError: a bit differs, in the cache or else in the logits.
+    Gives {'passed': True, 'problems', 'steps', 'tile'}, and 'plain': {'passed', 'tolerance', 'steps'} if asked for,
+    where passed is None and nothing was compared if the precision rounds sums to 16 bits or the probe overflows. Raises
+    GateError where a bit differs.
     """
     short = dataclasses.replace(spec, control_problems=problems, new_tokens=min(new_tokens, spec.new_tokens))
     batches = [batch for batch in plan_batches(items, short) if batch.controls]

@@ -26,13 +26,9 @@ NEAR = 0.5  # logits; the density at 0 is taken as the mean density of margins b
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What the law says of a condition.
+    """What the law says of a condition from the margins of so many steps: flips per token by its two forms.
 
-    Attributes:
-      steps: margins it was made from.
-      density: f(0), per logit.
-      shift: E|s|, in logits.
-      linear, convolution: flips per token by the two forms of the law.
+    `density` is f(0), per logit, `shift` E|s|, in logits.
     """
 
     steps: int

@@ -50,11 +50,10 @@ def _embedding(config: ModelConfig, precision: Precision) -> tuple[float, int]:
 
 
 def probe_tolerance(config: ModelConfig, precision: Precision, slots: int) -> float | None:
-    """How far two programs may part under the probe, relative to the largest number of a tensor.
+    """How far two programs may part under the probe, relative to the largest number of a tensor: 0 where all is exact.
 
-    Returns:
-      0 where all is exact; a few units in the last place where it nearly is, as with 32-bit activations; None where the
-      policy rounds sums to 16 bits, so that nothing can be said.
+    A few units in the last place where it nearly is, as with 32-bit activations; None where the policy rounds sums to
+    16 bits, so that nothing can be said.
     """
     summed = (precision.accumulation, precision.softmax, precision.norm, precision.rope)
     if min(jnp.dtype(part).itemsize for part in summed) < 4:

@@ -20,14 +20,10 @@ from jaxkv.rollout import Layout, Rollout, Rows, force
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """Both arms of a batch as they are, along the cached arm's tokens.
+    """Both arms of a batch as they are, along the cached arm's tokens, and each row's audit.
 
-    Attributes:
-      rows: free-running; `forced` are made to follow the cached arm's tokens.
-      text: [B, S] prompts and those tokens.
-      cached: the cached arm, free.
-      uncached: the uncached arm along its tokens; `cached` again where an experiment has no such arm.
-      findings: a row's audit.
+    `rows` are free-running, `forced` made to follow those tokens; `text` [B, S] has them behind the prompts. `uncached`
+    is `cached` again where an experiment has no such arm.
     """
 
     layout: Layout

@@ -29,12 +29,9 @@ def round_weights(state: nnx.State, dtype: DType) -> nnx.State:
 class Truth:
     """What the float64 model says of a batch.
 
-    Attributes:
-      tokens: [B, prompt + n] its own tokens from the given weights, along which every arm is measured.
-      lengths: [B] tokens taken.
-      given: [B, n, V] float64 logits of the given weights.
-      rounded: param dtype name -> the same along these tokens, of the weights rounded to it.
-      broke: param dtype name -> [B] the step at which that run, or the given weights' own, was not finite, -1 if none.
+    Every arm is measured along its own `tokens` [B, prompt + n] from the given weights, `lengths` [B] of them. `given`
+    are their float64 logits [B, n, V], `rounded` those of the weights rounded to a param dtype of this name, and
+    `broke` [B] the step at which that run, or the given weights' own, was not finite, -1 if none.
     """
 
     tokens: np.ndarray

@@ -41,12 +41,9 @@ ORDERS = 1.5  # by which a fall may miss that of the units: kernels sum in other
 class Distance:
     """Both arms' distance to float64 in a condition, over all `steps` of the `sequences`.
 
-    Attributes:
-      cached: median of the RMS over V of the cached arm's logit error; `uncached` the same of the other arm.
-      ratio: median of cached / uncached.
-      nearer: steps at which the cached arm is the nearer one.
-      beyond: steps at which one arm is more than FACTOR times as far as the other.
-      worst: how many times as far one arm is as the other, at most.
+    Medians of the RMS over V of the `cached` and the `uncached` arm's logit error, and of their `ratio`; steps at which
+    the cached arm is the `nearer` one, and at which one arm is `beyond` FACTOR times as far as the other; and how many
+    times as far it is at the `worst`.
     """
 
     sequences: int

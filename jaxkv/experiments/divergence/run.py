@@ -35,19 +35,16 @@ from jaxkv.tasks.task import Task
 
 @dataclasses.dataclass(frozen=True)
 class BatchRun:
-    """A batch after both arms have run.
+    """A batch after both arms have run, with each row's audit.
 
     Attributes:
       rows: free-running.
-      cached: the cached arm, free.
-      forced: the uncached arm along its tokens.
-      free: the uncached arm on its own, which took `drafts` beyond the first.
+      forced: the uncached arm along the cached one's tokens; `free` on its own, with `drafts` beyond the first.
       controls: by their names in a record, those that were asked for. `uncached_stepwise` is `free` in the other form:
         by brute force, or, where that is the run's own, checked in one pass.
-      truth: the uncached float64 model along `cached`'s tokens.
-      left_out: whether a float64 run was asked for and does not fit into memory.
+      truth: the uncached float64 model along the cached arm's tokens; `left_out` where memory is too small for it.
       seconds: wall time by name.
-      findings: a row's audit along `cached`'s tokens; `free_findings` along `free`'s, the same where no row parted.
+      findings: along the cached arm's tokens; `free_findings` along `free`'s, the same where no row parted.
     """
 
     layout: Layout

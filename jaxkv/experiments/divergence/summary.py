@@ -20,11 +20,7 @@ from jaxkv.reporting.shares import PAIRED, clustered_share, share
 
 
 def summarize(records: Sequence[object], run: Mapping[str, Any]) -> dict[str, Any]:
-    """Summarizes the 'divergence' records of a run, as `begin_summary` says.
-
-    Returns:
-      Plain values for summary.json. Without a valid sample there are no agreement figures.
-    """
+    """Plain values for summary.json, begun as `begin_summary` says. Without a valid sample no figures of agreement."""
     summary, samples, valid = begin_summary(records, run, DivergenceRecord)
     sessions = run.get("sessions", [])
     summary |= {

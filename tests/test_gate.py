@@ -21,11 +21,10 @@ from jaxkv.cache import KVCache, empty_cache
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
-from jaxkv.experiments.batches import Item, RunSpec
+from jaxkv.experiments.batches import Batch, Item, RunSpec, lay_out
 from jaxkv.experiments.gate import first_cache_difference, run_gate
 from jaxkv.experiments.probe import probe_state, probe_tolerance
 from jaxkv.models import decoder, layers
-from jaxkv.rollout import make_layout, make_rows
 
 FP32_LOGITS = {"rtol": 0, "atol": 5e-5}
 TILE, NEW_TOKENS = 8, 12
@@ -35,6 +34,7 @@ SPEC = RunSpec(new_tokens=NEW_TOKENS, batch_size=2, padding="left", bucket=8)
 ITEMS = [
     Item(4 + i, tuple(np.random.default_rng(10 + i).integers(12, VOCAB, n).tolist()), "") for i, n in enumerate(LENGTHS)
 ]
+BATCH = Batch(tuple(ITEMS), controls=False, stepwise=False)
 
 
 def make_config(family):
@@ -144,16 +144,10 @@ def test_small_bugs_change_no_token(bug, family, precision):
     np.testing.assert_array_equal(cached.choices, uncached.choices)
 
 
-def lay_out_items(arms):
-    prompts = [list(item.prompt) for item in ITEMS]
-    layout = make_layout(prompts, NEW_TOKENS, 8, arms.config, TILE)
-    return *make_rows(prompts, [item.problem for item in ITEMS], 0, layout), layout
-
-
 def both_arms(bug, family, precision):
     """The cached arm with a bug, and the uncached arm along its tokens."""
     clean, state = clean_arms(family, precision, TILE), state_of(family, precision)
-    tokens, rows, layout = lay_out_items(clean)
+    layout, tokens, rows = lay_out(BATCH, SPEC, clean.config, TILE)
     cached, _ = buggy_arms(bug, family, precision).run_cached_keeping(state, tokens, rows, layout)
     return cached, clean.run_forced(state, cached, rows, layout)
 
@@ -217,7 +211,7 @@ def test_a_sampler_and_equal_lengths_pass():
 
 def test_a_row_that_overflows_in_both_arms_passes_and_in_one_does_not():
     arms, clean = clean_arms("mistral", "fp16", TILE), small_state("mistral", "fp16")
-    tokens, rows, layout = lay_out_items(arms)
+    layout, tokens, rows = lay_out(BATCH, SPEC, arms.config, TILE)
     run, _ = arms.run_cached_keeping(arms.prepare(clean), tokens, rows, layout)
     bad = next(t for t in taken(run, layout)[0][1:] if t not in STOP_IDS)
     short = [Item(i, tuple(t for t in item.prompt if t != bad)[:9], "") for i, item in enumerate(ITEMS)]

@@ -7,14 +7,13 @@ import subprocess
 import sys
 
 import pytest
-from plain_records import summarize, write_blocks
+from plain_records import summarize
 from sample_records import make_invalid, make_sample
 from shown import as_markdown, on_terminal
 
 from jaxkv import records
 from jaxkv.experiments.divergence.record import CONTROLS
 from jaxkv.experiments.divergence.report import describe_setting, write_divergence
-from jaxkv.experiments.report_parts import Run
 from jaxkv.experiments.reports import REPORTS
 from jaxkv.overview.page import report_run
 from jaxkv.reporting.format import format_number, format_percent, format_share
@@ -31,7 +30,7 @@ SESSION = {"started": "2026-01-01T00:00:00+00:00", "done_before": 0, "device": "
 RUN = {"format": 1, "config": CONFIG, "fingerprint": "f00d", "sessions": [SESSION]}
 
 
-def build(problem, flips=(), tokens=100, length=4, correct=(True, True), diverged=None):
+def build(problem, flips=(), tokens=100, correct=(True, True), diverged=None):
     """A sample with flips at the given steps, whose free run diverges at `diverged`, by default the first flip."""
     sample = make_sample(problem, tokens)
     comparison = sample["teacher_forced"]
@@ -236,23 +235,6 @@ def test_the_order_of_records_makes_no_difference():
     one, other = summarize(samples, RUN), summarize([{"experiment": "drift"}, *shuffled], RUN)
     assert json.dumps(one, allow_nan=False) == json.dumps(other, allow_nan=False)
     assert render_markdown(one, RUN) == render_markdown(other, RUN)
-
-
-def test_the_report_names_what_was_run():
-    text = as_markdown(write_blocks([Run("run", RUN, sample_run(), (), "--model=tiny-llama2\n")]))
-    for part in (
-        "tiny-llama2 fp16 greedy",
-        "differ at 1287 of 1300 steps, and 3 of 13 texts go on in other words",
-        "| 4 of 1300 (0.31 % [",
-        "tiny-llama2",
-        "residual float16, softmax float32",
-        "gsm8k test, sha256 12ab",
-        "8-shot",
-        "| device | cpu |",
-        "padded to 128",
-        "cached again",
-    ):
-        assert part in text
 
 
 def test_sessions_that_differ_are_a_caveat():

@@ -5,6 +5,7 @@ import pathlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from xml.etree import ElementTree as ET
 
 import numpy as np
 from scipy import optimize, stats
@@ -18,8 +19,8 @@ from jaxkv.overview.gather import drop_copies, read_runs
 from jaxkv.reporting import statistics
 from jaxkv.reporting.charts import Axis, Point, Scatter, Series, limits
 from jaxkv.reporting.document import Heading, Paragraph, Table, to_markdown
+from jaxkv.reporting.drawing import FONT, VARIABLES
 from jaxkv.reporting.drawing import draw as draw_chart
-from jaxkv.reporting.drawing import to_file
 from jaxkv.reporting.format import format_number, format_percent
 
 FEWEST = 16  # sequences
@@ -146,7 +147,12 @@ def draw(rows: Sequence[Row]) -> str:
         points[row.condition.name.split()[0]].append(Point(row.law.convolution, seen, span, said))
     series = [Series(model, found) for model, found in points.items()]
     axes = Axis("predicted (convolution)", True, low, high), Axis("seen", True, low, high)
-    return to_file(draw_chart(Scatter("Flips per step", series, *axes, [(low, low), (high, high)])))
+    chart = Scatter("Flips per step", series, *axes, [(low, low), (high, high)])
+    text = ET.tostring(draw_chart(chart), encoding="unicode")
+    for colour, variable in VARIABLES.items():
+        text = text.replace(variable, colour)
+    head = f'<svg font-family="{FONT}, Arial, sans-serif" xmlns="http://www.w3.org/2000/svg" '
+    return text.replace("<svg ", head, 1) + "\n"
 
 
 FORMS = {

@@ -61,14 +61,6 @@ def draw(chart: Chart) -> ET.Element:
     return _tidy(vl_convert.vegalite_to_svg(values), chart.title, f"c{name}-")
 
 
-def to_file(drawing: ET.Element) -> str:
-    """A drawing as an SVG file of its own."""
-    text = ET.tostring(drawing, encoding="unicode").replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
-    for colour, variable in VARIABLES.items():
-        text = text.replace(variable, colour)
-    return text.replace("<svg ", f'<svg font-family="{FONT}, Arial, sans-serif" ', 1) + "\n"
-
-
 def _tidy(svg: str, said: str, prefix: str) -> ET.Element:
     """An SVG of Vega's as a page takes it: colours are variables, and only marks that say something are labelled.
 

@@ -20,7 +20,7 @@ REPAIRED = {"worst": "worst 5 %", "others": "other 95 %", "everything": "all"}
 
 def _show(panels: Sequence[Lines | Intervals], text: str) -> list[Figure]:
     """A figure of the panels in which a point has a place; none without one."""
-    drawn = [panel for panel in panels if isinstance(panel, Intervals) or any(points for _, points in panel.placed())]
+    drawn = [panel for panel in panels if isinstance(panel, Intervals) or panel.placed()]
     return [Figure(drawn, text)] if drawn else []
 
 

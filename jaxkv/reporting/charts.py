@@ -49,6 +49,15 @@ class Lines:
     steps: bool = False
     rule: float | None = None
 
+    def placed(self) -> list[tuple[str, Point]]:
+        """The points that have a place, with their series' names."""
+        return [
+            (one.name, point)
+            for one in self.series
+            for point in one.points
+            if (point.x > 0 or not self.x.log) and (point.y > 0 or not self.y.log)
+        ]
+
 
 @dataclasses.dataclass(frozen=True)
 class Scatter:

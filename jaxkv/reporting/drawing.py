@@ -161,12 +161,7 @@ def _span(point: Point, floor: float | None) -> dict[str, float]:
 
 
 def _draw_lines(chart: Lines) -> Drawn:
-    placed = [
-        (one.name, point)
-        for one in chart.series
-        for point in one.points
-        if (point.x > 0 or not chart.x.log) and (point.y > 0 or not chart.y.log)
-    ]
+    placed = chart.placed()
     if not placed:
         raise ValueError(f"the chart '{chart.title}' has no point that has a place")
     ends = [end for _, p in placed for end in (p.y, *(p.interval or ())) if end > 0 or not chart.y.log]

@@ -368,6 +368,15 @@ def test_parts_that_hold_fewer_tensors_than_they_say(parts):
     fails(paths[0], f"the parts hold {count} tensors of {count + 1}")
 
 
+@pytest.mark.parametrize(("version", "words"), [(b"\0\0\0\3", "of big-endian machines"), (b"\1\0\0\0", "format 1")])
+def test_formats_that_are_not_read(tmp_path, version, words):
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path)
+    content = path.read_bytes()
+    path.write_bytes(content[:4] + version + content[8:])
+    fails(path, words)
+
+
 def test_one_flipped_bit(tmp_path):
     """Whatever bit of a header flips: a model of the right size, or one line, and soon."""
     path = tmp_path / "tiny.gguf"
@@ -467,7 +476,8 @@ def test_what_was_written_is_checked(ours, change, capfd):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (touch_config(num_layers=2), "and 5 more does not fit the stored config"),
+        (touch_config(num_layers=2), "holds 3 layers, and its config says 2;"),
+        (touch_config(num_layers=10**9), "holds 3 layers, and its config says 1000000000"),
         (touch_config(num_kv_heads="4"), "stored model config: field num_kv_heads: expected `int`, got `str`"),
         (touch_config(model_dim=None), "field model_dim: expected `int`, got `null`"),
         (touch_config(num_kv_heads=0), "ours: .*num_kv_heads 0"),
@@ -476,7 +486,7 @@ def test_what_was_written_is_checked(ours, change, capfd):
         (drop("config"), "missing required field `config`"),
         (drop("provenance"), "missing required field `provenance`"),
         (lambda path: touch_metadata(path, lambda kept: kept.update(dtype="int3")), "invalid enum value 'int3'"),
-        (lambda path: touch_metadata(path, lambda kept: kept.update(format=1)), "field format: invalid enum value 1"),
+        (lambda path: touch_metadata(path, lambda kept: kept.update(format=3)), "field format: invalid enum value 3"),
         (write("params/_CHECKPOINT_METADATA", b"{"), "not one of jaxkv's|cannot be read"),
         (write("tokenizer/jaxkv_tokenizer.json", b'{"kind": 3}'), "tokenizer"),
     ],
@@ -484,6 +494,26 @@ def test_what_was_written_is_checked(ours, change, capfd):
 def test_what_another_version_wrote_is_checked(ours, change, words, capfd):
     change(ours)
     write_manifest(ours)
+    fails(ours, words, FP16)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (write("params/embed/.zarray", b"{"), "embed/.zarray: is not JSON"),
+        (write("params/embed/.zarray", b'{"shape": [259, 48], "chunks": [259, 48]}'), "field `compressor`"),
+        (lambda path: (path / "params/embed/0.0").unlink(), "embed holds 0 of 1 chunks"),
+        (write("params/embed/0.0", b"\0" * 10), "has a chunk that is not 24864 bytes long"),
+        (lambda path: shutil.rmtree(path / "params/embed"), "embed does not fit the stored config"),
+    ],
+)
+def test_without_a_manifest_the_arrays_are_checked(ours, change, words, capfd):
+    """As a checkpoint of the first format, which had none."""
+    touch_metadata(ours, lambda kept: kept.update(format=1))
+    (ours / "manifest.json").unlink()
+    assert "without a manifest" in load(str(ours), precision=FP16).provenance.note
+    change(ours)
     fails(ours, words, FP16)
     assert capfd.readouterr().err == ""
 

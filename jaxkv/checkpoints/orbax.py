@@ -2,7 +2,7 @@
 
 DEST/params/         Orbax (zarr, one file a tensor); its custom metadata holds config, provenance and versions
 DEST/tokenizer/      tokenizer files
-DEST/manifest.json   sha256 of all these files
+DEST/manifest.json   sha256 of all these files; format 1 had none
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import pathlib
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import msgspec
@@ -34,12 +34,13 @@ from jaxkv.models.decoder import abstract_decoder
 from jaxkv.writing import new_directory
 
 _REMEDY = "convert the original again"
+_NO_MANIFEST = "stored without a manifest, so changes since then cannot be noticed"
 
 
 class _Metadata(msgspec.Struct):
     """What `save` records in Orbax's custom metadata."""
 
-    format: Literal[2]  # 1 had no manifest
+    format: Literal[1, 2]
     config: dict[str, Any]
     dtype: Literal["float16", "bfloat16", "float32", "float64"]
     generation: dict[str, Any]
@@ -143,13 +144,37 @@ def _read_config(metadata: _Metadata, path: pathlib.Path) -> ModelConfig:
 class _Array(msgspec.Struct):
     """.zarray, as zarr's second format has it."""
 
-    shape: tuple[int, ...]
+    shape: tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)], ...]
+    chunks: tuple[Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)], ...]
+    compressor: dict[str, Any] | None
 
 
-def _match_arrays(path: pathlib.Path, config: ModelConfig, precision: Precision) -> tuple[nnx.GraphDef, nnx.State]:
+def _list_arrays(params: pathlib.Path, itemsize: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the stored arrays by path, each with all of its chunks: zarr reads zeros where one is missing.
+
+    Raises UserError if a chunk is missing or is not whole.
+    """
+    stored = {}
+    for file in sorted(params.glob("*/.zarray")):
+        folder, array = file.parent, read_json(file, _Array, _REMEDY)
+        chunks = math.prod(-(-size // part) for size, part in zip(array.shape, array.chunks, strict=False))
+        there = [path for path in folder.iterdir() if path != file]
+        if len(there) != chunks:
+            raise UserError(f"{folder} holds {len(there)} of {chunks} chunks; {_REMEDY}")
+        size = math.prod(array.chunks) * itemsize
+        if array.compressor is None and any(path.stat().st_size != size for path in there):
+            raise UserError(f"{folder} has a chunk that is not {size} bytes long; {_REMEDY}")
+        stored[folder.name.replace(".", "/")] = array.shape
+    return stored
+
+
+def _match_arrays(
+    path: pathlib.Path, stored: Mapping[str, tuple[int, ...]], config: ModelConfig, precision: Precision
+) -> tuple[nnx.GraphDef, nnx.State]:
     """The decoder whose parameters the stored arrays are, without values. Raises UserError if they are not."""
-    files = (path / "params").glob("*/.zarray")
-    stored = {file.parent.name.replace(".", "/"): read_json(file, _Array, _REMEDY).shape for file in files}
+    layers = {name.split("/")[1] for name in stored if name.startswith("layers/")}
+    if len(layers) != config.num_layers:  # before a decoder of that many is made
+        raise UserError(f"{path} holds {len(layers)} layers, and its config says {config.num_layers}; {_REMEDY}")
     graphdef, abstract = abstract_decoder(config, precision)
     wanted = {name: tuple(leaf.shape) for name, leaf in flat_paths(abstract).items()}
     odd = sorted(name for name in stored.keys() | wanted.keys() if stored.get(name) != wanted.get(name))
@@ -170,11 +195,11 @@ def restore(
         if listed := os.path.lexists(path / manifest.FILE):
             manifest.check_manifest(path, hashes)
         metadata = _read_metadata(path)
-        if not listed:
+        if metadata.format > 1 and not listed:
             raise UserError(f"{path} lacks its {manifest.FILE}; copy it too, or {_REMEDY}")
         config = check(_read_config(metadata, path))
         dtype = np.dtype(jax.numpy.dtype(metadata.dtype))
-        graphdef, abstract = _match_arrays(path, config, precision)
+        graphdef, abstract = _match_arrays(path, _list_arrays(path / "params", dtype.itemsize), config, precision)
         state = _read_arrays(path, abstract, dtype, sharding, progress)
         with reading(path / "tokenizer", _REMEDY, (Exception,)):
             tokenizer = load_tokenizer(path / "tokenizer")
@@ -184,6 +209,7 @@ def restore(
         source=str(path),
         kind="orbax",
         files=manifest.summarize(hashes),
+        note="; ".join(filter(None, (origin.note, None if listed else _NO_MANIFEST))) or None,
         converted_from={"source": origin.source, "kind": origin.kind, "files": origin.files},
         converted_by=metadata.versions,
         stored_dtype=metadata.dtype,

@@ -68,48 +68,34 @@ class Slots:
     v: jax.Array
 
     def write(self, k: jax.Array, v: jax.Array, slot: jax.Array | int) -> Self:
-        """As in LayerCache."""
         return dataclasses.replace(self, k=write_slots(self.k, k, slot), v=write_slots(self.v, v, slot))
 
     def read(self) -> tuple[jax.Array, jax.Array]:
-        """As in LayerCache."""
         return self.k, self.v
 
     def rotate_queries(self, q: jax.Array) -> jax.Array:
-        """Leaves them as they are."""
         return q
 
     def rotate_heads(self, heads: jax.Array) -> jax.Array:
-        """Leaves them as they are."""
         return heads
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Keys (after RoPE) and values of every layer.
+    """Keys (after RoPE) and values of every layer."""
 
-    Attributes:
-      k: L arrays [B, S, K, H].
-      v: L arrays [B, S, K, H].
-      positions: [B, S] int32, the absolute position of each slot, -1 where empty. Slots and positions differ
-        under left padding.
-    """
-
-    k: tuple[jax.Array, ...]
+    k: tuple[jax.Array, ...]  # L arrays [B, S, K, H]
     v: tuple[jax.Array, ...]
-    positions: jax.Array
+    positions: jax.Array  # [B, S] int32, absolute, -1 where a slot is empty; under left padding not those of the slots
 
     def begin(self, positions: jax.Array, slot: jax.Array | int) -> Self:
-        """As in Cache."""
         return dataclasses.replace(self, positions=write_slots(self.positions, positions, slot))
 
     def layer(self, index: int) -> Slots:
-        """As in Cache."""
         return Slots(self.k[index], self.v[index])
 
     def finish(self, layers: Sequence[Slots]) -> Self:
-        """As in Cache."""
         return dataclasses.replace(self, k=tuple(layer.k for layer in layers), v=tuple(layer.v for layer in layers))
 
     def clear(self, slot: jax.Array | int, count: int) -> Self:
@@ -123,11 +109,8 @@ class KVCache:
 def empty_cache(config: ModelConfig, precision: Precision, batch: int, slots: int) -> KVCache:
     """Returns a cache of zeros with every slot empty."""
     shape = (batch, slots, config.num_kv_heads, config.head_dim)
-    return KVCache(
-        k=tuple(jnp.zeros(shape, precision.cache) for _ in range(config.num_layers)),
-        v=tuple(jnp.zeros(shape, precision.cache) for _ in range(config.num_layers)),
-        positions=jnp.full((batch, slots), EMPTY, jnp.int32),
-    )
+    k, v = (tuple(jnp.zeros(shape, precision.cache) for _ in range(config.num_layers)) for _ in "kv")
+    return KVCache(k, v, jnp.full((batch, slots), EMPTY, jnp.int32))
 
 
 def write_slots(buffer: jax.Array, rows: jax.Array, slot: jax.Array | int) -> jax.Array:
@@ -152,16 +135,10 @@ class Tap(Protocol):
         positions: jax.Array,
         slot: jax.Array | int,
     ) -> tuple[jax.Array, Any, Self]:
-        """Makes a call.
+        """Makes a call of rows at positions [B, T], the first at `slot`.
 
-        Args:
-          forward: of a cache and a hook, gives hidden rows [B, T, D] and the new cache.
-          cache: before the call.
-          positions: [B, T] of the call's rows.
-          slot: of the first of them.
-
-        Returns:
-          Hidden rows, the new cache, and the tap with what it saw.
+        `forward`, of a cache and a hook, gives hidden rows [B, T, D] and the new cache; so does this, and the tap with
+        what it saw.
         """
 
 
@@ -175,7 +152,6 @@ class WatchedCache:
 
     @property
     def positions(self) -> jax.Array:
-        """As in Cache."""
         return self.cache.positions
 
     def clear(self, slot: jax.Array | int, count: int) -> Self:

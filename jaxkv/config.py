@@ -18,19 +18,12 @@ DType = Any  # a jnp scalar type such as jnp.float16
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """How Llama 3.1 stretches RoPE (transformers, modeling_rope_utils.py, `llama3`): by wavelength, in tokens.
+    """How Llama 3.1 stretches RoPE (transformers, modeling_rope_utils.py, `llama3`): by wavelength, in tokens."""
 
-    Attributes:
-      factor: frequencies of long waves are divided by it.
-      low_freq_factor: waves longer than original_context / low_freq_factor are long.
-      high_freq_factor: waves shorter than original_context / high_freq_factor stay; between the two it is blended.
-      original_context: positions of the first training.
-    """
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_context: int
+    factor: float  # frequencies of long waves are divided by it
+    low_freq_factor: float  # waves longer than original_context / low_freq_factor are long
+    high_freq_factor: float  # waves shorter than original_context / high_freq_factor stay; others are blended
+    original_context: int  # positions of the first training
 
 
 Rope = tuple[float, RopeScaling | None]  # base and scaling
@@ -40,66 +33,37 @@ Rope = tuple[float, RopeScaling | None]  # base and scaling
 class ModelConfig:
     """Architecture of one decoder. Two configs that differ in any field compute different logits.
 
-    Attributes:
-      name: preset or checkpoint name; no effect on the numbers.
-      family: a key of models.families.FAMILIES: chooses a checkpoint's key table, never a layer's code path.
-      vocab_size: V.
-      num_layers: L.
-      model_dim: D.
-      mlp_dim: F.
-      num_query_heads: N.
-      num_kv_heads: K; N is a multiple of K.
-      head_dim: H; even (RoPE rotates halves).
-      context_length: most positions the model was trained for; longer prompts are refused.
-      activation: 'silu' or 'gelu_tanh' on the gate.
-      norm_eps: added to the mean square in RMSNorm.
-      norm_offset: the weight is applied as (norm_offset + w): 0 for LLaMA, 1 for Gemma.
-      norm_round_first: whether RMSNorm rounds to the activation dtype before it multiplies by the weight (LLaMA,
-        Mistral) or after (Gemma).
-      post_norms: whether attention and MLP outputs are normed before they join the residual stream.
-      qk_norm: whether each head's q and k are normed before RoPE.
-      rope_theta: RoPE base of global layers.
-      local_rope_theta: RoPE base of windowed layers; None means rope_theta.
-      query_scale: attention scores are multiplied by it.
-      attn_softcap: scores become cap * tanh(scores / cap), before the mask; None means off.
-      final_softcap: the same at the logits.
-      window: a query sees keys at distance < window, in tokens; None means global.
-      window_pattern: cycled over layers; True marks a windowed layer.
-      tie_embeddings: whether the head is the transposed embedding table.
-      embed_scale: embeddings are multiplied by it, rounded to the activation dtype first.
-      qkv_bias: whether q, k and v have a bias, added before they are rounded.
-      rope_scaling: of layers whose base is rope_theta; None means plain RoPE.
-
     A field with a default came later than stored checkpoints and records: `to_json` leaves it out at its default.
     """
 
-    name: str
-    family: str
-    vocab_size: int
-    num_layers: int
-    model_dim: int
-    mlp_dim: int
-    num_query_heads: int
-    num_kv_heads: int
-    head_dim: int
-    context_length: int
-    activation: Literal["silu", "gelu_tanh"]
-    norm_eps: float
-    norm_offset: float
+    name: str  # preset or checkpoint name; no effect on the numbers
+    family: str  # a key of models.families.FAMILIES: chooses a checkpoint's key table, never a layer's code path
+    vocab_size: int  # V
+    num_layers: int  # L
+    model_dim: int  # D
+    mlp_dim: int  # F
+    num_query_heads: int  # N
+    num_kv_heads: int  # K; N is a multiple of K
+    head_dim: int  # H; even (RoPE rotates halves)
+    context_length: int  # most positions the model was trained for; longer prompts are refused
+    activation: Literal["silu", "gelu_tanh"]  # on the gate
+    norm_eps: float  # added to the mean square in RMSNorm
+    norm_offset: float  # the weight is applied as (norm_offset + w): 0 for LLaMA, 1 for Gemma
+    # Whether RMSNorm rounds to the activation dtype before it multiplies by the weight (LLaMA, Mistral) or after it.
     norm_round_first: bool
-    post_norms: bool
-    qk_norm: bool
-    rope_theta: float
-    local_rope_theta: float | None
-    query_scale: float
-    attn_softcap: float | None
-    final_softcap: float | None
-    window: int | None
-    window_pattern: tuple[bool, ...]
-    tie_embeddings: bool
-    embed_scale: float
-    qkv_bias: bool = False
-    rope_scaling: RopeScaling | None = None
+    post_norms: bool  # whether attention and MLP outputs are normed before they join the residual stream
+    qk_norm: bool  # whether each head's q and k are normed before RoPE
+    rope_theta: float  # RoPE base of global layers
+    local_rope_theta: float | None  # RoPE base of windowed layers; None means rope_theta
+    query_scale: float  # attention scores are multiplied by it
+    attn_softcap: float | None  # scores become cap * tanh(scores / cap), before the mask; None means off
+    final_softcap: float | None  # the same at the logits
+    window: int | None  # a query sees keys at distance < window, in tokens; None means global
+    window_pattern: tuple[bool, ...]  # cycled over layers; True marks a windowed layer
+    tie_embeddings: bool  # whether the head is the transposed embedding table
+    embed_scale: float  # embeddings are multiplied by it, rounded to the activation dtype first
+    qkv_bias: bool = False  # whether q, k and v have a bias, added before they are rounded
+    rope_scaling: RopeScaling | None = None  # of layers whose base is rope_theta; None means plain RoPE
 
     def __post_init__(self):
         sizes = ("vocab_size", "num_layers", "model_dim", "mlp_dim", "num_query_heads", "num_kv_heads", "head_dim")
@@ -154,40 +118,27 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """The dtype of every part of the computation. Models hold no dtype of their own.
+    """The dtype of every part of the computation. Models hold no dtype of their own."""
 
-    Attributes:
-      name: 'fp16', 'bf16', 'fp32' or 'fp64', with the overrides appended, e.g. 'fp16+residual=fp32'.
-      param: stored weights.
-      activation: outputs of matrix products, attention weights, gate and up, inputs of every product.
-      operand: dtype in which a product's operands, already rounded to `activation` or stored in `param`, are handed to
-        it. Wider than `activation` changes no value, only the kernel that multiplies them.
-      residual: the stream between layers.
-      accumulation: dtype a product is returned in before it is rounded to `activation` (`preferred_element_type`).
-        It bounds the accumulator from below; what the backend's kernel really adds in is its own choice.
-      softmax: exponentials and their sum.
-      norm: RMSNorm statistics.
-      rope: angles, cosines and sines, before they are rounded to `activation`.
-      cache: stored K and V.
-      logits: the head's output.
-      scores: q·k and what is done to it before the softmax: scale, softcap, mask. With a large bias on k the product
-        can pass fp16's range before the scale brings it back (Qwen2.5).
-      dot: matmul precision of 32-bit products; HIGHEST means true fp32, not TF32.
-    """
-
-    name: str
-    param: DType
-    activation: DType
+    name: str  # 'fp16', 'bf16', 'fp32' or 'fp64', with the overrides appended, e.g. 'fp16+residual=fp32'
+    param: DType  # stored weights
+    activation: DType  # outputs of matrix products, attention weights, gate and up, inputs of every product
+    # In which a product's operands, already rounded to `activation` or stored in `param`, are handed to it. Wider than
+    # `activation` changes no value, only the kernel that multiplies them.
     operand: DType
-    residual: DType
+    residual: DType  # the stream between layers
+    # In which a product is returned before it is rounded to `activation` (`preferred_element_type`). It bounds the
+    # accumulator from below; what the backend's kernel really adds in is its own choice.
     accumulation: DType
-    softmax: DType
-    norm: DType
-    rope: DType
-    cache: DType
-    logits: DType
+    softmax: DType  # exponentials and their sum
+    norm: DType  # RMSNorm statistics
+    rope: DType  # angles, cosines and sines, before they are rounded to `activation`
+    cache: DType  # stored K and V
+    logits: DType  # the head's output
+    # q·k and what is done to it before the softmax: scale, softcap, mask. With a large bias on k the product can pass
+    # fp16's range before the scale brings it back (Qwen2.5).
     scores: DType
-    dot: jax.lax.Precision = jax.lax.Precision.HIGHEST
+    dot: jax.lax.Precision = jax.lax.Precision.HIGHEST  # of 32-bit products; HIGHEST means true fp32, not TF32
 
     def to_json(self) -> dict[str, str]:
         """Names of the dtypes, for records. `scores` is named only where it is not `activation`, as in old records."""
@@ -199,12 +150,11 @@ class Precision:
         }
 
     def widened(self) -> "Precision":
-        """The same values with 16-bit weights and operands held in fp32.
+        """The same values with 16-bit weights and operands held in fp32, unless weights are rounded otherwise first.
 
-        XLA on a CPU widens the operands of most 16-bit products, weights included, at every call. Held wide from the
-        start, they give the same products without that work, but XLA may lay them out for another kernel, which adds
-        in another order: logits can differ in their last bits (tests/test_decode.py). A policy whose weights are to be
-        rounded to another dtype first stays as it is.
+        XLA on a CPU widens the operands of most 16-bit products, weights included, at every call. Held wide they give
+        the same products without that work, but XLA may lay them out for another kernel, which adds in another order:
+        logits can differ in their last bits (tests/test_decode.py).
         """
         if jnp.dtype(self.operand).itemsize >= 4 or self.param != self.activation:
             return self
@@ -222,35 +172,26 @@ def dtype_from_name(name: str) -> DType:
 
 
 def make_precision(name: str, **parts: str | None) -> Precision:
-    """Builds the policy that rounds where transformers' eager models round.
+    """The policy that rounds where transformers' eager models round, but for parts given, e.g. `residual='fp32'`.
 
-    Args:
-      name: 'fp16', 'bf16', 'fp32' or 'fp64'.
-      **parts: overrides by part, e.g. `residual='fp32'`; None leaves the default.
-
-    Returns:
-      A Precision. Softmax, norm statistics and rope tables are at least fp32, as in transformers.
-
-    Raises:
-      UserError: unknown precision or part.
+    Softmax, norm statistics and rope tables are at least fp32, as in transformers; scores are as activations are.
+    Raises UserError on an unknown precision or part.
     """
     base = dtype_from_name(name)
     wide = jnp.float64 if base == jnp.float64 else jnp.float32
-    policy: dict[str, Any] = dict.fromkeys(
+    usual: dict[str, Any] = dict.fromkeys(
         ("param", "activation", "operand", "residual", "cache", "logits", "scores"), base
     )
-    policy |= dict.fromkeys(("accumulation", "softmax", "norm", "rope"), wide)
-    usual = dict(policy)
-    overrides = {part: value for part, value in parts.items() if value is not None}
-    for part, value in overrides.items():
-        if part not in policy:
+    usual |= dict.fromkeys(("accumulation", "softmax", "norm", "rope"), wide)
+    given = {part: value for part, value in parts.items() if value is not None}
+    for part in given:
+        if part not in usual:
             raise UserError(
-                f"unknown part '{part}' of a precision{nearest(part, list(policy))}; known: {', '.join(policy)}"
+                f"unknown part '{part}' of a precision{nearest(part, list(usual))}; known: {', '.join(usual)}"
             )
-        policy[part] = dtype_from_name(value)
-    if "scores" not in overrides:
-        policy["scores"] = policy["activation"]
+    policy = usual | {part: dtype_from_name(value) for part, value in given.items()}
     usual["scores"] = policy["activation"]
-    changed = [part for part in sorted(overrides) if policy[part] != usual[part]]
-    label = "+".join([name, *(f"{part}={overrides[part]}" for part in changed)])
-    return Precision(name=label, **policy)
+    if "scores" not in given:
+        policy["scores"] = policy["activation"]
+    changed = [f"{part}={given[part]}" for part in sorted(given) if policy[part] != usual[part]]
+    return Precision(name="+".join([name, *changed]), **policy)

@@ -48,22 +48,9 @@ COMPILER_OPTIONS: dict[str, Any] = {"xla_allow_excess_precision": False}
 class Arms:
     """The compiled programs of one model (prefill, the loops and the audit), and both arms made of them.
 
-    Args:
-      config: architecture.
-      precision: policy.
-      sampler: how tokens are chosen.
-      stop_ids: token ids that end a row.
-      keep_logits: whether rollouts record logits.
-      tile: rows of a tile in the aligned regime; None is the plain regime.
-      compiler_options: XLA options of every program.
-      backend: platform that the programs are for; None is JAX's default one.
-      attention: a name of models.attention.ATTENTIONS.
-
-    Attributes:
-      held: the policy with which weights and operands are really held (Precision.widened on a CPU).
-
-    Raises:
-      ValueError: the policy has float64 parts and JAX would make them float32.
+    Args as in AnyArms, and `backend`, the platform that the programs are for (None: JAX's default one). `held` is the
+    policy with which weights and operands are really held (Precision.widened on a CPU). Raises ValueError if the policy
+    has float64 parts and JAX would make them float32.
     """
 
     exact_checks = True
@@ -76,7 +63,6 @@ class Arms:
         stop_ids: tuple[int, ...] = (),
         keep_logits: bool = True,
         tile: int | None = None,
-        compiler_options: dict[str, Any] | None = None,
         backend: str | None = None,
         attention: str = "eager",
     ):
@@ -87,8 +73,7 @@ class Arms:
         self.graphdef, self.abstract_state = abstract_decoder(config, self.held, attention)
         self.sampler, self.stop_ids, self.keep_logits = sampler or Sampler(), tuple(stop_ids), keep_logits
         self.tile, self.attention, self.origin = tile, attention, dict[str, Any]()
-        options = COMPILER_OPTIONS | (compiler_options or {})
-        jit = functools.partial(jax.jit, compiler_options=options)
+        jit = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
         self.prefill = jit(self._prefill, donate_argnames="cache")
         self.cached_loop = jit(self._cached_loop, donate_argnames=("cache", "run"))
         self.tile_loop = jit(self._tile_loop, static_argnames="tile", donate_argnames=("cache", "run"))
@@ -99,7 +84,7 @@ class Arms:
         return {part: self.held.to_json()[part] for part in ("param", "operand")}
 
     def prepare(self, state: nnx.State) -> nnx.State:
-        """Weights in the form the programs take: as they are, or on a CPU widened once (Precision.widened)."""
+        """Weights as the programs take them: as they are, or on a CPU widened once (Precision.widened)."""
         return jax.tree.map(lambda leaf, want: leaf.astype(want.dtype), state, self.abstract_state)
 
     def prepare_in_place(self, state: nnx.State) -> nnx.State:
@@ -112,25 +97,21 @@ class Arms:
             leaf.set_value(leaf[...].astype(want.dtype).block_until_ready())
         return state
 
-    # The arms.
+    # The arms, as AnyArms has them.
 
     def settings(self) -> contextlib.AbstractContextManager[Any]:
-        """Nothing."""
         return contextlib.nullcontext()
 
     def describe(self) -> dict[str, Any]:
-        """Nothing."""
         return {}
 
     def fit(self, layout: Layout) -> Layout:
-        """The layout as it is."""
         return layout
 
     def make_cache(self, rows: Rows, layout: Layout, change: Intervention | None = None) -> Any:
         """An empty cache for a batch: a KVCache, or what a change of it makes.
 
-        Raises:
-          UserError: the change cannot be made, as in the aligned regime, where rows of a tile are written again.
+        Raises UserError if it cannot be made, as in the aligned regime, where rows of a tile are written again.
         """
         if change is None:
             return empty_cache(self.config, self.precision, layout.batch, layout.slots)
@@ -139,7 +120,6 @@ class Arms:
         return change.make_cache(self.config, self.precision, layout.batch, layout.slots, rows.problems)
 
     def run_cached(self, state: nnx.State, tokens: np.ndarray, rows: Rows, layout: Layout) -> Rollout:
-        """As in AnyArms."""
         return self.run_cached_keeping(state, tokens, rows, layout)[0]
 
     def run_cached_keeping(
@@ -151,15 +131,9 @@ class Arms:
         cache: Any = None,
         align: Alignments = PLAIN,
     ) -> tuple[Rollout, Any]:
-        """`run_cached`, and the cache it ends with.
+        """`run_cached`, from an empty cache that is donated (None: a clean one), and the cache it ends with.
 
-        Args:
-          state: weights.
-          tokens: [B, S] token buffer.
-          rows: of the batch.
-          layout: of the batch.
-          cache: an empty one, donated; None makes a clean one.
-          align: what the programs of the plain regime align.
+        `align` is what the programs of the plain regime align.
         """
         _check_tiles(self.tile, layout.slots)
         cache = self.make_cache(rows, layout) if cache is None else cache
@@ -174,7 +148,6 @@ class Arms:
     def run_uncached(
         self, state: nnx.State, run: Rollout, rows: Rows, layout: Layout, uncached_length: str = "padded"
     ) -> Rollout:
-        """As in AnyArms."""
         return self.run_uncached_keeping(state, run, rows, layout, uncached_length)[0]
 
     def run_uncached_keeping(
@@ -190,17 +163,10 @@ class Arms:
     ) -> tuple[Rollout, Any]:
         """`run_uncached`, and what the last forward wrote: the keys and values of every token fed to it.
 
-        Args:
-          state: weights.
-          run: where to start; donated.
-          rows: of the batch; with `check` all forced.
-          layout: of the batch.
-          uncached_length: see `uncached_lengths`.
-          check: one pass over the given tokens instead of one for each step. What follows a row may be given to it as
-            NaN times zero: a rollout with a `nonfinite_step` is not to be trusted, `run_forced` steps through it
-            instead.
-          cache: an empty one that records what it is given, donated, at the padded length alone.
-          align: what the program of the plain regime aligns.
+        With `check` all rows are forced, and one pass over their tokens takes the place of one for each step. What
+        follows a row may be given to it as NaN times zero: a rollout with a `nonfinite_step` is not to be trusted,
+        `run_forced` steps through it instead. `cache` is an empty one that records what it is given, donated, at the
+        padded length alone; `align` what the program of the plain regime aligns.
         """
         segments = uncached_lengths(uncached_length, layout)
         # Widened once, for the longest: a forced run and a free one then share their programs at every length.
@@ -228,7 +194,6 @@ class Arms:
         begin: int = 0,
         align: Alignments = PLAIN,
     ) -> Rollout:
-        """As in AnyArms; `align` is what the program of the plain regime aligns."""
         forced = force(rows, reference)
         for check in (False,) if stepwise else (True, False):
             start = start_forced(self, reference, forced, layout, begin)
@@ -263,10 +228,7 @@ class Arms:
             hidden, cache = model(token, (slot - rows.first)[:, None], cache, slot, alignment=alignment)
             return self._emit(run, model.logits(hidden, alignment=alignment, slot=slot)[:, 0], rows), cache
 
-        def more(carry):
-            return (carry[0].slot < end) & ~jnp.all(carry[0].ended)
-
-        return jax.lax.while_loop(more, body, (self._emit(run, logits, rows), cache))
+        return jax.lax.while_loop(lambda carry: _goes_on(carry[0], end), body, (self._emit(run, logits, rows), cache))
 
     def _tile_loop(
         self,
@@ -281,22 +243,15 @@ class Arms:
         tile: int,
         alignment: Alignment | None = None,
     ) -> tuple[Rollout, KVCache]:
-        """Fills slots [run.slot, end) from forwards over tiles of `tile` rows.
+        """Fills slots [run.slot, end), end at most S, from forwards over tiles of `tile` rows.
 
         One executable serves every arm that must agree with another bit for bit, so what it is used for are arguments:
 
-        Args:
-          state: weights.
-          run: [B, at least S] tokens; slots before run.slot are given.
-          rows: of the batch.
-          end: int32 scalar, at most S.
-          cache: S slots, a multiple of `tile`; the tiles before that of run.slot - 1 must be in it unless it is empty.
-          recompute: bool scalar. True empties the cache and runs every tile at each step (the uncached arm by steps).
-            False runs the last tile alone, or on an empty cache all of them once.
-          whole: bool scalar. True takes the tokens up to `end` as given (every row must be forced) and yields the
-            logits of all rows of a tile after one run of it (the check of a draft).
-          tile: rows of a forward.
-          alignment: what is computed in tiles of its own, None for nothing.
+        * `cache`, of S slots, a multiple of `tile`, holds the tiles before that of run.slot - 1 unless it is empty.
+        * `recompute`, if true, empties the cache and runs every tile at each step (the uncached arm by steps); else the
+          last tile alone is run, or on an empty cache all of them once.
+        * `whole`, if true, takes the tokens up to `end` as given (every row must be forced) and yields the logits of
+          all rows of a tile after one run of it (the check of a draft).
         """
         model = nnx.merge(self.graphdef, state)
         B, tiles = run.tokens.shape[0], cache.positions.shape[1] // tile
@@ -329,19 +284,15 @@ class Arms:
                 hidden = jnp.zeros((B, tile, self.config.model_dim), self.precision.activation)
                 cache, hidden = jax.lax.fori_loop(begin, last + 1, forward, (cache, hidden))
             until = jnp.where(whole, jnp.minimum((last + 1) * tile + 1, end), run.slot + 1)
-            run = jax.lax.while_loop(lambda run: (run.slot < until) & ~jnp.all(run.ended), give, run)
-            return run, cache
+            return jax.lax.while_loop(lambda run: _goes_on(run, until), give, run), cache
 
-        def more(carry):
-            return (carry[0].slot < end) & ~jnp.all(carry[0].ended)
-
-        return jax.lax.while_loop(more, step, (run, cache))
+        return jax.lax.while_loop(lambda carry: _goes_on(carry[0], end), step, (run, cache))
 
     def _emit(self, run, logits, rows):
         return emit(run, logits, rows, self.sampler, self.stop_ids)
 
     def _audit_pass(self, state, tokens, first, end) -> dict[str, jax.Array]:
-        """As in AnyArms. Products with keys that a row does not see do not count."""
+        # Products with keys that a row does not see do not count.
         model = nnx.merge(self.graphdef, state)
         B, P = tokens.shape
         positions = slot_positions(jnp.arange(P, dtype=jnp.int32), first, end[:, None])
@@ -368,6 +319,11 @@ class Arms:
         for name, peak in jax.lax.map(head, jnp.swapaxes(hidden, 0, 1), batch_size=16).items():
             largest[name] = jnp.where(positions != EMPTY, peak.T, 0)
         return {f"{number:05d} {name}": peak for number, (name, peak) in enumerate(largest.items())}
+
+
+def _goes_on(run: Rollout, end) -> jax.Array:
+    """Whether a row may still take a token before slot `end`."""
+    return (run.slot < end) & ~jnp.all(run.ended)
 
 
 def _check_tiles(tile: int | None, slots: int) -> None:

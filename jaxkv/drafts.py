@@ -29,20 +29,14 @@ def first_disagreement(forced: Rollout, prompt: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Prefix:
-    """What a forced uncached run has settled: each row's tokens up to its first disagreement and the choice at it.
+    """What a forced uncached run has settled: each row's tokens up to its first disagreement and the choice at it."""
 
-    Attributes:
-      tokens: [B, S], S the layout's slots.
-      taken: [B] tokens settled.
-      ended: [B] whether that is all of the row. A row that agrees with its draft to the end ends there, also where the
-        draft broke off at a non-finite number: such a sample is invalid, whatever this arm would have gone on to do.
-      broke: [B] the row's nonfinite_step if it lies in the settled part, else -1.
-    """
-
-    tokens: np.ndarray
-    taken: np.ndarray
+    tokens: np.ndarray  # [B, S], S the layout's slots
+    taken: np.ndarray  # [B] tokens settled
+    # [B] whether that is all of the row. A row that agrees with its draft to the end ends there, also where the draft
+    # broke off at a non-finite number: such a sample is invalid, whatever this arm would have gone on to do.
     ended: np.ndarray
-    broke: np.ndarray
+    broke: np.ndarray  # [B] the row's nonfinite_step if it lies in the settled part, else -1
 
     def start(self, arms: AnyArms, rows: Rows, layout: Layout, slot: int) -> tuple[Rollout, Rows]:
         """A rollout at `slot`, the settled part after it forced."""
@@ -107,18 +101,8 @@ def free_stepwise(
 
     Up to its first disagreement a forced row has made the very computation of a free one. The free run therefore takes
     over the forced tokens up to there and the arm's own choice at it, and is stepped from the next slot on; the result
-    is the same as stepping from the prompt (tests/test_generate.py), for a fraction of the work.
-
-    Args:
-      arms: programs.
-      state: their weights.
-      forced: the finished forced run.
-      rows: the rows as they were before forcing.
-      layout: of the batch.
-      uncached_length: that of the forced run.
-
-    Returns:
-      The finished Rollout, with all its logits.
+    is the same as stepping from the prompt (tests/test_generate.py), for a fraction of the work. `rows` are as they
+    were before forcing. Returns the finished Rollout, with all its logits.
     """
     prefix = settle(arms, forced, rows, layout)
     if prefix.ended.all():
@@ -131,17 +115,11 @@ def free_stepwise(
 
 @dataclasses.dataclass(frozen=True)
 class Forced:
-    """A batch whose uncached arm has followed the cached one.
+    """A batch whose uncached arm has followed the cached one."""
 
-    Attributes:
-      run: the uncached arm along the cached arm's tokens, the first draft.
-      rows: the rows as they were before forcing.
-      layout: of the batch.
-    """
-
-    run: Rollout
-    rows: Rows
-    layout: Layout
+    run: Rollout  # the uncached arm along the cached arm's tokens, the first draft
+    rows: Rows  # the rows as they were before forcing
+    layout: Layout  # of the batch
 
 
 def free_by_drafts(
@@ -149,15 +127,8 @@ def free_by_drafts(
 ) -> list[tuple[Rollout, int]]:
     """The uncached arm's own free runs by draft and check; the tokens and logits are those of stepping.
 
-    Args:
-      arms: programs.
-      state: their weights.
-      forced: batches of one size, seed and number of new tokens. What comes out does not depend on which batches are
-        given together; the time does.
-      uncached_length: that of the forced runs.
-
-    Returns:
-      For each batch the Rollout, with all its logits, and how many drafts it took beyond the first.
+    Batches are of one size, seed and number of new tokens; which are given together changes the time alone. Returns for
+    each the Rollout, with all its logits, and how many drafts it took beyond the first.
     """
     batches = [_Batch(arms, state, one, uncached_length) for one in forced]
     while waiting := [batch for batch in batches if batch.free is None]:

@@ -4,6 +4,8 @@ The difference of two fp32 arms is near 1e-11 nats of KL, far below what fp32 ar
 comparison itself runs with x64 on. A test holds it beside a NumPy reference.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,29 +77,25 @@ def _compare(reference: jax.Array, other: jax.Array) -> dict[str, jax.Array]:
 
 
 def compare_logits(reference: jax.Array, other: jax.Array, steps: int) -> dict[str, list]:
-    """Per-step metrics of two arms' logits on the same tokens.
+    """Metrics of the first steps of two arms' logits [n, V] on the same tokens; the uncached arm is the reference.
 
-    Args:
-      reference: [n, V] logits of the uncached arm.
-      other: [n, V] logits of the arm it is compared with, same dtype.
-      steps: how many of the n steps count.
-
-    Returns:
-      Lists of `steps` values: flip (argmax differs), kl = KL(reference || other), kl_reverse and js in nats, max_abs
-      and mean_abs logit difference, margin (reference's top-1 minus top-2), margin_other (the other arm's own), shift
-      (by how much the gap of the reference's top two is another in the other arm), unit (spacing of the dtype's
-      numbers at the reference's top logit), bit_equal.
-
-    Raises:
-      ValueError: the dtypes or shapes differ, or a compared logit is not finite (such a sample is invalid, not equal).
+    Lists of `steps` values: flip (argmax differs), kl = KL(reference || other), kl_reverse and js in nats, max_abs and
+    mean_abs logit difference, margin (reference's top-1 minus top-2), margin_other (the other arm's own), shift (by how
+    much the gap of the reference's top two is another in the other arm), unit (spacing of the dtype's numbers at the
+    reference's top logit), bit_equal. Raises ValueError if the dtypes or shapes differ, or a logit that counts is not
+    finite (such a sample is invalid, not equal).
     """
     if reference.shape != other.shape or reference.dtype != other.dtype:
         raise ValueError(f"logits differ in kind: {reference.shape} {reference.dtype}, {other.shape} {other.dtype}")
+    return _run(_compare, reference, other, steps, FIELDS)
+
+
+def _run(program: Any, a: jax.Array, b: jax.Array, steps: int, fields: tuple[str, ...]) -> dict[str, list]:
     with jax.enable_x64(True):
-        values = jax.device_get(_compare(reference, other))
+        values = jax.device_get(program(a, b))
     if not np.all(values["finite"][:steps]):
         raise ValueError("a compared logit is not finite")
-    return {name: values[name][:steps].tolist() for name in FIELDS}
+    return {name: values[name][:steps].tolist() for name in fields}
 
 
 def _distance_step(pair: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
@@ -120,24 +118,12 @@ def _distance(truth: jax.Array, logits: jax.Array) -> dict[str, jax.Array]:
 
 
 def measure_distance(truth: jax.Array, logits: jax.Array, steps: int) -> dict[str, list]:
-    """Per-step distance of an arm's logits from a float64 run on the same tokens.
+    """Distance of the first steps of an arm's logits [n, V] from a float64 run on the same tokens.
 
-    Args:
-      truth: [n, V] float64 logits.
-      logits: [n, V] of the arm, any float dtype.
-      steps: how many of the n steps count.
-
-    Returns:
-      Lists of `steps` values: flip (argmax differs), kl = KL(truth || arm) in nats, and rms and max_abs over V of the
-      logit difference, shifts common to all logits included.
-
-    Raises:
-      ValueError: the truth is not float64, the shapes differ, or a logit that counts is not finite.
+    Lists of `steps` values: flip (argmax differs), kl = KL(truth || arm) in nats, and rms and max_abs over V of the
+    logit difference, shifts common to all logits included. Raises ValueError if the truth is not float64, the shapes
+    differ, or a logit that counts is not finite.
     """
     if truth.shape != logits.shape or truth.dtype != np.float64:
         raise ValueError(f"no truth for these logits: {truth.shape} {truth.dtype}, {logits.shape} {logits.dtype}")
-    with jax.enable_x64(True):
-        values = jax.device_get(_distance(truth, logits))
-    if not np.all(values["finite"][:steps]):
-        raise ValueError("a logit that counts is not finite")
-    return {name: values[name][:steps].tolist() for name in DISTANCE_FIELDS}
+    return _run(_distance, truth, logits, steps, DISTANCE_FIELDS)

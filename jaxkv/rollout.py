@@ -24,55 +24,34 @@ from jaxkv.errors import UserError
 from jaxkv.sampling import Sampler, choose
 
 PAD_ID = 0  # written to rows that have ended; such slots are never read back
-GROWING = (
-    "growing"  # an uncached length of PyTorch's arms alone: the rows of the prefix, as in transformers' `generate`
-)
+GROWING = "growing"  # uncached length of PyTorch's arms alone: the rows of the prefix, as transformers' `generate` has
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """What an arm has produced so far; also the state its loop carries.
+    """What an arm has produced so far; also the state its loop carries."""
 
-    Attributes:
-      slot: int32 scalar, the next slot to fill.
-      tokens: [B, S] int32 prompt and generated tokens.
-      choices: [B, n] int32, what the arm chose at each step, also where it was forced to take another token.
-      logits: [B, n, V] in the logits dtype, or [B, 0, V] if they are not kept.
-      lengths: [B] int32, tokens taken, the stop token included.
-      ended: [B] whether the row has met a stop token, its limit or a non-finite logit.
-      nonfinite_step: [B] int32, the step whose logits were not finite, -1 if none; the row stops there.
-    """
-
-    slot: jax.Array
-    tokens: jax.Array
-    choices: jax.Array
-    logits: jax.Array
-    lengths: jax.Array
-    ended: jax.Array
-    nonfinite_step: jax.Array
+    slot: jax.Array  # int32 scalar, the next slot to fill
+    tokens: jax.Array  # [B, S] int32 prompt and generated tokens
+    choices: jax.Array  # [B, n] int32, what the arm chose at each step, also where it was forced to take another token
+    logits: jax.Array  # [B, n, V] in the logits dtype, or [B, 0, V] if they are not kept
+    lengths: jax.Array  # [B] int32, tokens taken, the stop token included
+    ended: jax.Array  # [B] whether the row has met a stop token, its limit or a non-finite logit
+    nonfinite_step: jax.Array  # [B] int32, the step whose logits were not finite, -1 if none; the row stops there
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """What the rows of a batch are.
+    """What the rows of a batch are."""
 
-    Attributes:
-      first: [B] int32, slot of the first prompt token (number of left-padding slots).
-      prompt: int32 scalar, slot of the first generated token.
-      forced_until: [B] int32, slots before it keep the buffer's token.
-      limit: [B] int32, the slot at which a row ends at the latest.
-      problems: [B] int32, keys of the sampling noise.
-      seed: int32 scalar.
-    """
-
-    first: jax.Array
-    prompt: jax.Array
-    forced_until: jax.Array
-    limit: jax.Array
-    problems: jax.Array
-    seed: jax.Array
+    first: jax.Array  # [B] int32, slot of the first prompt token (number of left-padding slots)
+    prompt: jax.Array  # int32 scalar, slot of the first generated token
+    forced_until: jax.Array  # [B] int32, slots before it keep the buffer's token
+    limit: jax.Array  # [B] int32, the slot at which a row ends at the latest
+    problems: jax.Array  # [B] int32, keys of the sampling noise
+    seed: jax.Array  # int32 scalar
 
 
 def slot_positions(slots: jax.Array, first: jax.Array, end: jax.Array | int) -> jax.Array:
@@ -105,21 +84,13 @@ def emit(run: Rollout, logits: jax.Array, rows: Rows, sampler: Sampler, stop_ids
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The shapes of a batch; part of what an arm is.
+    """The shapes of a batch; part of what an arm is."""
 
-    Attributes:
-      batch: B.
-      prompt: slot of the first generated token (the longest prompt).
-      prefill: rows of the cached arm's prefill, at least `prompt`.
-      slots: S of the cache, and rows of the padded uncached arm.
-      new_tokens: most tokens to generate.
-    """
-
-    batch: int
-    prompt: int
-    prefill: int
-    slots: int
-    new_tokens: int
+    batch: int  # B
+    prompt: int  # slot of the first generated token (the longest prompt)
+    prefill: int  # rows of the cached arm's prefill, at least `prompt`
+    slots: int  # S of the cache, and rows of the padded uncached arm
+    new_tokens: int  # most tokens to generate
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -130,14 +101,10 @@ def round_up(value: int, multiple: int) -> int:
 def make_layout(
     prompts: list[list[int]], new_tokens: int, bucket: int, config: ModelConfig, tile: int | None = None
 ) -> Layout:
-    """Shapes for a batch of prompts: the longest prompt rounded up to `bucket` rows, and room for `new_tokens`.
+    """Shapes for a batch of prompts: the longest rounded up to `bucket` rows, which keeps compilations few, and room.
 
-    Rounding keeps the number of distinct shapes, and so of compilations, small. With a `tile`, slots are a multiple
-    of it.
-
-    Raises:
-      UserError: an empty prompt, one with an id that has no embedding (XLA would clamp it), or a prompt and its new
-        tokens that do not fit the model's context.
+    With a `tile`, slots are a multiple of it. Raises UserError on an empty prompt, one with an id that has no embedding
+    (XLA would clamp it), or a prompt and its new tokens that do not fit the model's context.
     """
     longest = max(map(len, prompts))
     if not min(map(len, prompts)):
@@ -176,26 +143,16 @@ class AnyArms(Protocol):
     """Both arms of a model: JAX's (`decode.Arms`) or PyTorch's (`torch_path.TorchArms`).
 
     `state` are the weights as `decode.Arms.prepare` gives them; PyTorch's arms hold their own and are given None.
-
-    Attributes:
-      config: architecture.
-      precision: policy.
-      sampler: how tokens are chosen.
-      stop_ids: token ids that end a row.
-      tile: rows of a tile in the aligned regime; None is the plain regime.
-      keep_logits: whether a rollout holds logits from its start; PyTorch's gets them when it is finished.
-      exact_checks: whether one pass over given tokens has the bits of steps by construction.
-      origin: fields that records of these arms have beside those of others.
     """
 
-    config: ModelConfig
-    precision: Precision
-    sampler: Sampler
-    stop_ids: tuple[int, ...]
-    tile: int | None
-    keep_logits: bool
-    exact_checks: bool
-    origin: dict[str, Any]
+    config: ModelConfig  # architecture
+    precision: Precision  # policy
+    sampler: Sampler  # how tokens are chosen
+    stop_ids: tuple[int, ...]  # token ids that end a row
+    tile: int | None  # rows of a tile in the aligned regime; None is the plain regime
+    keep_logits: bool  # whether a rollout holds logits from its start; PyTorch's gets them when it is finished
+    exact_checks: bool  # whether one pass over given tokens has the bits of steps by construction
+    origin: dict[str, Any]  # fields that records of these arms have beside those of others
 
     def settings(self) -> contextlib.AbstractContextManager[Any]:
         """What must be set while the arms run."""
@@ -278,12 +235,7 @@ def start_forced(arms: AnyArms, reference: Rollout, forced: Rows, layout: Layout
 def uncached_lengths(uncached_length: str, layout: Layout) -> list[tuple[int, int]]:
     """The padded lengths of the uncached arm: (rows, end slot) segments in order.
 
-    Args:
-      uncached_length: 'padded' for layout.slots rows at every step, or 'bucket:M' for the prefix rounded up to M.
-      layout: of the batch.
-
-    Raises:
-      UserError: neither form.
+    'padded' is layout.slots rows at every step, 'bucket:M' the prefix rounded up to M. Raises UserError otherwise.
     """
     end = layout.prompt + layout.new_tokens
     if uncached_length == "padded":

@@ -17,19 +17,12 @@ from jaxkv.options import SAMPLERS, TEMPERATURES
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-    """How a token is chosen. Every field is what is really in effect; nothing is inherited from a checkpoint.
+    """How a token is chosen. Every field is what is really in effect; nothing is inherited from a checkpoint."""
 
-    Attributes:
-      kind: 'greedy', 'temperature', 'top_k' or 'top_p'.
-      temperature: logits are divided by it; 1.0 for greedy, where it has no effect.
-      top_k: only the k largest logits may be drawn ('top_k'); ties with the k-th stay.
-      top_p: only the smallest set of tokens whose probability reaches p may be drawn ('top_p').
-    """
-
-    kind: str = "greedy"
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
+    kind: str = "greedy"  # of SAMPLERS
+    temperature: float = 1.0  # logits are divided by it; 1.0 for greedy, where it has no effect
+    top_k: int | None = None  # only the k largest logits may be drawn ('top_k'); ties with the k-th stay
+    top_p: float | None = None  # only the smallest set of tokens whose probability reaches p may be drawn ('top_p')
 
     def to_json(self) -> dict[str, Any]:
         """The effective settings, for records."""
@@ -41,19 +34,12 @@ def make_sampler(
 ) -> Sampler:
     """Builds a sampler; what is not given takes the study's defaults (0.7 with k = 50; 1.0 with p = 0.9).
 
-    Raises:
-      UserError: unknown kind, a value out of range, or a value that the kind does not use.
+    Raises UserError on an unknown kind, a value out of range, or a value that the kind does not use.
     """
     if kind not in SAMPLERS:
         raise UserError(f"unknown sampler '{kind}'{nearest(kind, list(SAMPLERS))}; known: {', '.join(SAMPLERS)}")
-    uses = {
-        "greedy": (),
-        "temperature": ("temperature",),
-        "top_k": ("temperature", "top_k"),
-        "top_p": ("temperature", "top_p"),
-    }
     for name, value in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p)):
-        if value is not None and name not in uses[kind]:
+        if value is not None and (kind == "greedy" or name not in ("temperature", kind)):
             raise UserError(f"--{name}={value} has no effect with --sampler={kind}; drop it or choose another sampler")
     if kind == "greedy":
         return Sampler()
@@ -73,14 +59,7 @@ def make_sampler(
 
 
 def gumbel_noise(seed: jax.Array, problem: jax.Array, position: jax.Array, vocab_size: int) -> jax.Array:
-    """Noise [V] float32 for one token to be drawn; a pure function of its arguments.
-
-    Args:
-      seed: int32 scalar of the study.
-      problem: int32 scalar, the problem's index in its data.
-      position: int32 scalar, the absolute position of the token to be drawn.
-      vocab_size: V.
-    """
+    """Noise [V] float32 for the token to be drawn at an absolute position of a problem; all are int32 scalars."""
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), problem), position)
     return jax.random.gumbel(key, (vocab_size,), jnp.float32)
 
@@ -113,17 +92,11 @@ def first_argmax(x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Gap:
-    """How two tokens stand to each other where one is drawn.
+    """How two tokens stand to each other where one is drawn."""
 
-    Attributes:
-      size: by how much the first is ahead, in logits, the noise of both counted.
-      noise: how much of that the noise makes.
-      may: whether each may be drawn at all: top_k and top_p leave tokens out.
-    """
-
-    size: float
-    noise: float
-    may: tuple[bool, bool]
+    size: float  # by how much the first is ahead, in logits, the noise of both counted
+    noise: float  # how much of that the noise makes
+    may: tuple[bool, bool]  # whether each may be drawn at all: top_k and top_p leave tokens out
 
 
 def measure_gap(
@@ -144,14 +117,9 @@ def measure_gap(
 def choose(
     logits: jax.Array, sampler: Sampler, seed: jax.Array, problems: jax.Array, positions: jax.Array
 ) -> jax.Array:
-    """Returns the chosen token ids [B] int32; exact ties go to the lowest id.
+    """The chosen token ids [B] int32, of tokens to be drawn at absolute positions [B]; exact ties go to the lowest id.
 
-    Args:
-      logits: [B, V], any float dtype; scaled and filtered in float32 (float64 if they are).
-      sampler: how.
-      seed: int32 scalar.
-      problems: [B] int32.
-      positions: [B] int32, the absolute position of the token to be drawn.
+    Logits [B, V] of any float dtype are scaled and filtered in float32 (float64 if they are).
     """
     if sampler.kind == "greedy":
         return first_argmax(logits)

@@ -7,7 +7,7 @@ make XLA fuse its neighbours otherwise, so whoever uses a trace compares its log
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,13 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxkv.cache import Hook, KVCache, WatchedCache, empty_cache, write_slots
+from jaxkv.cache import EMPTY, Hook, KVCache, WatchedCache, empty_cache, write_slots
 from jaxkv.config import ModelConfig, Precision
 from jaxkv.decode import Arms
-from jaxkv.interventions.patches import Patch, patch_rows
 from jaxkv.models.decoder import abstract_decoder
 from jaxkv.models.layers import ATTENTION_SHAPED
 from jaxkv.rollout import Layout, Rollout, Rows, start_rollout
+
+STATE = ("k.", "v.")  # names of values that enter the cache
 
 
 def rows_first(name: str, value: jax.Array) -> jax.Array:
@@ -31,16 +32,57 @@ def rows_first(name: str, value: jax.Array) -> jax.Array:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Recorder:
-    """Keeps what is seen, after it has replaced what is asked (jaxkv.cache.Tap).
+class Patch:
+    """Activation patch: what to put in place of a run's own values, by name and slot.
 
-    Attributes:
-      seen: name -> [B, S, ...], the value of the row at each slot; attention-shaped values as [B, S, K, G, S].
-      patch: what to replace, None for nothing.
+    It is data: one compiled program serves every layer, position and kind of value. Keys and values are replaced as
+    they enter the cache, so a patch of slots holds for whatever sees them later. Under grouped-query attention they
+    have kv heads and are patched as such.
     """
 
-    seen: dict[str, jax.Array]
-    patch: Patch | None
+    values: dict[str, jax.Array]  # name -> [B, S, ...], the donor's value of each slot
+    masks: dict[str, jax.Array]  # name -> [S] booleans, the slots at which it replaces the run's own
+    # bool scalar. True patches what is no key or value in a call's newest row alone and lets nothing of that into the
+    # cache: the call is made a second time without, and the cache keeps what that one wrote.
+    newest: jax.Array
+
+
+def make_patch(values: Mapping[str, jax.Array], where: Mapping[str, jax.Array], newest: bool = False) -> Patch:
+    """A patch with values, name -> [B, S, ...], at slots `where`, name -> [S]; names that are missing there stay.
+
+    Raises ValueError on a name that has no values.
+    """
+    if unknown := set(where) - set(values):
+        raise ValueError(f"no values to patch {', '.join(sorted(unknown))} with")
+    off = jnp.zeros(next(iter(values.values())).shape[1], bool)
+    masks = {name: jnp.asarray(where.get(name, off)) for name in values}
+    return Patch(dict(values), masks, jnp.asarray(newest))
+
+
+def patch_rows(
+    patch: Patch, name: str, value: jax.Array, positions: jax.Array, slot: jax.Array | int, again: jax.Array
+) -> jax.Array:
+    """The rows [B, T, ...] of a named value, at slots from `slot` on and positions [B, T], after patching.
+
+    `again` is a bool scalar, whether this is the second call of a patch of newest rows.
+    """
+    if name not in patch.values:
+        return value
+    here = jax.lax.dynamic_slice_in_dim(patch.masks[name], slot, value.shape[1])[None, :]
+    if not name.startswith(STATE):
+        newest = (positions == jnp.max(positions, axis=1, keepdims=True)) & (positions != EMPTY)
+        here = here & jnp.where(patch.newest, newest & ~again, True)
+    donor = jax.lax.dynamic_slice_in_dim(patch.values[name], slot, value.shape[1], axis=1)
+    return jnp.where(jnp.expand_dims(here, tuple(range(2, value.ndim))), donor, value)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Recorder:
+    """Keeps what is seen, after it has replaced what is asked (jaxkv.cache.Tap)."""
+
+    seen: dict[str, jax.Array]  # name -> [B, S, ...], of the row at each slot; attention-shaped ones [B, S, K, G, S]
+    patch: Patch | None  # what to replace, None for nothing
 
     def watch(
         self,
@@ -49,7 +91,7 @@ class Recorder:
         positions: jax.Array,
         slot: jax.Array | int,
     ) -> tuple[jax.Array, KVCache, "Recorder"]:
-        """As in Tap. A patch of newest rows makes the call a second time."""
+        # A patch of newest rows makes the call a second time.
         patch = self.patch
 
         def run(cache: KVCache, seen: dict[str, jax.Array], again: jax.Array | bool) -> tuple[Any, Any, Any]:
@@ -120,17 +162,11 @@ def watched_cache(arms: Arms, rows: Rows, layout: Layout, names: Sequence[str], 
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """A run of an arm and what was seen on the way.
+    """A run of an arm and what was seen on the way."""
 
-    Attributes:
-      run: the finished rollout.
-      values: name -> [B, S, ...] in order of execution; slots that no token was fed to hold what they like.
-      positions: [B, S] of the cache it ended with.
-    """
-
-    run: Rollout
-    values: dict[str, jax.Array]
-    positions: jax.Array
+    run: Rollout  # the finished rollout
+    values: dict[str, jax.Array]  # name -> [B, S, ...] in order of execution; slots never fed hold what they like
+    positions: jax.Array  # [B, S] of the cache it ended with
 
 
 def _finish(ended: tuple[Rollout, WatchedCache], names: Sequence[str]) -> Trace:
@@ -162,20 +198,11 @@ def trace_uncached(
     patch: Patch | None = None,
     stepwise: bool = False,
 ) -> Trace:
-    """The uncached arm at its padded length along given tokens, in the regime of `arms`.
+    """The uncached arm at its padded length along given tokens [B, S], all forced, in the regime of `arms`.
 
     One pass yields the values of every step: rows do not see what follows them, so a row of the pass over the whole
     text has the bits of the same row in the recomputation of its own step (numerics: rows do not see the future).
-
-    Args:
-      arms: programs.
-      state: weights.
-      tokens: [B, S] the text.
-      rows: of the batch, all forced (rollout.force).
-      layout: of the batch.
-      names: what to record.
-      patch: what to replace.
-      stepwise: whether to recompute at each step all the same, which a patch of newest rows needs.
+    `stepwise` recomputes at each step all the same, which a patch of newest rows needs.
     """
     cache, run = watched_cache(arms, rows, layout, names, patch), start_rollout(arms, tokens, rows, layout)
     return _finish(arms.run_uncached_keeping(state, run, rows, layout, check=not stepwise, cache=cache), names)

@@ -3,20 +3,18 @@
 import dataclasses
 import functools
 
-import numpy as np
 from flax import nnx
-from small_models import PRESETS, small_config
+from small_models import NEW_TOKENS, PRESETS, make_prompts, random_state, small_config
 
-from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.config import ModelConfig, make_precision
 from jaxkv.decode import Arms
 from jaxkv.interventions.quantized_cache import Quantization
 from jaxkv.interventions.quantizers import parse_cache_quant
-from jaxkv.models.decoder import Decoder
 from jaxkv.rollout import make_layout, make_rows
 
 HEAD_DIM = 32
 FAMILIES = tuple(PRESETS)
+UNEQUAL = (4, 7, 6)
 
 
 def wide_config(family: str = "mistral", layers: int = 2) -> ModelConfig:
@@ -26,15 +24,8 @@ def wide_config(family: str = "mistral", layers: int = 2) -> ModelConfig:
 
 @functools.cache
 def wide_state(family: str = "mistral", precision: str = "fp16", layers: int = 2) -> nnx.State:
-    """Random weights so large that the next token depends on the whole text."""
-    state = nnx.split(Decoder(wide_config(family, layers), make_precision("fp32"), nnx.Rngs(1)))[1]
-    rng = np.random.default_rng(2)
-    leaves = {}
-    for path, leaf in flat_paths(state).items():
-        noise = rng.normal(size=leaf[...].shape) * 0.3
-        param = make_precision(precision).param
-        leaves[path] = (leaf[...] + noise if leaf[...].ndim == 1 else noise).astype(param)
-    return with_leaves(state, leaves)
+    """Weights of such a model."""
+    return random_state(wide_config(family, layers), precision)
 
 
 @functools.cache
@@ -52,3 +43,17 @@ def set_up(prompts: list[list[int]], new_tokens: int, problems: list[int] | None
     """Layout, token buffer and rows of a batch."""
     layout = make_layout(prompts, new_tokens, bucket, wide_config())
     return layout, *make_rows(prompts, problems or list(range(len(prompts))), 0, layout)
+
+
+@functools.cache
+def weights_of(arms: Arms) -> nnx.State:
+    """Prepared random weights."""
+    return arms.prepare(random_state(arms.config, arms.precision.name))
+
+
+def run_wide(arms: Arms, change=None, lengths=UNEQUAL, seeds=(0, 1, 2), new_tokens=NEW_TOKENS):
+    """A free run over a changed cache with left padding: Rollout and cache, rows and layout. Seeds are the problems."""
+    prompts = [make_prompts((n,), seed)[0] for n, seed in zip(lengths, seeds, strict=False)]
+    layout, tokens, rows = set_up(prompts, new_tokens, list(seeds[: len(prompts)]))
+    cache = arms.make_cache(rows, layout, change)
+    return arms.run_cached_keeping(weights_of(arms), tokens, rows, layout, cache), rows, layout

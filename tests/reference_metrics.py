@@ -10,33 +10,12 @@ COLUMNS = (
 
 
 def compare_logits(reference: np.ndarray, other: np.ndarray) -> dict[str, np.ndarray]:
-    """Compares two arms token by token.
+    """Compares two arms' logits [n, V], of one float dtype, token by token, as `jaxkv.logits.compare_logits` says.
 
-    Args:
-      reference: logits of the reference arm (the uncached one), [n, V], any float dtype.
-      other: logits of the other arm (the cached one), [n, V], of the same dtype.
-
-    Returns:
-      Arrays of length n:
-        flip: whether the argmax differs; the lowest id wins a tie.
-        kl: KL(reference || other) in nats. kl_reverse: KL(other || reference).
-        js: Jensen-Shannon divergence in nats, at most log 2 (Lin 1991, eq. 3.4 with equal weights).
-        max_abs, mean_abs: over V, of other - reference.
-        margin: top logit of the reference minus its second; 0 is a tie.
-        margin_other: the same of the other arm.
-        shift: the gap between the reference's top two tokens in the other arm, minus that in the reference. The two
-          swap where margin + shift < 0.
-        unit: spacing of the dtype's numbers at the reference's top logit.
-        bit_equal: whether all V logits have the same bits.
-      A token with a non-finite logit in either arm is no agreement: flip is True, bit_equal False, the rest NaN.
-
-    Raises:
-      ValueError: shapes or dtypes differ, or V < 2.
+    The lowest id wins a tie; js is at most log 2 (Lin 1991, eq. 3.4 with equal weights). The reference's top two tokens
+    swap where margin + shift < 0. A token with a non-finite logit in either arm is no agreement: flip is True,
+    bit_equal False, the rest NaN.
     """
-    if reference.shape != other.shape or reference.ndim != 2 or reference.shape[1] < 2:
-        raise ValueError(f"expected two arrays [n, V] with V >= 2, got {reference.shape} and {other.shape}")
-    if reference.dtype != other.dtype:
-        raise ValueError(f"the arms have different dtypes, {reference.dtype} and {other.dtype}")
     bits = np.dtype(f"u{reference.dtype.itemsize}")
     equal = np.all(np.ascontiguousarray(reference).view(bits) == np.ascontiguousarray(other).view(bits), axis=1)
     a, b = reference.astype(np.float64), other.astype(np.float64)

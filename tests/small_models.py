@@ -46,10 +46,8 @@ def small_config(family: str = "mistral", vocab: int = VOCAB, layers: int = 2) -
     return dataclasses.replace(base, **changes)
 
 
-@functools.cache
-def small_state(family: str = "mistral", precision: str = "fp32", vocab: int = VOCAB, layers: int = 2) -> nnx.State:
+def random_state(config: ModelConfig, precision: str) -> nnx.State:
     """Weights so large that the next token depends on the whole text; one layer has those of the first of two."""
-    config = small_config(family, vocab, layers)
     state = nnx.split(Decoder(config, make_precision("fp32"), nnx.Rngs(1)))[1]
     rng = np.random.default_rng(2)
     leaves = {}
@@ -58,6 +56,12 @@ def small_state(family: str = "mistral", precision: str = "fp32", vocab: int = V
         noise = rng.normal(size=value.shape) * 0.3
         leaves[path] = jax.numpy.asarray(value + noise if value.ndim == 1 else noise, make_precision(precision).param)
     return with_leaves(state, leaves)
+
+
+@functools.cache
+def small_state(family: str = "mistral", precision: str = "fp32", vocab: int = VOCAB, layers: int = 2) -> nnx.State:
+    """Weights of a small model."""
+    return random_state(small_config(family, vocab, layers), precision)
 
 
 def changed_state(state: nnx.State, path: str, index, value: float) -> nnx.State:
@@ -101,6 +105,11 @@ def step_uncached(
 ) -> Rollout:
     """The uncached arm stepped from where `tokens` and `rows` start."""
     return arms.run_uncached(state, start_rollout(arms, tokens, rows, layout), rows, layout, length)
+
+
+def run_foreign(arms: Arms, state: nnx.State, tokens: np.ndarray, rows: Rows, layout: Layout, seed: int = 9) -> Rollout:
+    """The cached arm with the noise of another seed: a reference with tokens of its own."""
+    return arms.run_cached(state, tokens, dataclasses.replace(rows, seed=jax.numpy.int32(seed)), layout)
 
 
 def taken(run: Rollout, layout: Layout) -> list[list[int]]:

@@ -1,40 +1,35 @@
-"""Runs of models over quantized caches: quantizers of nothing, neighbours, forced runs, devices, what is refused."""
+"""Runs of models over changed caches: changes of nothing, neighbours, forced runs, what is refused, errors put in."""
 
+import dataclasses
 import functools
+import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import quantized_models
 from cases import daily
-from jax import export
-from quantized_models import FAMILIES, quantized, set_up
-from small_models import SAMPLERS, make_prompts, same_bits
+from kv_inputs import perturb
+from quantized_models import FAMILIES, UNEQUAL, quantized, run_wide, set_up, weights_of, wide_config
+from small_models import NEW_TOKENS, SAMPLERS, make_prompts, same_bits
 
 from jaxkv.cache import KVCache
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
-from jaxkv.rollout import force, start_rollout
+from jaxkv.interventions import perturbed_cache
+from jaxkv.interventions.cache_errors import CacheError
+from jaxkv.interventions.perturbed_cache import Perturbation
+from jaxkv.rollout import force
 
-wide_arms, wide_config, wide_state = (  # one layer is quicker to compile
-    functools.partial(make, layers=1)
-    for make in (quantized_models.wide_arms, quantized_models.wide_config, quantized_models.wide_state)
-)
-NEW_TOKENS = 12
-UNEQUAL = (4, 7, 6)
+wide_arms = functools.partial(quantized_models.wide_arms, layers=1)  # one layer is quicker to compile
 
 
 @functools.cache
-def run(family, precision, spec=None, lengths=UNEQUAL, seeds=(0, 1, 2), sampler="temperature"):
+def run(family, precision, spec=None, seeds=(0, 1, 2), sampler="temperature"):
     """A free run with left padding."""
-    options = {"sampler": SAMPLERS[sampler]}
-    arms = wide_arms(family, precision, **options)
-    prompts = [make_prompts((n,), seed)[0] for n, seed in zip(lengths, seeds, strict=True)]
-    layout, tokens, rows = set_up(prompts, NEW_TOKENS, list(seeds))
-    state, cache = arms.prepare(wide_state(family, precision)), arms.make_cache(rows, layout, quantized(spec))
-    return arms.run_cached_keeping(state, tokens, rows, layout, cache)
+    arms = wide_arms(family, precision, sampler=SAMPLERS[sampler])
+    return run_wide(arms, quantized(spec), seeds=seeds)[0]
 
 
 @pytest.mark.parametrize("family", daily(["mistral"], FAMILIES))
@@ -86,11 +81,10 @@ def test_neighbours_change_no_bit(spec):
 def test_a_forced_run_follows_the_clean_one():
     reference, _ = run("mistral", "fp16", sampler="greedy")
     arms = wide_arms("mistral", "fp16", sampler=SAMPLERS["greedy"])
-    layout, _, rows = set_up([make_prompts((n,), seed)[0] for seed, n in enumerate(UNEQUAL)], NEW_TOKENS)
+    _, rows, layout = run_wide(arms)
     forced = force(rows, reference)
-    state = arms.prepare(wide_state("mistral", "fp16"))
     cache = arms.make_cache(forced, layout, quantized("int2"))
-    along, _ = arms.run_cached_keeping(state, np.asarray(reference.tokens), forced, layout, cache)
+    along, _ = arms.run_cached_keeping(weights_of(arms), np.asarray(reference.tokens), forced, layout, cache)
     assert same_bits(along.tokens, reference.tokens)
     assert same_bits(along.lengths, reference.lengths)
     assert not same_bits(along.logits, reference.logits)
@@ -99,33 +93,74 @@ def test_a_forced_run_follows_the_clean_one():
 
 def test_the_aligned_regime_is_refused():
     layout, _, rows = set_up(make_prompts((4,)), NEW_TOKENS)
-    arms = Arms(wide_config(), make_precision("fp16"), tile=8)
+    arms = wide_arms(tile=8)
     assert isinstance(arms.make_cache(rows, layout), KVCache)
     with pytest.raises(UserError, match="no aligned regime"):
         arms.make_cache(rows, layout, quantized("int8"))
 
 
+# Errors put into a cache: once as rows enter, or at each read.
+
+
+@functools.cache
+def run_clean(family="mistral", precision="fp16"):
+    """The same prompts over a plain cache."""
+    return run_wide(greedy(family, precision))[0]
+
+
+def greedy(family="mistral", precision="fp16"):
+    return quantized_models.wide_arms(family, precision, sampler=SAMPLERS["greedy"])
+
+
+def run_error(error, seed=0):
+    return run_wide(greedy(), Perturbation(error, seed))
+
+
+@pytest.mark.parametrize("draw", ["write", "read"])
+def test_an_error_of_nothing_is_the_clean_run(draw):
+    clean, plain = run_clean()
+    (changed, cache), _, _ = run_error(CacheError("normal", (0.0, 0.0), draw=draw))
+    assert same_bits(clean, changed)
+    assert same_bits(plain, KVCache(cache.k, cache.v, cache.positions))
+    assert int(cache.calls) == NEW_TOKENS
+    kept = run_error(CacheError("normal", (0.0, 0.3), draw=draw))[0]
+    assert not same_bits(clean.logits, kept[0].logits)
+    assert same_bits(kept, run_error(CacheError("normal", (0.0, 0.3), draw=draw))[0])
+    assert not same_bits(kept, run_error(CacheError("normal", (0.0, 0.3), draw=draw), seed=1)[0])
+
+
 @pytest.mark.parametrize(
-    "spec",
-    daily(
-        ["hf:4,axis=channel,group=8,every=8"],
-        ["kvarn:k2v2,tile=4,first=2", "hf:4,axis=channel,group=8,every=8", "turboquant:4,edges=0"],
-    ),
+    ("family", "precision"),
+    daily([("gemma3", "fp32")], itertools.product(FAMILIES, ("fp32", "bf16"))),
 )
-def test_programs_lower_for_every_device(spec):
-    arms = wide_arms("gemma2", "bf16", backend="cuda")
-    layout, tokens, rows = set_up(make_prompts((5, 7)), NEW_TOKENS)
-    start = jax.eval_shape(lambda: start_rollout(arms, tokens, rows, layout))
-    cache = jax.eval_shape(lambda: arms.make_cache(rows, layout, quantized(spec)))
-    logits = jax.ShapeDtypeStruct((2, arms.config.vocab_size), arms.precision.logits)
-    prompt = jax.ShapeDtypeStruct((2, layout.prefill), jnp.int32)
-    end = jax.ShapeDtypeStruct((), jnp.int32)
-    platforms = ("cpu", "cuda", "tpu")
-    for program, given in (
-        (arms.prefill, (arms.abstract_state, prompt, rows, cache)),
-        (arms.cached_loop, (arms.abstract_state, logits, start, rows, end, cache)),
-    ):
-        exported = export.export(program, platforms=platforms)(*given)
-        assert exported.platforms == platforms
-        kinds = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(cache)]
-        assert [(aval.shape, aval.dtype) for aval in exported.out_avals[-len(kinds) :]] == kinds
+def test_an_error_of_nothing_changes_no_bit_in_other_precisions(family, precision):
+    changed, _ = run_wide(greedy(family, precision), Perturbation(CacheError("normal", (0.0, 0.0))))[0]
+    assert same_bits(run_clean(family, precision)[0], changed)
+
+
+ONE = {"side": "k", "layers": ((1, 1),)}
+
+
+@pytest.mark.parametrize(("draw", "scope"), daily([("write", ONE)], itertools.product(("write", "read"), ({}, ONE))))
+def test_what_is_drawn_ahead_is_what_each_layer_would_draw(draw, scope, monkeypatch):
+    error = CacheError("normal", (0.0, 0.3), draw=draw, **scope)
+    ahead = run_error(error)[0]
+    monkeypatch.setattr(perturbed_cache, "MOST_DRAWN", 0)
+    arms = Arms(wide_config(), make_precision("fp16"), SAMPLERS["greedy"])  # traced anew
+    assert same_bits(ahead, run_wide(arms, Perturbation(error))[0])
+
+
+def test_frozen_errors_lie_in_the_cache_and_redrawn_ones_do_not():
+    """In layer 0, whose keys and values depend on the tokens alone."""
+    _, plain = run_clean()
+    scoped = {"positions": ((0, 3),), "side": "v"}
+    frozen = CacheError("normal", (0.0, 0.3), **scoped)
+    (_, cache), rows, layout = run_error(frozen)
+    early = slice(0, layout.prompt)
+    expected = perturb(frozen, plain.v[0], layer=0, side="v", positions=plain.positions, problems=rows.problems, seed=0)
+    assert same_bits(cache.v[0][:, early], expected[:, early])
+    assert not same_bits(cache.v[0][:, early], plain.v[0][:, early])
+    assert same_bits(cache.k[0][:, early], plain.k[0][:, early])
+    (_, cache), _, _ = run_error(dataclasses.replace(frozen, draw="read"))
+    assert same_bits(cache.v[0][:, early], plain.v[0][:, early])
+    assert not same_bits(cache.v[1][:, early], plain.v[1][:, early])

@@ -18,6 +18,7 @@ from small_models import (
     VOCAB,
     changed_state,
     make_prompts,
+    run_foreign,
     same_bits,
     set_up,
     step_uncached,
@@ -40,8 +41,10 @@ small_arms, small_config, small_state = (  # one layer is quicker to compile
 FP32_LOGITS = {"rtol": 0, "atol": 5e-5}
 
 
-def prepared(arms, precision, family="mistral"):
-    return arms.prepare(small_state(family, precision))
+def ready(family="mistral", precision="fp32", *options, **named):
+    """Arms of a small model and its prepared weights."""
+    arms = small_arms(family, precision, *options, **named)
+    return arms, arms.prepare(small_state(family, precision))
 
 
 # The uncached arm's free run out of its forced run.
@@ -71,8 +74,7 @@ def foreign_reference(own, layout, rng):
     ),
 )
 def test_free_run_after_a_forced_one_is_the_stepped_run(sampler, length):
-    arms = small_arms("mistral", "fp16", sampler, STOP_IDS)
-    state = prepared(arms, "fp16")
+    arms, state = ready("mistral", "fp16", sampler, STOP_IDS)
     rng = np.random.default_rng(0)
     agreed, stops = set(), 0
     for trial in range(10):
@@ -99,8 +101,7 @@ def test_free_run_after_a_forced_one_is_the_stepped_run(sampler, length):
 
 
 def test_free_run_keeps_a_rows_own_limit():
-    arms = small_arms()
-    state = prepared(arms, "fp32")
+    arms, state = ready()
     layout, tokens, rows = set_up(make_prompts((7, 7, 7)))
     rows = dataclasses.replace(rows, limit=layout.prompt + jnp.asarray([4, 12, 9], jnp.int32))
     own = step_uncached(arms, state, tokens, rows, layout)
@@ -120,12 +121,12 @@ def test_free_run_keeps_a_rows_own_limit():
 @pytest.mark.parametrize("arm", [Arms.run_cached, step_uncached])
 def test_a_row_ends_at_its_stop_token_and_the_loop_with_the_last_row(arm):
     layout, tokens, rows = set_up(make_prompts((7, 7, 7), seed=3), seed=4)
-    endless = small_arms("mistral", "fp32", "temperature")
-    full = taken(arm(endless, prepared(endless, "fp32"), tokens, rows, layout), layout)
+    endless, state = ready("mistral", "fp32", "temperature")
+    full = taken(arm(endless, state, tokens, rows, layout), layout)
     assert [len(row) for row in full] == [NEW_TOKENS] * 3
     stop_ids = (full[0][2], full[1][7], full[2][4])
     arms = Arms(small_config(), make_precision("fp32"), SAMPLERS["temperature"], stop_ids)
-    run = arm(arms, prepared(arms, "fp32"), tokens, rows, layout)
+    run = arm(arms, state, tokens, rows, layout)
     expected = [row[: 1 + min(row.index(s) for s in stop_ids if s in row)] for row in full]
     assert taken(run, layout) == expected
     longest = max(map(len, expected))
@@ -139,11 +140,11 @@ def test_a_row_ends_at_its_stop_token_and_the_loop_with_the_last_row(arm):
 
 @pytest.mark.parametrize("arm", [Arms.run_cached, step_uncached])
 def test_limits(arm):
-    arms = small_arms()
+    arms, state = ready()
     layout, tokens, rows = set_up(make_prompts((7, 7, 7)))
-    full = arm(arms, prepared(arms, "fp32"), tokens, rows, layout)
+    full = arm(arms, state, tokens, rows, layout)
     limited = dataclasses.replace(rows, limit=layout.prompt + jnp.asarray([0, 3, 5], jnp.int32))
-    run = arm(arms, prepared(arms, "fp32"), tokens, limited, layout)
+    run = arm(arms, state, tokens, limited, layout)
     assert run.lengths.tolist() == [0, 3, 5]
     assert int(run.slot) == layout.prompt + 5
     assert taken(run, layout) == [row[:n] for row, n in zip(taken(full, layout), (0, 3, 5), strict=True)]
@@ -152,9 +153,8 @@ def test_limits(arm):
 @pytest.mark.parametrize("arm", [Arms.run_cached, step_uncached])
 def test_non_finite_logits_end_their_row_alone(arm):
     """A row whose token has an infinite embedding breaks at the next step; its neighbours keep every bit."""
-    arms = small_arms("mistral", "fp16", "temperature")
+    arms, state = ready("mistral", "fp16", "temperature")
     layout, tokens, rows = set_up(make_prompts((7, 7, 7), seed=1), seed=2)
-    state = prepared(arms, "fp16")
     clean = arm(arms, state, tokens, rows, layout)
     others = {t for prompt in tokens[:, : layout.prompt].tolist() for t in prompt}
     others |= {t for row in (0, 2) for t in taken(clean, layout)[row]} | {PAD_ID}
@@ -195,8 +195,7 @@ def test_other_lengths_are_refused(text):
 
 
 def test_buckets_and_one_padded_length_agree_in_fp32():
-    arms = small_arms()
-    state = prepared(arms, "fp32")
+    arms, state = ready()
     layout, tokens, rows = set_up(make_prompts((5, 7, 7)))
     padded = step_uncached(arms, state, tokens, rows, layout)
     bucketed = step_uncached(arms, state, tokens, rows, layout, "bucket:8")
@@ -211,8 +210,7 @@ def test_buckets_and_one_padded_length_agree_in_fp32():
 
 @pytest.mark.parametrize("family", daily(["gemma3"], PRESETS))  # test_parity.py has the arms of every family agree
 def test_runs_repeat_bit_for_bit_and_arms_agree_in_fp32(family):
-    arms = small_arms(family)
-    state = prepared(arms, "fp32", family)
+    arms, state = ready(family)
     layout, tokens, rows = set_up(make_prompts((7, 3, 5)))
     cached, uncached = (arm(arms, state, tokens, rows, layout) for arm in (Arms.run_cached, step_uncached))
     assert same_bits(cached, arms.run_cached(state, tokens, rows, layout))
@@ -229,8 +227,7 @@ def test_widened_weights_differ_by_roundings_alone(family, precision):
     runs = []
     layout, tokens, rows = set_up(make_prompts((7, 7, 7)))
     for backend in (None, "cuda"):
-        arms = small_arms(family, precision, backend=backend)
-        state = prepared(arms, precision, family)
+        arms, state = ready(family, precision, backend=backend)
         runs.append([arm(arms, state, tokens, rows, layout) for arm in (Arms.run_cached, step_uncached)])
     unit = float(jnp.finfo(make_precision(precision).logits).eps)
     for wide, narrow in zip(*runs, strict=True):
@@ -247,8 +244,7 @@ def test_widening_leaves_32_bits_alone():
 @pytest.mark.parametrize("sampler", ["greedy", "temperature"])
 @pytest.mark.parametrize("arm", [Arms.run_cached, step_uncached])
 def test_left_padding_changes_no_token_in_fp32(arm, sampler):
-    arms = small_arms("mistral", "fp32", sampler)
-    state = prepared(arms, "fp32")
+    arms, state = ready("mistral", "fp32", sampler)
     prompts = make_prompts((3, 7, 5))
     layout, tokens, rows = set_up(prompts)
     together = arm(arms, state, tokens, rows, layout)
@@ -260,8 +256,7 @@ def test_left_padding_changes_no_token_in_fp32(arm, sampler):
 
 
 def test_prefill_consumes_its_cache():
-    arms = small_arms()
-    state = prepared(arms, "fp32")
+    arms, state = ready()
     layout, tokens, rows = set_up(make_prompts((5, 7, 7)))
     cache = empty_cache(arms.config, arms.precision, layout.batch, layout.slots)
     logits, filled = arms.prefill(state, jnp.asarray(tokens[:, : layout.prefill]), rows, cache)
@@ -280,10 +275,9 @@ def test_prefill_consumes_its_cache():
 
 
 def test_forcing_leaves_the_arms_own_choices_beside_the_tokens():
-    arms = small_arms("mistral", "fp32", "temperature")
-    state = prepared(arms, "fp32")
+    arms, state = ready("mistral", "fp32", "temperature")
     layout, tokens, rows = set_up(make_prompts((7, 7, 7)))
-    foreign = arms.run_cached(state, tokens, dataclasses.replace(rows, seed=jnp.asarray(9, jnp.int32)), layout)
+    foreign = run_foreign(arms, state, tokens, rows, layout)
     forced_rows = force(rows, foreign)
     cached = arms.run_cached(state, np.asarray(foreign.tokens), forced_rows, layout)
     uncached = step_uncached(arms, state, np.asarray(foreign.tokens), forced_rows, layout)

@@ -14,29 +14,15 @@ from jaxkv.models.families import FAMILIES, HUB_IDS, PRESETS, get_preset, parse_
 
 # sha256 of each preset's JSON as it was stored before configs had fields with defaults.
 STORED = {
-    "llama2-7b": "74ba6816171be104",
-    "llama2-13b": "52b7dd61059ae894",
-    "llama2-70b": "f774f265be9e404f",
-    "smollm2-135m": "487e49fccf863105",
-    "smollm2-360m": "db27ac65ba35ae09",
-    "smollm2-1.7b": "46937c964f02aee7",
-    "tiny-llama2": "cf20ec0eb9d04201",
-    "test-llama2": "40bb5e3f8a2cfabe",
-    "test-llama2-gqa": "f6e942e95098b4e6",
-    "mistral-7b-v0.1": "5bdb8a9d93214556",
-    "mistral-7b-v0.2": "86b06fd57dcf16cd",
-    "mistral-7b-v0.3": "680381d603ae3b56",
-    "tiny-mistral": "e4184c7c434ec162",
-    "test-mistral": "2f6a111e857bb986",
-    "gemma2-2b": "39a69273c3b64ec4",
-    "gemma2-9b": "4709157e8aab7abd",
-    "gemma2-27b": "b01936e3d365c1bb",
-    "tiny-gemma2": "7b582e473f7da1ff",
-    "test-gemma2": "263247c387808a0d",
-    "gemma3-270m": "6240eb45e8cddbdc",
-    "gemma3-1b": "bccad75e53585a3a",
+    "llama2-7b": "74ba6816171be104", "llama2-13b": "52b7dd61059ae894", "llama2-70b": "f774f265be9e404f",
+    "smollm2-135m": "487e49fccf863105", "smollm2-360m": "db27ac65ba35ae09", "smollm2-1.7b": "46937c964f02aee7",
+    "tiny-llama2": "cf20ec0eb9d04201", "test-llama2": "40bb5e3f8a2cfabe", "test-llama2-gqa": "f6e942e95098b4e6",
+    "mistral-7b-v0.1": "5bdb8a9d93214556", "mistral-7b-v0.2": "86b06fd57dcf16cd", "mistral-7b-v0.3": "680381d603ae3b56",
+    "tiny-mistral": "e4184c7c434ec162", "test-mistral": "2f6a111e857bb986", "gemma2-2b": "39a69273c3b64ec4",
+    "gemma2-9b": "4709157e8aab7abd", "gemma2-27b": "b01936e3d365c1bb", "tiny-gemma2": "7b582e473f7da1ff",
+    "test-gemma2": "263247c387808a0d", "gemma3-270m": "6240eb45e8cddbdc", "gemma3-1b": "bccad75e53585a3a",
     "test-gemma3": "88e4489790e01354",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STORED)
@@ -95,22 +81,17 @@ def test_a_number_that_is_none_is_named(model_type, field):
 @pytest.mark.parametrize(
     ("raw", "field"),
     [
-        ({"model_type": []}, "model_type"),
         ({"model_type": 3}, "model_type"),
         ({"model_type": "gemma2", "query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
-        ({"model_type": "gemma2", "query_pre_attn_scalar": None}, "query_pre_attn_scalar"),
         ({"model_type": "gemma2", "attn_logit_softcapping": "50"}, "attn_logit_softcapping"),
         ({"model_type": "gemma2", "final_logit_softcapping": -1.0}, "final_logit_softcapping"),
         ({"model_type": "gemma3_text", "sliding_window_pattern": 0}, "sliding_window_pattern"),
         ({"model_type": "gemma3_text", "rope_local_base_freq": "1e4"}, "rope_local_base_freq"),
-        ({"model_type": "llama", "rms_norm_eps": "1e-5"}, "rms_norm_eps"),
         ({"model_type": "llama", "rope_parameters": [1]}, "rope_parameters"),
         ({"model_type": "llama", "rope_parameters": {"rope_theta": 0}}, "rope_parameters.rope_theta"),
         ({"model_type": "llama", "rope_scaling": "linear"}, "rope_scaling"),
         ({"model_type": "llama", "rope_scaling": {"rope_type": "llama3", "factor": "8"}}, "rope_scaling.factor"),
-        ({"model_type": "llama", "layer_types": 3}, "layer_types"),
         ({"model_type": "llama", "layer_types": [3]}, r"layer_types\[0\]"),
-        ({"model_type": "llama", "tie_word_embeddings": "false"}, "tie_word_embeddings"),
         ({"model_type": "llama", "tie_word_embeddings": None}, "tie_word_embeddings"),
         ({"model_type": "llama", "hidden_act": ["silu"]}, "hidden_act"),
         ({"model_type": "llama", "eos_token_id": {}}, "eos_token_id"),
@@ -156,9 +137,7 @@ def test_scaled_rope_in_either_form():
     assert parse_config(sizes | {"rope_parameters": scaling | {"rope_theta": 5e5}}, "x") == old
     assert old.rope_scaling == get_preset("llama3.1-8b").rope_scaling
     theirs = transformers.LlamaConfig(rope_theta=5e5, rope_scaling=dict(scaling), max_position_embeddings=131072)
-    assert parse_config(theirs.to_dict(), "x") == parse_config(
-        {"model_type": "llama", "max_position_embeddings": 131072, "rope_theta": 5e5, "rope_scaling": scaling}, "x"
-    )
+    assert parse_config(theirs.to_dict(), "x") == old
     silent = {key: value for key, value in scaling.items() if not key.startswith("original")}
     assert parse_config(sizes | {"rope_scaling": silent}, "x").rope_scaling.original_context == 131072
     with pytest.raises(UserError, match=r"greater high_freq_factor .* 8\.0, 1\.0 and 1\.0"):

@@ -19,12 +19,13 @@ from small_models import (
     VOCAB,
     changed_state,
     make_prompts,
+    run_foreign,
     same_bits,
     step_uncached,
     taken,
 )
 
-from jaxkv.checkpoints.fill import flat_paths, with_leaves
+from jaxkv.checkpoints.fill import flat_paths
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.drafts import Forced, first_disagreement, free_by_drafts
@@ -38,8 +39,20 @@ UNEQUAL = (4, 7, 6)
 
 
 @functools.cache
-def make_arms(family="mistral", precision="fp16", sampler="greedy", tile=None, keep=True):
-    return Arms(small_config(family), make_precision(precision), SAMPLERS[sampler], STOP_IDS, keep, tile)
+def ready(family="mistral", precision="fp16", sampler="greedy", tile=None):
+    """Arms of a small model and its prepared weights."""
+    arms = Arms(small_config(family), make_precision(precision), SAMPLERS[sampler], STOP_IDS, tile=tile)
+    return arms, arms.prepare(small_state(family, precision))
+
+
+def torn(precision, sampler, stop_ids=()):
+    """Plain arms and weights whose head rows come in pairs that a rounding orders: the arms then disagree often."""
+    arms = Arms(small_config(), make_precision(precision), SAMPLERS[sampler], stop_ids, backend="cuda")
+    state = small_state("mistral", precision)
+    old = flat_paths(state)["head"][...]
+    head = np.array(old, np.float32)
+    head[1::2] = head[: 2 * (VOCAB // 2) : 2] * (1 + 2e-4 * np.random.default_rng(0).normal(size=(VOCAB // 2, 1)))
+    return arms, arms.prepare(changed_state(state, "head", ..., jnp.asarray(head, old.dtype)))
 
 
 def set_up(arms, prompts=None, seed=0):
@@ -48,19 +61,7 @@ def set_up(arms, prompts=None, seed=0):
     return layout, *make_rows(prompts, list(range(len(prompts))), seed, layout)
 
 
-@functools.cache
-def near_ties(precision):
-    """Weights whose head rows come in pairs that a rounding orders: the plain arms then disagree often."""
-    state = small_state("mistral", precision)
-    leaves = {path: leaf[...] for path, leaf in flat_paths(state).items()}
-    head = np.array(leaves["head"], np.float32)
-    head[1::2] = head[: 2 * (VOCAB // 2) : 2] * (1 + 2e-4 * np.random.default_rng(0).normal(size=(VOCAB // 2, 1)))
-    leaves["head"] = jnp.asarray(head, leaves["head"].dtype)
-    return with_leaves(state, leaves)
-
-
 # The aligned regime.
-
 
 ALIGNED = [
     ("llama", "bf16", "greedy"), ("mistral", "fp32", "top_k"), ("gemma2", "fp16", "top_p"),
@@ -73,8 +74,7 @@ ALIGNED = [
     daily(ALIGNED, dict.fromkeys([*ALIGNED, *itertools.product(PRESETS, PRECISIONS, ("temperature",))])),
 )
 def test_aligned_arms_are_bit_equal(family, precision, sampler):
-    arms = make_arms(family, precision, sampler, 4)
-    state = arms.prepare(small_state(family, precision))
+    arms, state = ready(family, precision, sampler, 4)
     layout, tokens, rows = set_up(arms, seed=5)
     assert int(rows.first.max()) > 0  # left padding
     cached = arms.run_cached(state, tokens, rows, layout)
@@ -95,16 +95,14 @@ def test_aligned_arms_are_bit_equal(family, precision, sampler):
 )
 def test_tiles_of_any_size(tile, lengths, new_tokens):
     """Prompts that end where a tile does, tiles larger than the buffer, a number of tokens that fills no tile."""
-    arms = make_arms("mistral", "fp16", "temperature", tile)
-    state = arms.prepare(small_state("mistral", "fp16"))
+    arms, state = ready("mistral", "fp16", "temperature", tile)
     prompts = make_prompts(lengths, seed=tile)
     layout = make_layout(prompts, new_tokens, 1, arms.config, tile)
     tokens, rows = make_rows(prompts, list(range(len(prompts))), 3, layout)
     cached = arms.run_cached(state, tokens, rows, layout)
     stepped = step_uncached(arms, state, tokens, rows, layout)
     assert same_bits(cached, stepped)
-    foreign = dataclasses.replace(rows, seed=jnp.asarray(9, jnp.int32))
-    reference = arms.run_cached(state, tokens, foreign, layout)
+    reference = run_foreign(arms, state, tokens, rows, layout)
     forced = arms.run_forced(state, reference, rows, layout)
     assert same_bits(forced, arms.run_forced(state, reference, rows, layout, stepwise=True))
     free, drafts = free_by_drafts(arms, state, [Forced(forced, rows, layout)])[0]
@@ -113,7 +111,7 @@ def test_tiles_of_any_size(tile, lengths, new_tokens):
 
 
 def test_slots_that_are_no_tiles_are_refused():
-    arms = make_arms("mistral", "fp16", tile=8)
+    arms, _ = ready(tile=8)
     prompts = make_prompts((9,))
     layout = make_layout(prompts, 5, 1, arms.config)
     tokens, rows = make_rows(prompts, [0], 0, layout)
@@ -140,17 +138,16 @@ def test_aligned_fp32_stays_near_the_plain_regime():
     """Aligning the roundings changes no more than they do: the aligned programs compute the same model."""
     logits = []
     for tile in (None, 8):
-        arms = make_arms("gemma3", "fp32", "greedy", tile)
+        arms, state = ready("gemma3", "fp32", "greedy", tile)
         layout, tokens, rows = set_up(arms)
-        logits.append(arms.run_cached(arms.prepare(small_state("gemma3", "fp32")), tokens, rows, layout).logits)
+        logits.append(arms.run_cached(state, tokens, rows, layout).logits)
     np.testing.assert_allclose(*logits, rtol=0, atol=5e-5)
     assert np.abs(logits[0]).max() > 1
 
 
 def test_the_cached_arm_does_not_recompute():
     """A token changed behind its back in a finished tile changes the uncached arm's logits and not the cached one's."""
-    arms = make_arms("llama", "fp32", "greedy", 4)
-    state = arms.prepare(small_state("llama"))
+    arms, state = ready("llama", "fp32", "greedy", 4)
     layout, tokens, rows = set_up(arms, make_prompts((9,)))
     first = dataclasses.replace(rows, limit=jnp.asarray([layout.prompt + 4], jnp.int32))
     half, cache = arms.run_cached_keeping(state, tokens, first, layout)
@@ -184,11 +181,9 @@ def test_the_cached_arm_does_not_recompute():
 )
 def test_a_check_is_the_stepped_run(precision, sampler, length):
     """Along tokens that another seed drew, so that choices and tokens differ."""
-    arms = make_arms("mistral", precision, sampler)
-    state = arms.prepare(small_state("mistral", precision))
+    arms, state = ready("mistral", precision, sampler)
     layout, tokens, rows = set_up(arms, seed=2)
-    foreign = dataclasses.replace(rows, seed=jnp.asarray(9, jnp.int32))
-    reference = arms.run_cached(state, tokens, foreign, layout)
+    reference = run_foreign(arms, state, tokens, rows, layout)
     check = arms.run_forced(state, reference, rows, layout, length)
     stepped = arms.run_forced(state, reference, rows, layout, length, stepwise=True)
     assert same_bits(check, stepped)
@@ -218,8 +213,7 @@ def test_drafts_give_the_stepped_free_run(precision, sampler):
 
     Rows have limits of their own in every other trial; rows that a draft had ended are taken up again.
     """
-    arms = Arms(small_config(), make_precision(precision), SAMPLERS[sampler], STOP_IDS, backend="cuda")
-    state = arms.prepare(near_ties(precision))
+    arms, state = torn(precision, sampler, STOP_IDS)
     seen, disagreed, revived = [], 0, 0
     for seed in range(8):
         layout, tokens, rows = set_up(arms, make_prompts(UNEQUAL if seed % 2 else (7, 7, 7), seed=seed), seed=seed)
@@ -230,8 +224,7 @@ def test_drafts_give_the_stepped_free_run(precision, sampler):
         if seed % 3:
             reference = random_reference(arms, state, tokens, rows, layout, rng)
         else:
-            foreign = dataclasses.replace(rows, seed=jnp.asarray(100 + seed, jnp.int32))
-            reference = arms.run_cached(state, tokens, foreign, layout)
+            reference = run_foreign(arms, state, tokens, rows, layout, 100 + seed)
         forced = arms.run_forced(state, reference, rows, layout)
         disagreed += int((first_disagreement(forced, layout.prompt) < np.asarray(forced.lengths)).sum())
         free, drafts = free_by_drafts(arms, state, [Forced(forced, rows, layout)])[0]
@@ -257,8 +250,7 @@ def test_a_row_that_breaks_in_a_later_check_stays_broken():
 
     The cached arm has a head of its own here, so that its drafts are bad ones.
     """
-    whole = make_arms("mistral", "fp16", "temperature")
-    clean = whole.prepare(small_state("mistral", "fp16"))
+    whole, clean = ready("mistral", "fp16", "temperature")
     head = flat_paths(clean)["head"][...]
     noise = np.random.default_rng(0).normal(size=head.shape) * 0.1
     other = changed_state(clean, "head", ..., (head + noise).astype(head.dtype))
@@ -285,8 +277,7 @@ def test_a_row_that_breaks_in_a_later_check_stays_broken():
 
 def test_a_broken_check_is_stepped():
     """A later overflow may reach earlier rows of a check as NaN times zero; the result is that of stepping."""
-    arms = make_arms("mistral", "fp16")
-    clean = arms.prepare(small_state("mistral", "fp16"))
+    arms, clean = ready("mistral", "fp16")
     layout, tokens, rows = set_up(arms, make_prompts((7, 7, 7), seed=1))
     reference = arms.run_cached(clean, tokens, rows, layout)
     row = taken(reference, layout)[1]
@@ -304,8 +295,7 @@ def test_a_broken_check_is_stepped():
 
 def test_a_draft_that_breaks_is_stepped():
     """The cached arm may overflow on tokens of the uncached arm where that one does not."""
-    whole = Arms(small_config(), make_precision("fp16"), SAMPLERS["greedy"], backend="cuda")
-    state = whole.prepare(near_ties("fp16"))
+    whole, state = torn("fp16", "greedy")
     for seed in range(3, 20):
         layout, tokens, rows = set_up(whole, make_prompts((7,), seed=seed))
         reference = whole.run_cached(state, tokens, rows, layout)
@@ -328,8 +318,7 @@ def test_a_draft_that_breaks_is_stepped():
 
 def test_batches_that_draft_together():
     """Rows of several batches, whose shapes differ, in one draft; each batch gets what it gets alone."""
-    arms = Arms(small_config(), make_precision("bf16"), SAMPLERS["temperature"], STOP_IDS, backend="cuda")
-    state = arms.prepare(near_ties("bf16"))
+    arms, state = torn("bf16", "temperature", STOP_IDS)
     together, stepped = [], []
     for seed, lengths in enumerate([(4, 7, 6), (14, 9, 10), (7, 7, 7), (16, 1, 3)]):
         prompts = make_prompts(lengths, seed=seed)
@@ -349,8 +338,7 @@ def test_batches_that_draft_together():
 
 def test_a_program_that_does_not_repeat_itself_ends():
     """Drafts that settle nothing are given up, not repeated for ever."""
-    whole = make_arms("mistral", "fp16", "temperature")
-    state = whole.prepare(small_state("mistral", "fp16"))
+    whole, state = ready("mistral", "fp16", "temperature")
     arms, seeds = copy.copy(whole), itertools.count(100)
 
     def restless(state, run, rows, end, cache, recompute, check, **named):

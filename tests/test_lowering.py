@@ -4,15 +4,14 @@ import itertools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from cases import daily
 from jax import export
-from small_models import PRESETS, SAMPLERS, STOP_IDS, make_prompts, set_up, small_arms, small_config, small_state
+from quantized_models import quantized, wide_arms
+from small_models import PRESETS, SAMPLERS, STOP_IDS, make_prompts, set_up, small_arms, small_config
 
-from jaxkv.cache import empty_cache
 from jaxkv.config import make_precision
-from jaxkv.decode import COMPILER_OPTIONS, Arms
+from jaxkv.decode import Arms
 from jaxkv.logits import _compare
 from jaxkv.rollout import start_rollout
 
@@ -22,13 +21,13 @@ INT = jax.ShapeDtypeStruct((), jnp.int32)
 FLAG = jax.ShapeDtypeStruct((), jnp.bool)
 
 
-def abstract_arguments(arms, program):
+def abstract_arguments(arms, program, change=None):
     """Arguments of a program as shapes; nothing is allocated."""
     layout, tokens, rows = set_up(make_prompts((5, 7)))
     state = arms.abstract_state
     run = jax.eval_shape(lambda: start_rollout(arms, tokens, rows, layout))
+    cache = jax.eval_shape(lambda: arms.make_cache(rows, layout, change))
     rows = jax.eval_shape(lambda: rows)
-    cache = jax.eval_shape(lambda: empty_cache(arms.config, arms.precision, layout.batch, layout.slots))
     logits = jax.ShapeDtypeStruct((layout.batch, arms.config.vocab_size), arms.precision.logits)
     prompt = jax.ShapeDtypeStruct((layout.batch, layout.prefill), jnp.int32)
     return {
@@ -39,13 +38,16 @@ def abstract_arguments(arms, program):
     }[program]
 
 
-def check_exports(arms, programs=PROGRAMS):
+def check_exports(arms, programs=PROGRAMS, change=None):
     for program in programs:
-        args, statics = abstract_arguments(arms, program)
+        args, statics = abstract_arguments(arms, program, change)
         exported = export.export(getattr(arms, program), platforms=PLATFORMS)(*args, **statics)
         assert exported.platforms == PLATFORMS
         weights = jax.tree.leaves(args[0])
         assert [a.dtype for a in exported.in_avals[: len(weights)]] == [w.dtype for w in weights]
+        if program in ("prefill", "cached_loop"):
+            kinds = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(args[-1])]
+            assert [(aval.shape, aval.dtype) for aval in exported.out_avals[-len(kinds) :]] == kinds
 
 
 @pytest.mark.parametrize(
@@ -54,20 +56,15 @@ def check_exports(arms, programs=PROGRAMS):
 )
 def test_families_export(family, backend):
     arms = small_arms(family, "fp16", backend=backend)
-    assert {w.dtype for w in jax.tree.leaves(arms.abstract_state)} == {
-        jnp.dtype(jnp.float32 if backend == "cpu" else jnp.float16)
-    }
+    held = jnp.dtype(jnp.float32 if backend == "cpu" else jnp.float16)
+    assert {w.dtype for w in jax.tree.leaves(arms.abstract_state)} == {held}
     check_exports(arms)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "fp64"])
 def test_precisions_export(precision):
-    check_exports(small_arms("gemma2", precision, backend="tpu"))
-
-
-def test_fp64_exports():
-    with jax.enable_x64(True):
-        check_exports(small_arms("gemma2", "fp64"))
+    with jax.enable_x64(precision == "fp64"):
+        check_exports(small_arms("gemma2", precision, backend="tpu"))
 
 
 @pytest.mark.parametrize("sampler", daily(["greedy", "top_p"], SAMPLERS))
@@ -80,6 +77,18 @@ def test_rollouts_without_logits_export():
     check_exports(arms, ("cached_loop", "tile_loop"))
 
 
+@pytest.mark.parametrize(
+    "spec",
+    daily(
+        ["hf:4,axis=channel,group=8,every=8"],
+        ["kvarn:k2v2,tile=4,first=2", "hf:4,axis=channel,group=8,every=8", "turboquant:4,edges=0"],
+    ),
+)
+def test_changed_caches_export(spec):
+    arms = wide_arms("gemma2", "bf16", layers=1, backend="cuda")
+    check_exports(arms, ("prefill", "cached_loop"), quantized(spec))
+
+
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_comparison_exports(dtype):
     logits = jax.ShapeDtypeStruct((12, 37), dtype)
@@ -87,21 +96,3 @@ def test_comparison_exports(dtype):
         exported = export.export(_compare, platforms=PLATFORMS)(logits, logits)
     assert exported.platforms == PLATFORMS
     assert {a.dtype for a in exported.out_avals} == {jnp.dtype(bool), jnp.dtype(jnp.float64)}
-
-
-def test_exported_program_computes_the_same():
-    """XLA's options belong to the compilation: an exported program takes them again where it is called."""
-    arms = small_arms("mistral", "fp16")
-    state = arms.prepare(small_state("mistral", "fp16"))
-    layout, tokens, rows = set_up(make_prompts((5, 7)))
-    args, _ = abstract_arguments(arms, "prefill")
-    exported = export.export(arms.prefill, platforms=PLATFORMS)(*args)
-
-    def arguments():
-        cache = empty_cache(arms.config, arms.precision, layout.batch, layout.slots)
-        return state, jnp.asarray(tokens[:, : layout.prefill]), rows, cache
-
-    logits, cache = jax.jit(exported.call, compiler_options=COMPILER_OPTIONS)(*arguments())
-    expected_logits, expected_cache = arms.prefill(*arguments())
-    np.testing.assert_array_equal(logits, expected_logits)
-    jax.tree.map(np.testing.assert_array_equal, cache, expected_cache)

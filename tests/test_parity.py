@@ -19,7 +19,6 @@ from tiny_models import (
     load_torch,
     make_text,
     real_rows,
-    run_whole,
     tiny_config,
     torch_logits,
 )
@@ -76,26 +75,20 @@ def test_fp32_logits_are_those_of_transformers(tiny, family, heads, padded):
 @pytest.mark.parametrize("family", daily(["mistral", "gemma3"], ["mistral", "gemma2", "gemma3"]))
 def test_the_window_bites(tiny, family):
     """Without it these texts would have other logits from position WINDOW on, and the parity above would be idle."""
-    checkpoint, fp32 = tiny.checkpoint(family), make_precision("fp32")
-    text = make_text(checkpoint.config)[:, :TEXT]
-    logits = run_whole(checkpoint.config, fp32, checkpoint.state, text)[0]
-    wide = run_whole(dataclasses.replace(checkpoint.config, window=TEXT), fp32, checkpoint.state, text)[0]
-    difference = np.abs(np.asarray(logits - wide)).max((0, 2))
+    difference = np.abs(np.asarray(tiny.run(family)[0] - tiny.run(family, window=TEXT)[0])).max((0, 2))
     assert difference[:WINDOW].max() < CACHE_TOLERANCE
     assert difference[WINDOW:].min() > 1e-2
 
 
 def test_the_softcaps_bite(tiny):
-    checkpoint, fp32 = tiny.checkpoint("gemma2"), make_precision("fp32")
-    config = checkpoint.config
-    text = make_text(config)[:, :TEXT]
-    logits, _, seen = run_whole(config, fp32, checkpoint.state, text)
+    config = tiny_config("gemma2")
+    logits, _, seen = tiny.run("gemma2")
     for layer in range(config.num_layers):
         before = np.abs(np.asarray(seen[f"qk.{layer}"])) * config.query_scale
         assert np.mean(before > 0.5 * config.attn_softcap) > 0.3
     assert np.mean(np.abs(np.asarray(seen["head"])) > 0.5 * config.final_softcap) > 0.3
     for cap in ("attn_softcap", "final_softcap"):
-        off = run_whole(dataclasses.replace(config, **{cap: None}), fp32, checkpoint.state, text)[0]
+        off = tiny.run("gemma2", **{cap: None})[0]
         assert rms(np.asarray(logits - off)) > 0.1, cap
 
 
@@ -108,14 +101,8 @@ def test_the_softcaps_bite(tiny):
 )
 def test_rounds_as_transformers_does(tiny, family, precision):
     """Our 16-bit logits are as far from float64 as transformers' are, and nearer to theirs than either is to it."""
-    checkpoint = tiny.checkpoint(family, precision=precision)
     first, prompt = [0, 0], 11
-    text = make_text(checkpoint.config)
-    with jax.enable_x64(True):
-        weights = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), checkpoint.state)
-        truth = np.asarray(run_whole(checkpoint.config, make_precision("fp64"), weights, text[:, :TEXT])[0])
-    assert truth.dtype == np.float64
-    truth = truth[:, prompt - 1 :]
+    text, truth = make_text(tiny_config(family)), tiny.truth(family, precision)[:, prompt - 1 :]
     model = load_torch(tiny.path(family), TORCH_DTYPES[precision])
     ours = arm_logits(*tiny.arms(family, precision=precision), text, first, prompt)
     for arm, filled in (("cached", prompt), ("uncached", None)):
@@ -131,13 +118,8 @@ def test_rounds_as_transformers_does(tiny, family, precision):
 def test_fp64_is_the_truth(tiny):
     """float64 logits and fp32 ones of the same weights differ by fp32 rounding alone."""
     for family in FAMILIES:
-        checkpoint = tiny.checkpoint(family)
-        text = make_text(checkpoint.config)[:, :TEXT]
-        with jax.enable_x64(True):
-            weights = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), checkpoint.state)
-            truth = np.asarray(run_whole(checkpoint.config, make_precision("fp64"), weights, text)[0])
-        theirs = torch_logits(tiny.torch(family), text, [0, 0])
-        assert np.abs(truth - theirs).max() < TRANSFORMERS_TOLERANCE
+        theirs = torch_logits(tiny.torch(family), make_text(tiny_config(family)), [0, 0])
+        assert np.abs(tiny.truth(family) - theirs).max() < TRANSFORMERS_TOLERANCE
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
@@ -205,8 +187,7 @@ def test_llama3_tables_are_those_of_transformers(theta, factor, low, high, lengt
 
 def test_the_llama3_scaling_bites(tiny):
     """The tiny model has waves of each kind, and would compute other logits without it."""
-    checkpoint, fp32 = tiny.checkpoint("llama3"), make_precision("fp32")
-    config, text = checkpoint.config, make_text(checkpoint.config)[:, :TEXT]
+    config = tiny_config("llama3")
     plain, scaled = (
         rope_frequencies((config.rope_theta, s), config.head_dim, np.float64) for s in (None, config.rope_scaling)
     )
@@ -214,9 +195,7 @@ def test_the_llama3_scaling_bites(tiny):
     assert (ratios == 1).any()
     assert ((ratios > 1.01) & (ratios < 7.9)).any()
     assert np.isclose(ratios, config.rope_scaling.factor).any()
-    logits = run_whole(config, fp32, checkpoint.state, text)[0]
-    off = run_whole(dataclasses.replace(config, rope_scaling=None), fp32, checkpoint.state, text)[0]
-    assert np.abs(np.asarray(logits - off)).max() > 0.1
+    assert np.abs(np.asarray(tiny.run("llama3")[0] - tiny.run("llama3", rope_scaling=None)[0])).max() > 0.1
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
@@ -235,31 +214,12 @@ def test_a_bias_joins_the_sum_before_it_is_rounded(precision, dtype):
 
 # What each field of ModelConfig is changed to, one at a time, from a model that uses all of them.
 FIELD_CHANGES = {
-    "vocab_size": 300,
-    "num_layers": 3,
-    "model_dim": 64,
-    "mlp_dim": 64,
-    "num_query_heads": 8,
-    "num_kv_heads": 4,
-    "head_dim": 8,
-    "activation": "silu",
-    "norm_eps": 1e-2,
-    "norm_offset": 0.5,
-    "norm_round_first": True,
-    "post_norms": False,
-    "qk_norm": False,
-    "rope_theta": 500.0,
-    "local_rope_theta": None,
-    "query_scale": 0.5,
-    "attn_softcap": None,
-    "final_softcap": None,
-    "window": 6,
-    "window_pattern": (False, True),
-    "tie_embeddings": False,
-    "embed_scale": 1.0,
-    "qkv_bias": True,
-    "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 64),
-}
+    "vocab_size": 300, "num_layers": 3, "model_dim": 64, "mlp_dim": 64, "num_query_heads": 8, "num_kv_heads": 4,
+    "head_dim": 8, "activation": "silu", "norm_eps": 1e-2, "norm_offset": 0.5, "norm_round_first": True,
+    "post_norms": False, "qk_norm": False, "rope_theta": 500.0, "local_rope_theta": None, "query_scale": 0.5,
+    "attn_softcap": None, "final_softcap": None, "window": 6, "window_pattern": (False, True),
+    "tie_embeddings": False, "embed_scale": 1.0, "qkv_bias": True, "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 64),
+}  # fmt: skip
 FIELDS_WITHOUT_EFFECT = {"name": "another", "family": "llama", "context_length": 64}
 
 
@@ -321,18 +281,9 @@ def test_every_number_of_a_rope_scaling_has_an_effect():
 
 def test_every_part_of_a_precision_has_an_effect(full_config):
     changes = {
-        "param": "fp32",
-        "activation": "bf16",
-        "operand": "bf16",
-        "residual": "fp32",
-        "accumulation": "bf16",
-        "softmax": "fp16",
-        "norm": "fp16",
-        "rope": "fp16",
-        "cache": "fp32",
-        "logits": "fp32",
-        "scores": "fp32",
-    }
+        "param": "fp32", "activation": "bf16", "operand": "bf16", "residual": "fp32", "accumulation": "bf16",
+        "softmax": "fp16", "norm": "fp16", "rope": "fp16", "cache": "fp32", "logits": "fp32", "scores": "fp32",
+    }  # fmt: skip
     assert {field.name for field in dataclasses.fields(Precision)} == set(changes) | {"name", "dot"}
     fp16 = make_precision("fp16")
     state = make_state(full_config, fp16)

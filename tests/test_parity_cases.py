@@ -35,6 +35,7 @@ from jaxkv.logits import compare_logits
 from jaxkv.models.decoder import abstract_decoder
 from jaxkv.models.layers import rope_table, visible
 from jaxkv.rollout import make_layout, make_rows, slot_positions, start_rollout
+from jaxkv.tasks import load_task
 
 FP32 = make_precision("fp32")
 FP32_ROUNDING = 1e-5  # as in test_parity.py, cached against uncached
@@ -118,12 +119,10 @@ def test_every_visible_key_weighs_in(tiny):
 
 
 def test_softcap_comes_before_the_mask(tiny):
-    checkpoint = tiny.checkpoint("gemma2")
-    config = dataclasses.replace(checkpoint.config, attn_softcap=50.0)
+    config = tiny_config("gemma2")
     layers = range(config.num_layers)
-    state = scaled(checkpoint.state, {f"layers/{layer}/attn/q": 12 for layer in layers})
-    text = make_text(config)[:, :TEXT]
-    runs = {cap: run_whole(dataclasses.replace(config, attn_softcap=cap), FP32, state, text) for cap in (50.0, None)}
+    factors = {f"layers/{layer}/attn/q": 12 for layer in layers}
+    runs = {cap: tiny.run("gemma2", factors=factors, attn_softcap=cap) for cap in (50.0, None)}
     positions = jnp.arange(TEXT)[None]
     for layer in layers:
         mask = np.asarray(visible(positions, positions, config.layer_window(layer)))[0]
@@ -139,40 +138,23 @@ def test_softcap_comes_before_the_mask(tiny):
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 def test_softcap_at_the_logits(tiny, precision):
-    policy = make_precision(precision)
-    checkpoint = tiny.checkpoint("gemma2", precision=precision)
-    config = dataclasses.replace(checkpoint.config, final_softcap=30.0)
-    state = scaled(checkpoint.state, {"final_norm/weight": 12, "embed": 12})
-    text = make_text(config)[:, :TEXT]
-    logits, _, seen = run_whole(config, policy, state, text)
+    factors = {"final_norm/weight": 12, "embed": 12}
+    logits, _, seen = tiny.run("gemma2", precision, factors, final_softcap=30.0)
     head = np.asarray(seen["head"], np.float64)
     assert np.abs(head).max() > 60
     assert 29 < np.abs(np.asarray(logits)).max() <= 30
     np.testing.assert_allclose(np.asarray(logits), 30 * np.tanh(head / 30), atol=0.05 if precision == "fp16" else 1e-4)
-    off = run_whole(dataclasses.replace(config, final_softcap=None), policy, state, text)[0]
+    off = tiny.run("gemma2", precision, factors, final_softcap=None)[0]
     np.testing.assert_array_equal(np.asarray(off, np.float64), head)
 
 
 # An overflow that shows up later as NaN, or never (transformers 36822)
 
 
-class NoScoring:
-    """Scores nothing."""
-
-    def cut(self, text):
-        return text, False
-
-    def score(self, text, gold):
-        return {}
-
-    def label_change(self, text_a, text_b, gold):
-        return {}
-
-
 def divergence_record(arms, state, prompt):
     spec = RunSpec(new_tokens=8, bucket=16, control_problems=0)
     item = Item(problem=0, prompt=tuple(map(int, prompt)), gold="")
-    [(records, _)] = run_missing(Divergence(arms, state, spec, ByteTokenizer(), NoScoring()), [item])
+    [(records, _)] = run_missing(Divergence(arms, state, spec, ByteTokenizer(), load_task("arith", limit=1)), [item])
     return records[0]
 
 
@@ -299,25 +281,6 @@ def test_two_equal_columns_in_the_head_are_a_tie(tiny, precision):
         metrics = compare_logits(runs["uncached"].logits[0], runs["cached"].logits[0], TEXT)
         assert metrics["margin"][step] == 0
         assert not metrics["flip"][step]
-
-
-# A cache in another dtype than the model's, and kv heads (TransformerLens 1260, 980)
-
-
-def test_cache_dtype_is_explicit_and_recorded(tiny):
-    checkpoint = tiny.checkpoint("llama", precision="fp16")
-    config = checkpoint.config
-    assert config.num_kv_heads < config.num_query_heads
-    text = make_text(config)[:, :TEXT]
-    for override, dtype, name in ((None, np.float16, "fp16"), ("fp32", np.float32, "fp16+cache=fp32")):
-        policy = make_precision("fp16", cache=override)
-        assert policy.name == name
-        assert policy.to_json()["cache"] == np.dtype(dtype).name
-        _, cache, _ = run_whole(config, policy, checkpoint.state, text, slots=SLOTS)
-        for array in (*empty_cache(config, policy, 2, SLOTS).k, *cache.k, *cache.v):
-            assert array.dtype == dtype
-            assert array.shape == (2, SLOTS, config.num_kv_heads, config.head_dim)
-        assert cache.positions.dtype == np.int32
 
 
 # The three faults of paz 415: K cut on one path, positions summed in 16 bits, an input cast missing

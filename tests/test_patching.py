@@ -36,11 +36,11 @@ from jaxkv.experiments.patching.record import (
 )
 from jaxkv.experiments.patching.report import conclude, write_patching
 from jaxkv.experiments.patching.run import Patcher, Patching, select, spread
-from jaxkv.interventions.patches import make_patch
 from jaxkv.models import decoder, layers
 from jaxkv.models.decoder import abstract_decoder
 from jaxkv.records import to_line, to_record
 from jaxkv.rollout import force, make_layout, make_rows
+from jaxkv.tracing import make_patch
 
 NEW_TOKENS = 6
 RUN = {"fingerprint": "ab"}

@@ -185,22 +185,34 @@ def test_what_is_refused(text, words):
 
 
 @pytest.mark.parametrize(
-    ("text", "tokens", "words"),
+    ("text", "head_dim", "tokens", "words"),
     [
-        ("kvarn:k2v2,tile=1000", 1024, "kvarn would pack nothing: 128 first and 0 recent tokens that stay exact"),
-        ("kvarn:k2v2,first=1024", 1024, "1024 first and 0 recent tokens that stay exact and the 128 that are packed"),
-        ("kvarn:k2v2", 255, "exceed the context of 255; make first, recent, tile, window or every smaller"),
-        ("kivi:k2v2,window=2048", 1024, "0 first and 0 recent tokens that stay exact and the 2048"),
-        ("k=int8;v=kivi:2,window=2048", 1024, "0 first and 2048 recent tokens that stay exact and the 1 that"),
-        ("int8,recent=5000", 1024, "int8 would pack nothing: 0 first and 5000 recent tokens"),
-        ("int8,first=2147483647,recent=2147483647", 1024, "2147483647 recent"),
-        ("hf:4,every=5000", 1024, "hf would pack nothing after the prompt: 0 first and 0 recent"),
-        ("hf:4,axis=channel,group=2000,every=8", 1024, "a group of 2000 tokens does not fit a context of 1024"),
+        ("kvarn:2", 96, None, "powers of two"),
+        ("quarot:4", 80, None, "rotate=off"),
+        ("kvarn:2", 64, 100, "does not fit a context of 100"),
+        ("llama:q4_0", 80, None, "multiple of 32"),
+        ("kivi:2,group=64", 96, None, "do not divide"),
+        ("hf:4", 96, None, "do not divide"),
+        ("kvarn:2,rotate=off", 100, None, "8 channels"),
+        ("kvarn:k2v2,tile=1000", 64, 1024, "kvarn would pack nothing: 128 first and 0 recent tokens that stay exact"),
+        (
+            "kvarn:k2v2,first=1024",
+            64,
+            1024,
+            "1024 first and 0 recent tokens that stay exact and the 128 that",
+        ),
+        ("kvarn:k2v2", 64, 255, "exceed the context of 255; make first, recent, tile, window or every smaller"),
+        ("kivi:k2v2,window=2048", 64, 1024, "0 first and 0 recent tokens that stay exact and the 2048"),
+        ("k=int8;v=kivi:2,window=2048", 64, 1024, "0 first and 2048 recent tokens that stay exact and the 1 that"),
+        ("int8,recent=5000", 64, 1024, "int8 would pack nothing: 0 first and 5000 recent tokens"),
+        ("int8,first=2147483647,recent=2147483647", 64, 1024, "2147483647 recent"),
+        ("hf:4,every=5000", 64, 1024, "hf would pack nothing after the prompt: 0 first and 0 recent"),
+        ("hf:4,axis=channel,group=2000,every=8", 64, 1024, "a group of 2000 tokens does not fit a context of 1024"),
     ],
 )
-def test_windows_that_leave_nothing_to_pack(text, tokens, words):
+def test_heads_and_contexts_that_do_not_suit(text, head_dim, tokens, words):
     with pytest.raises(UserError) as caught:
-        parse_cache_quant(text).check(64, tokens)
+        parse_cache_quant(text).check(head_dim, tokens)
     assert words in str(caught.value), caught.value
 
 

@@ -1,4 +1,7 @@
-"""What a quantized cache stores and shows, step by step, beside the quantizers' own functions on the same rows."""
+"""What a quantized cache stores and shows, step by step, beside the quantizers' own functions on the same rows.
+
+Caches that differ in traced settings share their programs; layers are packed in one loop with the same bits.
+"""
 
 import dataclasses
 import functools
@@ -8,14 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import daily
-from quantized_models import HEAD_DIM, wide_config
+from quantized_models import HEAD_DIM, quantized, run_wide, wide_arms, wide_config
 from small_models import same_bits
 
 from jaxkv.cache import EMPTY, empty_cache
 from jaxkv.config import make_precision
-from jaxkv.decode import COMPILER_OPTIONS
+from jaxkv.decode import COMPILER_OPTIONS, Arms
 from jaxkv.errors import UserError
+from jaxkv.interventions import quantized_cache
 from jaxkv.interventions.quantized_cache import Quantization, cache_bytes, effective_bits
+from jaxkv.interventions.quantized_side import SideStore
 from jaxkv.interventions.quantizers import parse_cache_quant
 from jaxkv.models.families import get_preset
 
@@ -81,8 +86,7 @@ def run(spec, lengths=LENGTHS, precision="fp16", seed=0):
     """The cache at the end, and what every call saw: k and v as lists of [B, S, K, H]; also the rows placed."""
     prompt = max(lengths)
     first = np.asarray([prompt - n for n in lengths], np.int32)
-    quantization = Quantization(parse_cache_quant(spec))
-    cache = quantization.make_cache(CONFIG, make_precision(precision), len(lengths), SLOTS)
+    cache = quantized(spec).make_cache(CONFIG, make_precision(precision), len(lengths), SLOTS)
     rows = {side: place(texts, lengths, prompt) for side, texts in make_rows(lengths, seed).items()}
     early, late = zip(*rows.values(), strict=True)
     slots = np.arange(PREFILL, dtype=np.int32)[None]
@@ -192,10 +196,9 @@ def test_a_row_by_itself_has_the_bits_it_has_in_a_batch(spec):
 
 def test_vmap_is_a_loop():
     _, _, rows = run(ALONE[1])
-    quantization = Quantization(parse_cache_quant(ALONE[1]))
 
     def prefill(k, v, positions):
-        turn = quantization.make_cache(CONFIG, FP16, 1, SLOTS).begin(positions[None], 0)
+        turn = quantized(ALONE[1]).make_cache(CONFIG, FP16, 1, SLOTS).begin(positions[None], 0)
         layer = turn.layer(0).write(k[None], v[None], 0)
         return turn.finish([layer]), layer.read()
 
@@ -240,7 +243,7 @@ def test_stated_bits_are_counted_bytes(spec):
 
 def test_a_2_bit_cache_of_32k_tokens_is_a_fifth_at_most():
     config = get_preset("llama2-7b")
-    changed = jax.eval_shape(lambda: Quantization(parse_cache_quant("kvarn:k2v2")).make_cache(config, FP16, 1, 1 << 15))
+    changed = jax.eval_shape(lambda: quantized("kvarn:k2v2").make_cache(config, FP16, 1, 1 << 15))
     plain = jax.eval_shape(lambda: empty_cache(config, FP16, 1, 1 << 15))
     assert cache_bytes(plain) == 2 * 32 * (1 << 15) * 4096 * 2
     assert changed.positions.shape == plain.positions.shape
@@ -248,22 +251,106 @@ def test_a_2_bit_cache_of_32k_tokens_is_a_fifth_at_most():
     assert effective_bits(changed, config) == (32640 * 2.25 + 255 * 16) / 32768  # the paper: 2.36
 
 
-def test_layers_that_stay_exact():
-    config = dataclasses.replace(CONFIG, num_layers=5)
-    cache = jax.eval_shape(lambda: Quantization(parse_cache_quant("turboquant:4")).make_cache(config, FP16, 1, 16))
-    exact = [store.shape for store in cache.k if isinstance(store, jax.ShapeDtypeStruct)]
-    assert exact == [(1, 16, K, HEAD_DIM)] * 4
-    assert [plan is not None for plan in cache.plans(2)] == [True, True]
+@pytest.mark.parametrize(("change", "words"), [({"head_dim": 40}, "powers of two"), ({}, "a tile of 600 tokens")])
+def test_models_that_do_not_suit(change, words):
+    with pytest.raises(UserError, match=words):
+        quantized("kvarn:2,tile=600").make_cache(dataclasses.replace(CONFIG, **change), FP16, 1, 16)
+
+
+# Programs.
+
+CELLS = (
+    "kvarn:k2v2,tile=8,first=2",
+    "kvarn:k2v2,tile=8,rotate=off,first=2",
+    "kvarn:k2v2,tile=8,normalize=off,first=2",
+    "k=kvarn:2,tile=8,rotate=off,first=2;v=kvarn:2,tile=8,normalize=off,first=2",
+)
+
+
+def generate(arms, spec=None, new_tokens=6):
+    """What the cached arm makes of two prompts, and the cache it ends with."""
+    return run_wide(arms, quantized(spec), (21, 14), new_tokens=new_tokens)[0]
+
+
+def test_rotation_and_normalisation_share_one_program():
+    arms = wide_arms("gemma2")
+    before = arms.prefill._cache_size(), arms.cached_loop._cache_size()
+    logits = [np.asarray(generate(arms, spec)[0].logits) for spec in CELLS]
+    assert (arms.prefill._cache_size() - before[0], arms.cached_loop._cache_size() - before[1]) == (1, 1)
+    for first, second in ((0, 1), (0, 2), (1, 3), (2, 3)):  # and yet they do what they say
+        assert not np.array_equal(logits[first], logits[second])
+
+
+@pytest.mark.parametrize("settings", ["", ",rotate=off", ",passes=0", ",passes=3,rotate=off"])
+@pytest.mark.parametrize("side", "kv")
+def test_a_traced_setting_has_the_bits_of_a_static_one(side, settings):
+    quantizer = getattr(parse_cache_quant(f"kvarn:2,tile=16{settings}"), side).quantizer
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 32, 2, 32)) * np.geomspace(0.1, 9, 32), jnp.float16)
+
+    def work(quantizer, x):
+        rotated = quantizer.rotate(x)
+        return rotated, quantizer.quantize(rotated)
+
+    traced = jax.jit(work)(jax.tree.map(jnp.asarray, quantizer), x)
+    assert same_bits(traced, jax.jit(functools.partial(work, quantizer))(x))
+
+
+def test_a_head_without_a_rotation_is_left_as_it_is():
+    quantizer = jax.tree.map(jnp.asarray, parse_cache_quant("kvarn:2,rotate=off").k.quantizer)
+    x = jnp.ones((2, 24))
+    assert same_bits(jax.jit(lambda quantizer, x: quantizer.rotate(x))(quantizer, x), x)
 
 
 @pytest.mark.parametrize(
-    ("spec", "change", "words"),
-    [
-        ("kvarn:2", {"head_dim": 40}, "powers of two"),
-        ("kvarn:2,tile=600", {}, "a tile of 600 tokens"),
-        ("llama:q4_0", {"head_dim": 16}, "multiple of 32 channels"),
-    ],
+    "spec",
+    daily(
+        [CELLS[0]],
+        [CELLS[0], "kivi:k2v2,group=8,window=8", "turboquant:3,edges=0", "quarot:4,first=3"],
+    ),
 )
-def test_models_that_do_not_suit(spec, change, words):
-    with pytest.raises(UserError, match=words):
-        Quantization(parse_cache_quant(spec)).make_cache(dataclasses.replace(CONFIG, **change), FP16, 1, 16)
+def test_layers_packed_in_a_loop_have_the_bits_of_layers_packed_one_by_one(spec, monkeypatch):
+    run, cache = generate(wide_arms("gemma2"), spec)
+    late = []
+
+    def never(plan, rows):
+        late.append(plan is not None and rows.shape[1] > 1)
+        return False
+
+    monkeypatch.setattr(quantized_cache, "_packs_late", never)
+    one_by_one, other = generate(Arms(wide_config("gemma2"), make_precision("fp16")), spec)  # traced anew
+    assert any(late)
+    assert same_bits(run.logits, one_by_one.logits)
+    assert same_bits((cache.k, cache.v), (other.k, other.v))
+
+
+@pytest.mark.parametrize("layers", ["global", "windowed"])
+def test_layers_that_are_left_hold_what_the_clean_cache_does(layers):
+    config = wide_config("gemma2")
+    assert set(config.windowed_layers) == {True, False}
+    arms = wide_arms("gemma2")
+    _, clean = generate(arms, new_tokens=1)
+    _, cache = generate(arms, f"int4,layers={layers}", new_tokens=1)
+    for layer, windowed in enumerate(config.windowed_layers):
+        packed = windowed == (layers == "windowed")
+        assert isinstance(cache.k[layer], SideStore) == isinstance(cache.v[layer], SideStore) == packed
+    if layers == "windowed":
+        return
+    # Gemma-2 begins with a windowed layer, whose rows no packed one has changed.
+    assert same_bits((cache.k[0], cache.v[0]), (clean.k[0], clean.v[0]))
+
+
+def test_bits_count_the_layers_that_are_left():
+    config, bits = wide_config("gemma2"), {}
+    for layers in ("all", "global", "windowed"):
+        cache = jax.eval_shape(lambda: quantized(f"int4,layers={layers}").make_cache(config, FP16, 1, 64))  # noqa: B023
+        bits[layers] = effective_bits(cache, config)
+    share = sum(config.windowed_layers) / config.num_layers
+    assert bits["all"] == parse_cache_quant("int4").k.quantizer.bits_per_element(config.head_dim)
+    assert bits["windowed"] == pytest.approx(share * bits["all"] + (1 - share) * 16)
+    assert bits["global"] == pytest.approx((1 - share) * bits["all"] + share * 16)
+
+
+def test_a_model_without_windows_refuses_windowed_layers_before_anything_runs():
+    config = dataclasses.replace(wide_config("gemma2"), window=None, window_pattern=(False,))
+    with pytest.raises(UserError, match="no windowed layer"):
+        quantized("int4,layers=windowed").make_cache(config, wide_arms("gemma2").precision, 1, 64)

@@ -12,7 +12,7 @@ from small_models import SAMPLERS, make_prompts, same_bits, set_up, small_arms, 
 
 from jaxkv.errors import UserError
 from jaxkv.options import SAMPLERS as KINDS
-from jaxkv.sampling import Sampler, _kept, choose, first_argmax, gumbel_noise, make_sampler
+from jaxkv.sampling import _kept, choose, first_argmax, gumbel_noise, make_sampler
 
 V = 37
 CHOOSE = jax.jit(choose, static_argnames="sampler")
@@ -131,14 +131,6 @@ def test_ties_stay_together(values, k, p):
 def test_top_p_1_keeps_a_long_flat_tail():
     """Summed from the top, probabilities reach 1 in fp32 before the last of a large vocabulary."""
     assert support(random_logits(4, spread=4.0, vocab=256_000), make_sampler("top_p", top_p=1.0)).all()
-
-
-def test_greedy_takes_the_first_of_equal_logits():
-    logits = np.zeros((3, V), np.float16)
-    logits[1, [9, 20]] = 2
-    logits[2] = -np.inf
-    logits[2, 30:] = -7
-    np.testing.assert_array_equal(draw(logits, Sampler(), 0, np.arange(3), np.arange(3)), [0, 9, 30])
 
 
 @pytest.mark.parametrize("sampler", [make_sampler("temperature", 1e-4), make_sampler("top_k", top_k=1)])

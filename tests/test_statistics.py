@@ -282,10 +282,6 @@ def test_bits_and_ties():
     result = metrics.compare_logits(np.float16([[0.0, 1.0, 1.0]]), np.float16([[-0.0, 1.0, 1.0]]))
     assert not result["bit_equal"][0]
     assert result["margin"][0] == result["max_abs"][0] == 0
-    with pytest.raises(ValueError, match="dtypes"):
-        metrics.compare_logits(np.zeros((1, 2), np.float16), np.zeros((1, 2), np.float32))
-    with pytest.raises(ValueError, match="V >= 2"):
-        metrics.compare_logits(np.zeros((1, 1)), np.zeros((1, 1)))
 
 
 @pytest.mark.parametrize(

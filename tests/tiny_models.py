@@ -20,7 +20,6 @@ from jaxkv.config import make_precision
 from jaxkv.decode import COMPILER_OPTIONS, Arms
 from jaxkv.models.decoder import abstract_decoder
 from jaxkv.models.families import get_preset
-from jaxkv.models.layers import no_hook
 from jaxkv.rollout import Layout, Rows, slot_positions, start_rollout
 
 torch.set_num_threads(1)  # tiny products: a second thread only waits for the first
@@ -71,6 +70,7 @@ def save_random(config, path):
                 value = torch.randn(weight.shape, generator=generator) * size
             weight.copy_(value)
     model.save_pretrained(path)
+    return path
 
 
 def load_torch(path, dtype=torch.float32):
@@ -155,8 +155,8 @@ def scaled(state, factors):
 
 
 @functools.cache
-def make_forward(config, precision, hook=no_hook):
-    """One compiled forward (state, tokens, positions, cache, slot) -> (logits, cache, named values after `hook`)."""
+def make_forward(config, precision):
+    """One compiled forward (state, tokens, positions, cache, slot) -> (logits, cache, named values)."""
     graphdef, _ = abstract_decoder(config, precision)
 
     @functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
@@ -164,8 +164,8 @@ def make_forward(config, precision, hook=no_hook):
         seen = {}
 
         def record(name, value):
-            seen[name] = hook(name, value)
-            return seen[name]
+            seen[name] = value
+            return value
 
         model = nnx.merge(graphdef, state)
         hidden, cache = model(tokens, positions, cache, slot, record)
@@ -174,12 +174,12 @@ def make_forward(config, precision, hook=no_hook):
     return forward
 
 
-def run_whole(config, precision, state, tokens, first=None, hook=no_hook, slots=None):
+def run_whole(config, precision, state, tokens, first=None):
     """`make_forward` on all of tokens [B, T] from an empty cache."""
     batch, length = tokens.shape
     positions = slot_positions(jnp.arange(length), jnp.asarray(first or [0] * batch, jnp.int32), length)
-    cache = empty_cache(config, precision, batch, slots or length)
-    return make_forward(config, precision, hook)(state, jnp.asarray(tokens), positions, cache)
+    cache = empty_cache(config, precision, batch, length)
+    return make_forward(config, precision)(state, jnp.asarray(tokens), positions, cache)
 
 
 class TinyModels:
@@ -196,12 +196,7 @@ class TinyModels:
 
     def path(self, family, heads="gqa"):
         """Directory of the saved fp32 model."""
-
-        def make():
-            path = self._make_directory(f"{family}-{heads}")
-            save_random(tiny_config(family, heads), path)
-            return path
-
+        make = lambda: save_random(tiny_config(family, heads), self._make_directory(f"{family}-{heads}"))  # noqa: E731
         return self._once(("path", family, heads), make)
 
     def torch(self, family, heads="gqa"):
@@ -213,6 +208,22 @@ class TinyModels:
         policy, config = make_precision(precision), tiny_config(family, heads)
         path = str(self.path(family, heads))
         return self._once((precision, family, heads), lambda: load(path, precision=policy, config=config))
+
+    def run(self, family, precision="fp32", factors=(), **changes):
+        """`run_whole` on a text [2, TEXT] of a model whose weights are `scaled` and whose config is changed so."""
+        checkpoint = self.checkpoint(family, precision=precision)
+        config, state = dataclasses.replace(checkpoint.config, **changes), scaled(checkpoint.state, dict(factors))
+        return run_whole(config, make_precision(precision), state, make_text(config)[:, :TEXT])
+
+    def truth(self, family, precision="fp32"):
+        """Its float64 logits, of the weights of a precision."""
+        checkpoint = self.checkpoint(family, precision=precision)
+        text = make_text(checkpoint.config)[:, :TEXT]
+        with jax.enable_x64(True):
+            weights = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), checkpoint.state)
+            logits = np.asarray(run_whole(checkpoint.config, make_precision("fp64"), weights, text)[0])
+        assert logits.dtype == np.float64
+        return logits
 
     def arms(self, family, heads="gqa", precision="fp32"):
         """Compiled arms and their prepared weights."""

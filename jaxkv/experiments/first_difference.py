@@ -24,22 +24,14 @@ ATTENTION_BYTES = 4 << 30  # values [B, S, K, G, S] are not recorded beyond so m
 
 @dataclasses.dataclass(frozen=True)
 class Gap:
-    """How far one named value is apart in two runs, at each slot.
+    """How far one named value is apart in two runs, at each slot."""
 
-    Attributes:
-      dtypes: of the two.
-      relative: [B, S] L2 norm of the difference over that of the second; 1 beside a second of zeros.
-      cosine: [B, S] 1 - cos of the angle between the two, as half the squared distance of the unit vectors, which does
-        not cancel.
-      max_abs: [B, S] largest difference.
-      equal: [B, S] whether every bit is the same.
-    """
-
-    dtypes: tuple[str, str]
-    relative: np.ndarray
+    dtypes: tuple[str, str]  # of the two
+    relative: np.ndarray  # [B, S] L2 norm of the difference over that of the second; 1 beside a second of zeros
+    # [B, S] 1 - cos of the angle between the two, as half the squared distance of the unit vectors: it does not cancel.
     cosine: np.ndarray
-    max_abs: np.ndarray
-    equal: np.ndarray
+    max_abs: np.ndarray  # [B, S] largest difference
+    equal: np.ndarray  # [B, S] whether every bit is the same
 
 
 @jax.jit
@@ -106,25 +98,15 @@ def compare_traces(a: Trace, b: Trace, rows: Rows, layout: Layout) -> dict[str, 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """The first value of two runs that differs.
+    """The first value of two runs that differs."""
 
-    Attributes:
-      op: its name without the layer, e.g. 'k'.
-      layer: None for positions, final_norm and logits.
-      position: the first absolute position at which it differs.
-      dtypes: of the value in the two runs.
-      max_abs: its largest difference.
-      relative: the largest relative L2 difference of a row.
-      places: how many rows differ in it.
-    """
-
-    op: str
-    layer: int | None
-    position: int
-    dtypes: tuple[str, str]
-    max_abs: float
-    relative: float
-    places: int
+    op: str  # its name without the layer, e.g. 'k'
+    layer: int | None  # None for positions, final_norm and logits
+    position: int  # the first absolute position at which it differs
+    dtypes: tuple[str, str]  # of the value in the two runs
+    max_abs: float  # its largest difference
+    relative: float  # the largest relative L2 difference of a row
+    places: int  # how many rows differ in it
 
     def __str__(self) -> str:
         of = "" if self.layer is None else f" of layer {self.layer}"
@@ -146,13 +128,9 @@ def split_name(name: str) -> tuple[str, int | None]:
 def find_first(
     gaps: Mapping[str, Gap], counted: np.ndarray, first: int | np.ndarray, row: int | slice = slice(None)
 ) -> Difference | None:
-    """The first value in order of execution that differs in bits or dtype; None if there is none.
+    """The first value in order of execution, which gaps are in, that differs in bits or dtype; None if there is none.
 
-    Args:
-      gaps: in that order.
-      counted: [S] the slots that count, or [B, S] of all rows.
-      first: slot of the row's position 0, [B, 1] of all.
-      row: of the batch; all rows if it is left out.
+    Of one row of the batch slots [S] are `counted` and `first` is that of position 0; of all rows [B, S] and [B, 1].
     """
     for name, gap in gaps.items():
         differs = counted & (~gap.equal[row] | (gap.dtypes[0] != gap.dtypes[1]))

@@ -25,17 +25,11 @@ WATCHED = ("q", "k", "v", "attn_heads")  # what a clean run is watched for
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """What came of a run along given tokens.
+    """What came of a run along given tokens."""
 
-    Attributes:
-      cache: at its end.
-      errors: L arrays [B, S], the relative L2 error of the heads' output at each slot fed, 0 elsewhere.
-      logits: [B, n, V]; those of step t are at t.
-    """
-
-    cache: Any
-    errors: tuple[jax.Array, ...]
-    logits: jax.Array
+    cache: Any  # at its end
+    errors: tuple[jax.Array, ...]  # L arrays [B, S], relative L2 error of the heads' output at slots fed, 0 elsewhere
+    logits: jax.Array  # [B, n, V]; those of step t are at t
 
     def nonfinite_step(self, lengths: np.ndarray) -> np.ndarray:
         """[B] the first step whose logits are not finite, -1 if none of a row's `lengths` steps."""
@@ -45,11 +39,7 @@ class Replay:
 
 
 class ReplayPrograms:
-    """Compiled once for a model; the cache decides what is done to it.
-
-    Args:
-      arms: of the clean run, in the plain regime.
-    """
+    """Compiled once for the arms of the clean run, in the plain regime; the cache decides what is done to it."""
 
     def __init__(self, arms: Arms):
         if arms.tile is not None:
@@ -112,18 +102,11 @@ class ReplayPrograms:
         block: int = 1,
         static: bool = False,
     ) -> Replay:
-        """Feeds the prompt in one call and the reference's tokens in blocks.
+        """Feeds the prompt in one call and the tokens of the reference, the clean run, in blocks.
 
-        Args:
-          state: prepared weights.
-          reference: the clean run.
-          forced: rows that follow it (rollout.force).
-          layout: of the batch.
-          clean: values of WATCHED in every layer, of the clean run.
-          intervention: makes the cache.
-          block: b, rows of a call after the prompt; the last call has what is left.
-          static: whether every layer is handed the clean run's queries, keys, values and attention output, so that no
-            error feeds back.
+        `forced` are rows that follow it (rollout.force), `clean` its values of WATCHED in every layer. A call after the
+        prompt has b = `block` rows, the last one what is left. `static` hands every layer the clean run's queries,
+        keys, values and attention output, so that no error feeds back.
         """
         config, precision = self.arms.config, self.arms.precision
         cache = self.arms.make_cache(forced, layout, intervention)

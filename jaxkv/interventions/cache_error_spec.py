@@ -21,8 +21,7 @@ GRAMMAR = (
 def parse_cache_error(text: str) -> CacheError:
     """Reads a spec; `str` of the result reads back to an equal one.
 
-    Raises:
-      UserError: with the nearest name and the grammar, in one line.
+    Raises UserError with the nearest name and the grammar, in one line.
     """
     try:
         error = _read(text)

@@ -52,23 +52,16 @@ def _inside(ranges: Ranges | None, value: Any) -> Any:
 
 
 def site_number(layer: int, side: str) -> int:
-    """What keys the noise of a layer's side. Raises ValueError: an unknown side."""
-    if side not in SIDES:
-        raise ValueError(f"side '{side}' is none of {', '.join(SIDES)}")
+    """What keys the noise of a layer's side."""
     return 2 * layer + SIDES.index(side)
 
 
 def make_keys(
     site: jax.Array, positions: jax.Array, problems: jax.Array, seed: jax.Array | int, read_step: Any = None
 ) -> jax.Array:
-    """Keys [B, T] of the noise at a site.
+    """Keys [B, T] of the noise at a `site_number` and absolute positions [B, T], -1 where a slot is empty.
 
-    Args:
-      site: of `site_number`.
-      positions: [B, T] int32 absolute, -1 where a slot is empty.
-      problems: [B] int32.
-      seed: int32 scalar.
-      read_step: int32 scalar that counts reads, for errors redrawn at each; None for those frozen at write.
+    `read_step`, an int32 scalar, counts reads, for errors redrawn at each; None is for those frozen at write.
     """
     base = jax.random.key(seed, impl="threefry2x32")
 
@@ -121,32 +114,19 @@ class CacheError:
     """What is done to a cache; see the module's text. As text, the shortest spec that gives it.
 
     A pytree whose leaves are the law's numbers: programs that take it as an argument serve every level of one law.
-
-    Attributes:
-      law: 'uniform', 'normal', 'points', 'truncate' or 'round'.
-      numbers: (low, high) of 'uniform', (mean, std) of 'normal' and 'points', nothing otherwise.
-      bits: of mantissa that 'truncate' and 'round' keep, the leading one not counted.
-      kind: 'mul' or 'add'.
-      sign: 'any', or 'keep' for 1 + e > 0.
-      correlate: 'none', or 'token' for one e a (token, head).
-      draw: 'write' (frozen as rows enter the cache) or 'read' (anew each time they are read).
-      side: 'kv', 'k' or 'v'.
-      layers: those changed; None is all. Ranges of both ends inclusive.
-      heads: kv heads changed.
-      positions: absolute positions changed.
     """
 
-    law: str
-    numbers: tuple[float, ...] = ()
-    bits: int | None = None
+    law: str  # of DRAWN or CUT
+    numbers: tuple[float, ...] = ()  # (low, high) of 'uniform', (mean, std) of 'normal' and 'points', nothing otherwise
+    bits: int | None = None  # of mantissa that 'truncate' and 'round' keep, the leading one not counted
     kind: Literal["mul", "add"] = "mul"
-    sign: Literal["any", "keep"] = "any"
-    correlate: Literal["none", "token"] = "none"
-    draw: Literal["write", "read"] = "write"
+    sign: Literal["any", "keep"] = "any"  # 'keep' for 1 + e > 0
+    correlate: Literal["none", "token"] = "none"  # 'token' for one e a (token, head)
+    draw: Literal["write", "read"] = "write"  # frozen as rows enter the cache, or anew each time they are read
     side: Literal["kv", "k", "v"] = "kv"
-    layers: Ranges | None = None
-    heads: Ranges | None = None
-    positions: Ranges | None = None
+    layers: Ranges | None = None  # those changed; None is all. Ranges of both ends inclusive
+    heads: Ranges | None = None  # kv heads changed
+    positions: Ranges | None = None  # absolute positions changed
 
     def __str__(self) -> str:
         numbers = self.numbers if self.random else (self.bits,)
@@ -214,20 +194,17 @@ class CacheError:
     def describe(self) -> dict[str, Any]:
         """What a record says of it, in plain values."""
         mean, std = self.moments()
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {"family": "error", "mean": mean, "std": std, "flip_share": self.flip_share()} | fields
+        return {"family": "error", "mean": mean, "std": std, "flip_share": self.flip_share()} | vars(self)
 
     def touches(self, layer: int, side: str) -> bool:
         """Whether any row of a layer's keys ('k') or values ('v') is changed."""
         return side in self.side and bool(_inside(self.layers, layer))
 
     def change(self, rows: jax.Array, positions: jax.Array, drawn: jax.Array | None) -> jax.Array:
-        """The rows of a site that is touched with their error; those of empty slots or out of scope keep their bits.
+        """Rows [B, T, K, H] of a site that is touched with their error, as they enter the cache or, redrawn, lie in it.
 
-        Args:
-          rows: [B, T, K, H] of the cache's dtype, as they are to enter it, or as they lie in it if redrawn.
-          positions: [B, T] int32 absolute, -1 where a slot is empty.
-          drawn: what `sample` gave for the site, None for laws that draw nothing.
+        Those of empty slots, whose position in [B, T] is -1, or out of scope keep their bits. `drawn` is what `sample`
+        gave for the site, None for laws that draw nothing.
         """
         wide = jnp.promote_types(rows.dtype, jnp.float32)
         x = rows.astype(wide)

@@ -42,32 +42,22 @@ def draw_noise(
 
 @dataclasses.dataclass(frozen=True)
 class PerturbedLayer(Slots):
-    """One layer during a call.
-
-    Attributes:
-      index: of the layer.
-      error: what is done.
-      changed: [B, T] positions of the rows that it is done to.
-      noise: of all layers.
-    """
+    """One layer during a call."""
 
     index: int
     error: CacheError
-    changed: jax.Array
-    noise: Noise
+    changed: jax.Array  # [B, T] positions of the rows that it is done to
+    noise: Noise  # of all layers
 
     def write(self, k: jax.Array, v: jax.Array, slot: jax.Array | int) -> Self:
-        """As in LayerCache."""
-        return super().write(*((k, v) if self.error.redrawn else self._perturb(k, v)), slot)
+        if not self.error.redrawn:
+            k, v = self._perturb(k, "k"), self._perturb(v, "v")
+        return super().write(k, v, slot)
 
     def read(self) -> tuple[jax.Array, jax.Array]:
-        """As in LayerCache."""
-        return self._perturb(self.k, self.v) if self.error.redrawn else (self.k, self.v)
+        return (self._perturb(self.k, "k"), self._perturb(self.v, "v")) if self.error.redrawn else (self.k, self.v)
 
-    def _perturb(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return self._perturb_side(k, "k"), self._perturb_side(v, "v")
-
-    def _perturb_side(self, x: jax.Array, side: str) -> jax.Array:
+    def _perturb(self, x: jax.Array, side: str) -> jax.Array:
         if not self.error.touches(self.index, side):
             return x
         drawn = self.noise.get((self.index, side))
@@ -79,38 +69,27 @@ class PerturbedLayer(Slots):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PerturbedCache(KVCache):
-    """A plain cache, with the error in it if that is frozen, and the error that is put into it.
-
-    Attributes:
-      error: what is done.
-      problems: [B] int32, keys of the noise.
-      seed: int32 scalar.
-      calls: int32 scalar, calls so far: the prefill reads at step 0, the first decoded token at step 1. It does not
-        depend on prompts, so neither does a row's noise on its neighbours' lengths.
-      changed: during a call, [B, T] positions of the rows that the error is put into.
-      noise: during a call, of all layers.
-    """
+    """A plain cache, with the error in it if that is frozen, and the error that is put into it."""
 
     error: CacheError
-    problems: jax.Array
-    seed: jax.Array
+    problems: jax.Array  # [B] int32, keys of the noise
+    seed: jax.Array  # int32 scalar
+    # int32 scalar, calls so far: the prefill reads at step 0, the first decoded token at step 1. It does not depend on
+    # prompts, so neither does a row's noise on its neighbours' lengths.
     calls: jax.Array
-    changed: Any = None
-    noise: Any = None
+    changed: Any = None  # during a call, [B, T] positions of the rows that the error is put into
+    noise: Any = None  # during a call, of all layers
 
     def begin(self, positions: jax.Array, slot: jax.Array | int) -> Self:
-        """As in jaxkv.cache.Cache."""
         begun = super().begin(positions, slot)
         changed = begun.positions if self.error.redrawn else positions
         noise = draw_noise(self.error, begun, changed, self.problems, self.seed, self.calls)
         return dataclasses.replace(begun, changed=changed, noise=noise)
 
     def layer(self, index: int) -> PerturbedLayer:
-        """As in jaxkv.cache.Cache."""
         return PerturbedLayer(self.k[index], self.v[index], index, self.error, self.changed, self.noise)
 
     def finish(self, layers: Sequence[Slots]) -> Self:
-        """As in jaxkv.cache.Cache."""
         return dataclasses.replace(super().finish(layers), calls=self.calls + 1, changed=None, noise=None)
 
 
@@ -126,12 +105,6 @@ class Perturbation:
     ) -> PerturbedCache:
         """An empty cache; everything in it is its own, since programs take their cache for good."""
         plain = empty_cache(config, precision, batch, slots)
-        return PerturbedCache(
-            plain.k,
-            plain.v,
-            plain.positions,
-            error=jax.tree.map(jnp.asarray, self.error),
-            problems=jnp.array(problems, jnp.int32),
-            seed=jnp.array(self.seed, jnp.int32),
-            calls=jnp.zeros((), jnp.int32),
-        )
+        error = jax.tree.map(jnp.asarray, self.error)
+        problems, seed, calls = (jnp.array(x, jnp.int32) for x in (problems, self.seed, 0))
+        return PerturbedCache(plain.k, plain.v, plain.positions, error, problems, seed, calls)

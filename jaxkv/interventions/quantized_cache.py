@@ -25,11 +25,10 @@ from jaxkv.interventions.quantizers.spec import CacheQuant
 
 Store = SideStore | jax.Array  # an array [B, S, K, H] holds the rows of each slot as they are
 Pair = tuple[Any, Any]  # of keys and of values
+Plans = tuple[SidePlan | None, SidePlan | None]
 
 
-def make_plans(
-    quant: CacheQuant, layer: int, windowed: Sequence[bool], slots: int
-) -> tuple[SidePlan | None, SidePlan | None]:
+def make_plans(quant: CacheQuant, layer: int, windowed: Sequence[bool], slots: int) -> Plans:
     """How keys and values of a layer are stored, in a model whose layers are windowed or not; None for as they are."""
     k, v = (SidePlan(side, slots) if side.packs(layer, windowed) else None for side in (quant.k, quant.v))
     return k, v
@@ -37,26 +36,16 @@ def make_plans(
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedLayer:
-    """One layer during a call (LayerCache).
+    """One layer during a call (LayerCache)."""
 
-    Attributes:
-      plans: of keys and values, None for a side that is not quantized.
-      stores: what is stored of them.
-      turn: the call.
-      rows: those of the sides that are packed when the call ends, None for others, once they are written.
-      views: what the call's queries see, [B, S, K, H] each, once its rows are written.
-      ends: [B] up to which position what they see is packed; None where nothing is.
-    """
-
-    plans: Pair
+    plans: Plans
     stores: Pair
     turn: Turn
-    rows: Pair = (None, None)
-    views: Pair | None = None
-    ends: Pair | None = None
+    rows: Pair = (None, None)  # once written, those of the sides that are packed when the call ends, None for others
+    views: Pair | None = None  # what the call's queries see, [B, S, K, H] each, once its rows are written
+    ends: Pair | None = None  # [B] up to which position what they see is packed; None where nothing is
 
     def write(self, k: jax.Array, v: jax.Array, slot: jax.Array | int) -> Self:
-        """As in LayerCache."""
         rows = self.rotate_rows(k, v)
         sides = zip(self.plans, self.stores, rows, self._pack(rows), strict=True)
         written = [self._write_side(*side, slot) for side in sides]
@@ -65,16 +54,13 @@ class QuantizedLayer:
         return dataclasses.replace(self, stores=stores, rows=(late_k, late_v), views=views, ends=ends)
 
     def read(self) -> tuple[jax.Array, jax.Array]:
-        """As in LayerCache."""
         assert self.views is not None
         return self.views
 
     def rotate_queries(self, q: jax.Array) -> jax.Array:
-        """As in LayerCache."""
         return _rotate(self.plans[0], q)
 
     def rotate_heads(self, heads: jax.Array) -> jax.Array:
-        """As in LayerCache."""
         return _rotate(self.plans[1], heads)
 
     def rotate_rows(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -83,25 +69,20 @@ class QuantizedLayer:
 
     def _pack(self, rows: Pair) -> tuple[Packed, Packed]:
         """What each side may write to its packed storage, nothing yet where that is left for later."""
-        sides = list(zip(self.plans, self.stores, rows, strict=True))
-        now = [plan is not None and not _packs_late(plan, x) for plan, _, x in sides]
-        waiting = [here and plan.waits for here, (plan, _, _) in zip(now, sides, strict=True)]
-        packed = [
-            plan.pack(store, x, self.turn) if here and not wait else {}
-            for (plan, store, x), here, wait in zip(sides, now, waiting, strict=True)
-        ]
-        if any(waiting):  # one branch for both sides: it costs a GPU a halt
-            chosen = [side for side, wait in zip(sides, waiting, strict=True) if wait]
-            due = jnp.any(jnp.stack([plan.due(self.turn) for plan, _, _ in chosen]))
-            late = iter(
-                jax.lax.cond(
-                    due,
-                    lambda: [plan.pack(store, x, self.turn) for plan, store, x in chosen],
-                    lambda: [plan.blocks(store, self.turn) for plan, store, _ in chosen],
-                )
+        turn = self.turn
+        now: dict[int, Any] = {}
+        waiting: dict[int, Any] = {}
+        for index, (plan, store, x) in enumerate(zip(self.plans, self.stores, rows, strict=True)):
+            if plan is not None and not _packs_late(plan, x):
+                (waiting if plan.waits else now)[index] = plan, store, x
+        packed = {index: plan.pack(store, x, turn) for index, (plan, store, x) in now.items()}
+        if waiting:  # one branch for both sides: it costs a GPU a halt
+            packed |= jax.lax.cond(
+                jnp.any(jnp.stack([plan.due(turn) for plan, _, _ in waiting.values()])),
+                lambda: {index: plan.pack(store, x, turn) for index, (plan, store, x) in waiting.items()},
+                lambda: {index: plan.blocks(store, turn) for index, (plan, store, _) in waiting.items()},
             )
-            packed = [next(late) if wait else part for part, wait in zip(packed, waiting, strict=True)]
-        return packed[0], packed[1]
+        return packed.get(0, {}), packed.get(1, {})
 
     def _write_side(
         self, plan: SidePlan | None, store: Any, rows: jax.Array, blocks: Packed, slot: jax.Array | int
@@ -127,14 +108,13 @@ def _packs_late(plan: SidePlan | None, rows: jax.Array) -> bool:
     return plan is not None and plan.quantizer.own != "none" and rows.shape[1] > 1
 
 
-def _pack_late(
-    plans: Sequence[SidePlan | None], stores: Sequence[Store], rows: Sequence[Any], turn: Turn
-) -> tuple[Store, ...]:
-    """The storage of one side of all layers with what was left for the end of a call."""
-    late = [index for index, x in enumerate(rows) if x is not None]
+def _pack_late(layers: Sequence[tuple[SidePlan | None, Store, Any]], turn: Turn) -> tuple[Store, ...]:
+    """The storage of one side of all layers, of plan, store and rows each, with what was left for the end of a call."""
+    new = [store for _, store, _ in layers]
+    late = [index for index, (_, _, rows) in enumerate(layers) if rows is not None]
     if not late:
-        return tuple(stores)
-    plan = plans[late[0]]  # all that pack are alike
+        return tuple(new)
+    plan = layers[late[0]][0]  # all that pack are alike
     assert plan is not None
 
     def add(given: tuple[SideStore, jax.Array]) -> SideStore:
@@ -144,8 +124,7 @@ def _pack_late(
         blocks = jax.lax.cond(plan.due(turn), lambda: plan.pack(store, x, turn), lambda: plan.blocks(store, turn))
         return plan.write(store, x, blocks, turn)
 
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *((stores[index], rows[index]) for index in late))
-    written, new = jax.lax.map(add, stacked), list(stores)
+    written = jax.lax.map(add, jax.tree.map(lambda *leaves: jnp.stack(leaves), *(layers[index][1:] for index in late)))
     for place, index in enumerate(late):
         new[index] = jax.tree.map(lambda leaf, place=place: leaf[place], written)
     return tuple(new)
@@ -158,32 +137,21 @@ def _rotate(plan: SidePlan | None, x: jax.Array) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedCache:
-    """Keys (after RoPE) and values of every layer, packed.
+    """Keys (after RoPE) and values of every layer, packed."""
 
-    Attributes:
-      k: L stores.
-      v: L stores.
-      positions: [B, S] int32, -1 where a slot is empty.
-      prompt: [B] int32, tokens that a row's first call brought.
-      quant: what is done, by methods that know the dtype of what they pack.
-      windowed: which layers are (ModelConfig.windowed_layers).
-      turn: the call, during one.
-    """
-
-    k: tuple[Store, ...]
+    k: tuple[Store, ...]  # of L layers
     v: tuple[Store, ...]
-    positions: jax.Array
-    prompt: jax.Array
-    quant: CacheQuant
-    windowed: tuple[bool, ...] = dataclasses.field(metadata={"static": True})
-    turn: Any = None
+    positions: jax.Array  # [B, S] int32, -1 where a slot is empty
+    prompt: jax.Array  # [B] int32, tokens that a row's first call brought
+    quant: CacheQuant  # what is done, by methods that know the dtype of what they pack
+    windowed: tuple[bool, ...] = dataclasses.field(metadata={"static": True})  # ModelConfig.windowed_layers
+    turn: Any = None  # the call, during one
 
-    def plans(self, index: int) -> tuple[SidePlan | None, SidePlan | None]:
+    def plans(self, index: int) -> Plans:
         """How a layer is stored."""
         return make_plans(self.quant, index, self.windowed, self.positions.shape[1])
 
     def begin(self, positions: jax.Array, slot: jax.Array | int) -> Self:
-        """As in Cache."""
         keys = write_slots(self.positions, positions, slot)
         before, after = _count(self.positions), _count(keys)
         prompt = jnp.where(before == 0, after, self.prompt)
@@ -192,15 +160,11 @@ class QuantizedCache:
         )
 
     def layer(self, index: int) -> QuantizedLayer:
-        """As in Cache."""
         return QuantizedLayer(self.plans(index), (self.k[index], self.v[index]), self.turn)
 
     def finish(self, layers: Sequence[Any]) -> Self:
-        """As in Cache."""
-        plans, stores, rows = zip(*((layer.plans, layer.stores, layer.rows) for layer in layers), strict=True)
         k, v = (
-            _pack_late([p[side] for p in plans], [s[side] for s in stores], [r[side] for r in rows], self.turn)
-            for side in (0, 1)
+            _pack_late([(x.plans[side], x.stores[side], x.rows[side]) for x in layers], self.turn) for side in (0, 1)
         )
         return dataclasses.replace(self, k=k, v=v, turn=None)
 
@@ -248,9 +212,8 @@ class Quantization:
     ) -> QuantizedCache:
         """An empty cache.
 
-        Raises:
-          UserError: the head dim or the cache's dtype does not suit the method, or the context is over before
-            anything is packed.
+        Raises UserError if the head dim or the cache's dtype does not suit the method, or the context is over before
+        anything is packed.
         """
         del problems
         windowed = config.windowed_layers
@@ -264,14 +227,9 @@ class Quantization:
             return plan.make(batch, *shape, precision.cache)
 
         plans = [make_plans(quant, layer, windowed, slots) for layer in range(config.num_layers)]
-        return QuantizedCache(
-            k=tuple(make(k) for k, _ in plans),
-            v=tuple(make(v) for _, v in plans),
-            positions=jnp.full((batch, slots), EMPTY, jnp.int32),
-            prompt=jnp.zeros(batch, jnp.int32),
-            quant=quant,
-            windowed=windowed,
-        )
+        k, v = (tuple(map(make, side)) for side in zip(*plans, strict=True))
+        positions, prompt = jnp.full((batch, slots), EMPTY, jnp.int32), jnp.zeros(batch, jnp.int32)
+        return QuantizedCache(k, v, positions, prompt, quant, windowed)
 
 
 def cache_bytes(cache: Any) -> int:

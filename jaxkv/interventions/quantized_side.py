@@ -20,21 +20,13 @@ from jaxkv.interventions.quantizers.spec import SideQuant
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """What a call adds, the same for every layer.
+    """What a call adds, the same for every layer."""
 
-    Attributes:
-      rows: [B, T] positions of the call's rows, -1 for padding.
-      keys: [B, S] positions of all slots once they are written.
-      before: [B] tokens a row had.
-      after: [B] tokens it has then.
-      prompt: [B] tokens that its first call brought.
-    """
-
-    rows: jax.Array
-    keys: jax.Array
-    before: jax.Array
-    after: jax.Array
-    prompt: jax.Array
+    rows: jax.Array  # [B, T] positions of the call's rows, -1 for padding
+    keys: jax.Array  # [B, S] positions of all slots once they are written
+    before: jax.Array  # [B] tokens a row had
+    after: jax.Array  # [B] tokens it has then
+    prompt: jax.Array  # [B] tokens that its first call brought
 
     @property
     def offset(self) -> jax.Array:
@@ -46,17 +38,11 @@ class Turn:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SideStore:
-    """What is stored.
+    """What is stored."""
 
-    Attributes:
-      first: [B, F, K, H] in the cache's dtype, positions from 0 on.
-      recent: [B, W, K, H] in the cache's dtype; position p from F on is entry (p - F) % W.
-      packed: leaves [B, ...] of the quantizer for C positions from F on; no leaves if C is 0.
-    """
-
-    first: jax.Array
-    recent: jax.Array
-    packed: Packed
+    first: jax.Array  # [B, F, K, H] in the cache's dtype, positions from 0 on
+    recent: jax.Array  # [B, W, K, H] in the cache's dtype; position p from F on is entry (p - F) % W
+    packed: Packed  # leaves [B, ...] of the quantizer for C positions from F on; no leaves if C is 0
 
 
 def _by_row(fn: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
@@ -88,15 +74,10 @@ def _where(mask: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class SidePlan:
-    """How a side of S slots is stored: sizes and functions.
+    """How a side of S slots is stored: sizes and functions."""
 
-    Attributes:
-      quant: what is done to it; it has a quantizer.
-      slots: S.
-    """
-
-    quant: SideQuant
-    slots: int
+    quant: SideQuant  # what is done to it; it has a quantizer
+    slots: int  # S
 
     @property
     def quantizer(self) -> Quantizer:

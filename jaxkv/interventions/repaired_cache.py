@@ -23,13 +23,9 @@ CHOICES = ("nothing", "worst", "others", "everything")
 
 
 def repair_tokens(view: jax.Array, exact: jax.Array, packed: jax.Array, choice: jax.Array | int) -> jax.Array:
-    """What is read after the repair.
+    """What is read after the repair of a view [B, S, K, H] of the exact rows, [B, S, K, H] too, that entered.
 
-    Args:
-      view: [B, S, K, H] what is read without it.
-      exact: [B, S, K, H] the rows that entered.
-      packed: [B, S] which slots are packed; others are read exactly.
-      choice: index of CHOICES, which tokens are repaired.
+    Slots [B, S] that are not packed are read exactly; `choice` is an index of CHOICES, which tokens are repaired.
     """
     size, wrong = (jnp.linalg.norm(x.astype(jnp.float32), axis=-1) for x in (exact, view))
     error = jnp.where(packed[:, :, None], jnp.abs(wrong - size) / jnp.where(size > 0, size, 1), -1.0)
@@ -42,22 +38,18 @@ def repair_tokens(view: jax.Array, exact: jax.Array, packed: jax.Array, choice: 
     return jnp.where(chosen[..., None], view.astype(jnp.float32) * factor[..., None], view).astype(view.dtype)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RepairedLayer(QuantizedLayer):
     """One layer during a call, with the rows as they entered, rotated, and the choice."""
 
-    exact: Slots | None = None
-    choice: Any = None
+    exact: Slots
+    choice: jax.Array
 
     def write(self, k: jax.Array, v: jax.Array, slot: jax.Array | int) -> Self:
-        """As in LayerCache."""
-        assert self.exact is not None
         exact = self.exact.write(*self.rotate_rows(k, v), slot)
         return dataclasses.replace(super().write(k, v, slot), exact=exact)
 
     def read(self) -> tuple[jax.Array, jax.Array]:
-        """As in LayerCache."""
-        assert self.exact is not None
         k, v = map(self._repair, range(2), super().read(), self.exact.read())
         return k, v
 
@@ -71,27 +63,17 @@ class RepairedLayer(QuantizedLayer):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RepairedCache(QuantizedCache):
-    """A quantized cache beside the rows that entered it.
+    """A quantized cache beside the rows that entered it."""
 
-    Attributes:
-      exact: what the oracle knows, rotated as what is packed.
-      choice: int32 scalar, index of CHOICES.
-    """
-
-    exact: KVCache | None = None
-    choice: Any = None
+    exact: KVCache  # what the oracle knows, rotated as what is packed
+    choice: jax.Array  # int32 scalar, index of CHOICES
 
     def layer(self, index: int) -> RepairedLayer:
-        """As in Cache."""
-        assert self.exact is not None
-        layer = super().layer(index)
-        return RepairedLayer(layer.plans, layer.stores, layer.turn, exact=self.exact.layer(index), choice=self.choice)
+        return RepairedLayer(**vars(super().layer(index)), exact=self.exact.layer(index), choice=self.choice)
 
     def finish(self, layers: Sequence[Any]) -> Self:
-        """As in Cache."""
-        assert self.exact is not None
         exact = dataclasses.replace(self.exact, positions=self.positions).finish([layer.exact for layer in layers])
         return dataclasses.replace(super().finish(layers), exact=exact)
 
@@ -107,6 +89,5 @@ class Repair(Quantization):
     ) -> RepairedCache:
         """An empty cache. Raises UserError as `Quantization` does."""
         packed = super().make_cache(config, precision, batch, slots, problems)
-        fields = {field.name: getattr(packed, field.name) for field in dataclasses.fields(packed)}
         choice = jnp.asarray(CHOICES.index(self.choice), jnp.int32)
-        return RepairedCache(**fields, exact=empty_cache(config, precision, batch, slots), choice=choice)
+        return RepairedCache(**vars(packed), exact=empty_cache(config, precision, batch, slots), choice=choice)

@@ -33,15 +33,10 @@ def direct(op_class: str, fn: Callable[..., Any], *arrays: Any, rows_in: int = 1
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["on"], meta_fields=["tile"])
 @dataclasses.dataclass(frozen=True)
 class Alignment:
-    """What a program aligns.
+    """What a program aligns."""
 
-    Attributes:
-      tile: M, rows of a tile; part of the compiled program.
-      on: [len(CLASSES)] booleans, the classes that run in tiles; the others run on all rows at once.
-    """
-
-    tile: int
-    on: jax.Array
+    tile: int  # M, rows of a tile; part of the compiled program
+    on: jax.Array  # [len(CLASSES)] booleans, the classes that run in tiles; the others run on all rows at once
 
 
 class Alignments(NamedTuple):
@@ -85,16 +80,9 @@ def _in_tiles(
 ) -> Any:
     """fn over T rows, in tiles of M rows if its class is aligned, else all at once.
 
-    The row of slot s is row s % M of its tile, so that one decoded row sits where it sits in a recomputation.
-
-    Args:
-      alignment: which classes.
-      slot: of the first row.
-      op_class: one of CLASSES.
-      fn: from arrays to a pytree of arrays; each row of the results depends on that row of the arrays alone.
-      *arrays: pytrees of arrays with T rows each.
-      rows_in: axis of the rows in the arrays.
-      rows_out: axis of the rows in the results.
+    `arrays` are pytrees of arrays with T rows each, from that of `slot` on; fn makes of them a pytree of arrays, each
+    row of which depends on that row of the arrays alone. The row of slot s is row s % M of its tile, so that one
+    decoded row sits where it sits in a recomputation.
     """
     tile = alignment.tile
     T = jax.tree.leaves(arrays)[0].shape[rows_in]

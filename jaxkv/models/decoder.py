@@ -78,18 +78,11 @@ class Decoder(nnx.Module):
         hook: Hook = no_hook,
         alignment: Alignment | None = None,
     ) -> tuple[jax.Array, Any]:
-        """Runs T rows against the cache. Without a cache is this same call on an empty one.
+        """Hidden rows [B, T, D] after the final norm, and the new cache, of T rows run against a cache (maybe empty).
 
-        Args:
-          tokens: [B, T] int32.
-          positions: [B, T] int32 absolute positions, -1 for padding rows, which write zeros and are seen by nobody.
-          cache: S slots; rows are written at slots [slot, slot + T), which must lie inside.
-          slot: int or int32 scalar.
-          hook: sees and may replace each named value (see layers.py), before the tap of a watched cache does.
-          alignment: what is computed in tiles, None for nothing.
-
-        Returns:
-          Hidden rows [B, T, D] after the final norm, and the new cache, of the kind of the old one.
+        Tokens and absolute positions are [B, T] int32; padding rows have position -1, write zeros and are seen by
+        nobody. Rows are written at slots [slot, slot + T), which must lie inside. The hook sees and may replace each
+        named value (see layers.py), before the tap of a watched cache does.
         """
         if not isinstance(cache, WatchedCache):
             return self._forward(tokens, positions, cache, slot, hook, alignment)

@@ -52,19 +52,12 @@ def key_table(family: str) -> KeyTable:
 
 class _Kind(msgspec.Struct):
     model_type: str | None = None
-    vision_config: Any = None
-    text_config: Any = None
 
 
 def parse_config(raw: Mapping[str, Any], name: str) -> ModelConfig:
-    """ModelConfig of a raw config.json.
+    """ModelConfig, of this name, of a raw config.json.
 
-    Args:
-      raw: the parsed file.
-      name: for the config and for error messages.
-
-    Raises:
-      UserError: a model type or an option that we do not implement, by its name, or a field that is no such thing.
+    Raises UserError on a model type or an option that we do not implement, or on a field that is no such thing.
     """
     kind = read_fields(raw, _Kind, name)
     if kind.model_type == "gemma3" or "vision_config" in raw or "text_config" in raw:

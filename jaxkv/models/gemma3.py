@@ -1,6 +1,5 @@
 """Gemma-3 text models: QK norm, two RoPE bases, five windowed layers to one global."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,20 +8,22 @@ from jaxkv.models import gemma2
 from jaxkv.models.hf_fields import Layers, Length, Positive, Size, read_fields
 from jaxkv.models.tables import QK_NORM_KEYS, Family, by_name
 
+OWN: dict[str, Any] = {"family": "gemma3", "qk_norm": True}
 
-def _gemma3(name: str, local_theta: float = 1e4, **sizes: Any) -> ModelConfig:
-    """A Gemma-3 of the given sizes (arXiv 2503.19786)."""
+
+def _gemma3(name: str, query_scalar: float = 256, **fields: Any) -> ModelConfig:
+    """A Gemma-3 (arXiv 2503.19786)."""
     usual: dict[str, Any] = {
-        "vocab": 262144,
+        "vocab_size": 262144,
         "window": 512,
-        "context": 32768,
+        "context_length": 32768,
         "window_pattern": (True,) * 5 + (False,),
-        "theta": 1e6,
+        "rope_theta": 1e6,
+        "local_rope_theta": 1e4,
         "attn_softcap": None,
         "final_softcap": None,
     }
-    base = gemma2.gemma2_config(name, **(usual | sizes))
-    return dataclasses.replace(base, family="gemma3", qk_norm=True, local_rope_theta=local_theta)
+    return gemma2.gemma2_config(name, query_scalar, **(OWN | usual | fields))
 
 
 class Fields(gemma2.Fields, kw_only=True, frozen=True):
@@ -43,8 +44,8 @@ def parse_config(raw: Mapping[str, Any], name: str) -> ModelConfig:
     local_theta, _ = read.rope(name, 1e4, "rope_local_base_freq", "sliding_attention")
     period = read.sliding_window_pattern or 6
     pattern = read.window_pattern(name, (True,) * (period - 1) + (False,))
-    base = gemma2.read_sizes(read, name, theta, pattern)
-    return dataclasses.replace(base, family="gemma3", qk_norm=True, local_rope_theta=local_theta, rope_scaling=scaling)
+    ropes: dict[str, Any] = {"rope_theta": theta, "local_rope_theta": local_theta, "rope_scaling": scaling}
+    return gemma2.read_sizes(read, name, pattern, **OWN, **ropes)
 
 
 FAMILY = Family(
@@ -55,9 +56,9 @@ FAMILY = Family(
     keys=gemma2.KEYS | QK_NORM_KEYS,
     parse=parse_config,
     presets=by_name(
-        _gemma3("gemma3-270m", layers=18, width=640, mlp=2048, heads=4, kv_heads=1),
-        _gemma3("gemma3-1b", layers=26, width=1152, mlp=6912, heads=4, kv_heads=1),
-        _gemma3("test-gemma3", **gemma2.TEST_SIZES, layers=6, kv_heads=1, query_scalar=16),
+        _gemma3("gemma3-270m", num_layers=18, model_dim=640, mlp_dim=2048, num_query_heads=4, num_kv_heads=1),
+        _gemma3("gemma3-1b", num_layers=26, model_dim=1152, mlp_dim=6912, num_query_heads=4, num_kv_heads=1),
+        _gemma3("test-gemma3", 16, **gemma2.TEST_SIZES, num_layers=6, num_kv_heads=1),
     ),
     hub_ids={"gemma3-270m": "google/gemma-3-270m", "gemma3-1b": "google/gemma-3-1b-pt"},
     export=gemma2.export,

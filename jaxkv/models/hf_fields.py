@@ -71,8 +71,7 @@ class HFConfig(msgspec.Struct, kw_only=True, frozen=True):
 
     def require_plain(self, name: str) -> None:
         """Raises UserError on what no family here implements."""
-        for key in ("attention_bias", "mlp_bias", "quantization_config", "use_bidirectional_attention"):
-            self.require_unset(name, key)
+        self.require_unset(name, "attention_bias", "mlp_bias", "quantization_config", "use_bidirectional_attention")
         self.require_unset(name, "rope_interleaved")
         if (self.pretraining_tp or 1) > 1:
             raise refuse(name, "pretraining_tp", self.pretraining_tp)
@@ -80,18 +79,18 @@ class HFConfig(msgspec.Struct, kw_only=True, frozen=True):
             raise refuse(name, "partial_rotary_factor", self.partial_rotary_factor)
 
     def sizes(self) -> dict[str, Any]:
-        """What every family reads in the same way, as `llama_config` and `gemma2_config` take it."""
+        """What every family reads in the same way, by ModelConfig's names; a head dim of None is that of the widths."""
         return {
-            "layers": self.num_hidden_layers,
-            "width": self.hidden_size,
-            "mlp": self.intermediate_size,
-            "heads": self.num_attention_heads,
-            "kv_heads": self.num_key_value_heads or self.num_attention_heads,
+            "num_layers": self.num_hidden_layers,
+            "model_dim": self.hidden_size,
+            "mlp_dim": self.intermediate_size,
+            "num_query_heads": self.num_attention_heads,
+            "num_kv_heads": self.num_key_value_heads or self.num_attention_heads,
             "head_dim": self.head_dim,
-            "vocab": self.vocab_size,
-            "context": self.max_position_embeddings,
-            "eps": self.rms_norm_eps,
-            "tied": self.tie_word_embeddings,
+            "vocab_size": self.vocab_size,
+            "context_length": self.max_position_embeddings,
+            "norm_eps": self.rms_norm_eps,
+            "tie_embeddings": self.tie_word_embeddings,
         }
 
     def require_unset(self, name: str, *keys: str) -> None:
@@ -103,20 +102,12 @@ class HFConfig(msgspec.Struct, kw_only=True, frozen=True):
     def rope(
         self, name: str, default: float = 10000.0, key: str = "rope_theta", layer_type: str | None = None
     ) -> tuple[float, RopeScaling | None]:
-        """RoPE base and scaling, wherever this version of transformers keeps them.
+        """RoPE base and scaling of a `layer_type` (None in a family of one base), wherever transformers keeps them.
 
-        transformers 4 wrote `rope_theta` beside `rope_scaling`; 5 writes both into `rope_parameters`, for models with
-        two bases one for each layer type. `rope_scaling` wins where both are there (transformers,
-        modeling_rope_utils.py, `convert_rope_params_to_dict`).
-
-        Args:
-          name: for messages.
-          default: base where the file gives none.
-          key: where transformers 4 wrote the base.
-          layer_type: key of this base where there are two; None for a family that has one.
-
-        Raises:
-          UserError: another scaling than Llama 3's, or one that lacks a number.
+        transformers 4 wrote the base to `key`, beside `rope_scaling`; 5 writes both into `rope_parameters`, for models
+        with two bases one for each layer type. `rope_scaling` wins where both are there (transformers,
+        modeling_rope_utils.py, `convert_rope_params_to_dict`). Raises UserError on another scaling than Llama 3's, or
+        one that lacks a number.
         """
         scaled = self.rope_scaling not in (None, RopeParameters())
         option = "rope_scaling" if scaled else "rope_parameters"

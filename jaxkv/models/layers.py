@@ -68,15 +68,9 @@ def product(
 
 
 def visible(query_positions: jax.Array, key_positions: jax.Array, window: int | None) -> jax.Array:
-    """Which keys a query sees: filled slots, at its own position or before, at distance < window.
+    """[B, T, S] which keys a query sees: filled slots, at its own position or before, at distance < window, if any.
 
-    Args:
-      query_positions: [B, T] absolute positions.
-      key_positions: [B, S] absolute positions, -1 where empty.
-      window: in tokens, None for no limit.
-
-    Returns:
-      [B, T, S] booleans.
+    Positions are absolute, [B, T] of the queries and [B, S] of the keys, -1 where a slot is empty.
     """
     q, k = query_positions[:, :, None], key_positions[:, None, :]
     seen = (k != EMPTY) & (k <= q)
@@ -212,20 +206,11 @@ class Attention(nnx.Module):
         hook: Hook = no_hook,
         rows: Rowwise = direct,
     ):
-        """Attends from x [B,T,D] to the cache after x's own keys and values are written at `slot`.
+        """Attends from normed x [B, T, D] to the cache after x's own keys and values are written from `slot` on.
 
-        Args:
-          x: normed input [B, T, D].
-          query_positions: [B, T], -1 for a padding row; its key and value enter the cache as zeros.
-          cache: this layer's, of S slots.
-          key_positions: [B, S] with this call's positions already written.
-          slot: first slot to write.
-          table: RoPE cos and sin for the query positions.
-          hook: sees and may replace each named value.
-          rows: how operations are passed (alignment.py).
-
-        Returns:
-          Output [B, T, D] and the layer's cache with the rows in it.
+        A query position [B, T] of -1 is a padding row, whose key and value enter the cache as zeros; key positions
+        [B, S] have this call's in them already. `table` is RoPE's cos and sin for the queries, `rows` how operations
+        are passed (alignment.py). Returns the output [B, T, D] and the layer's cache with the rows in it.
         """
         config, precision, layer = self.config, self.precision, self.layer
         B, T, D = x.shape

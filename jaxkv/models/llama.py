@@ -8,57 +8,34 @@ from jaxkv.models.hf_fields import HFConfig, Layers, Length, Size, read_fields, 
 from jaxkv.models.tables import LLAMA_KEYS, Family, by_name
 
 
-def llama_config(
-    name: str,
-    *,
-    layers: int,
-    width: int,
-    mlp: int,
-    heads: int,
-    kv_heads: int,
-    vocab: int = 32000,
-    theta: float = 10000.0,
-    scaling: RopeScaling | None = None,
-    context: int = 4096,
-    eps: float = 1e-5,
-    tied: bool = False,
-    head_dim: int | None = None,
-) -> ModelConfig:
-    """A LLaMA of the given sizes (arXiv 2307.09288, 2407.21783)."""
-    head_dim = head_dim or width // heads
-    return ModelConfig(
-        name=name,
-        family="llama",
-        vocab_size=vocab,
-        num_layers=layers,
-        model_dim=width,
-        mlp_dim=mlp,
-        num_query_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        context_length=context,
-        activation="silu",
-        norm_eps=eps,
-        norm_offset=0.0,
-        norm_round_first=True,
-        post_norms=False,
-        qk_norm=False,
-        rope_theta=theta,
-        local_rope_theta=None,
-        query_scale=head_dim**-0.5,
-        attn_softcap=None,
-        final_softcap=None,
-        window=None,
-        window_pattern=(False,),
-        tie_embeddings=tied,
-        embed_scale=1.0,
-        rope_scaling=scaling,
-    )
+def llama_config(name: str, **fields: Any) -> ModelConfig:
+    """A LLaMA (arXiv 2307.09288, 2407.21783) with these fields of ModelConfig, the others as LLaMA 2 has them."""
+    head_dim = fields.get("head_dim") or fields["model_dim"] // fields["num_query_heads"]
+    usual: dict[str, Any] = {
+        "family": "llama",
+        "vocab_size": 32000,
+        "context_length": 4096,
+        "activation": "silu",
+        "norm_eps": 1e-5,
+        "norm_offset": 0.0,
+        "norm_round_first": True,
+        "post_norms": False,
+        "qk_norm": False,
+        "rope_theta": 10000.0,
+        "local_rope_theta": None,
+        "query_scale": head_dim**-0.5,
+        "attn_softcap": None,
+        "final_softcap": None,
+        "window": None,
+        "window_pattern": (False,),
+        "tie_embeddings": False,
+        "embed_scale": 1.0,
+    }
+    return ModelConfig(name=name, **(usual | fields | {"head_dim": head_dim}))
 
 
-def _smollm2(name: str, layers: int, width: int, mlp: int, heads: int, kv_heads: int, theta: float) -> ModelConfig:
-    sizes: dict[str, Any] = {"layers": layers, "width": width, "mlp": mlp, "heads": heads, "kv_heads": kv_heads}
-    return llama_config(name, **sizes, theta=theta, vocab=49152, context=8192, tied=True)
+def _smollm2(name: str, theta: float = 1e5, **fields: Any) -> ModelConfig:
+    return llama_config(name, **fields, vocab_size=49152, context_length=8192, rope_theta=theta, tie_embeddings=True)
 
 
 def llama3_scaling(factor: float, original_context: int = 8192) -> RopeScaling:
@@ -66,41 +43,53 @@ def llama3_scaling(factor: float, original_context: int = 8192) -> RopeScaling:
     return RopeScaling(factor, 1.0, 4.0, original_context)
 
 
-def _llama3(name: str, factor: float, **sizes: Any) -> ModelConfig:
-    usual: dict[str, Any] = {"kv_heads": 8, "vocab": 128256, "theta": 5e5, "context": 131072}
-    return llama_config(name, **(usual | sizes), scaling=llama3_scaling(factor))
+def _llama3(name: str, factor: float, **fields: Any) -> ModelConfig:
+    usual: dict[str, Any] = {"num_kv_heads": 8, "vocab_size": 128256, "rope_theta": 5e5, "context_length": 131072}
+    return llama_config(name, **(usual | fields), rope_scaling=llama3_scaling(factor))
 
 
 # Of the checkpoints that ship with the package, in every family.
 TINY_SIZES: dict[str, Any] = {
-    "layers": 6,
-    "width": 256,
-    "mlp": 512,
-    "heads": 4,
+    "num_layers": 6,
+    "model_dim": 256,
+    "mlp_dim": 512,
+    "num_query_heads": 4,
     "head_dim": 64,
-    "vocab": 1024,
-    "context": 1024,
-    "tied": True,
+    "vocab_size": 1024,
+    "context_length": 1024,
+    "tie_embeddings": True,
+}
+TEST_SIZES: dict[str, Any] = {
+    "num_layers": 3,
+    "model_dim": 48,
+    "mlp_dim": 96,
+    "num_query_heads": 4,
+    "vocab_size": 259,
+    "context_length": 512,
 }
 
-TEST_SIZES: dict[str, Any] = {"layers": 3, "width": 48, "mlp": 96, "heads": 4, "vocab": 259, "context": 512}
-
 PRESETS = by_name(
-    llama_config("llama2-7b", layers=32, width=4096, mlp=11008, heads=32, kv_heads=32),
-    llama_config("llama2-13b", layers=40, width=5120, mlp=13824, heads=40, kv_heads=40),
-    llama_config("llama2-70b", layers=80, width=8192, mlp=28672, heads=64, kv_heads=8),
-    _llama3("llama3.1-8b", layers=32, width=4096, mlp=14336, heads=32, factor=8.0),
-    _llama3("llama3.2-1b", layers=16, width=2048, mlp=8192, heads=32, factor=32.0, tied=True),
-    _llama3("llama3.2-3b", layers=28, width=3072, mlp=8192, heads=24, factor=32.0, tied=True),
-    _smollm2("smollm2-135m", 30, 576, 1536, 9, 3, 100000.0),
-    _smollm2("smollm2-360m", 32, 960, 2560, 15, 5, 100000.0),
-    _smollm2("smollm2-1.7b", 24, 2048, 8192, 32, 32, 130000.0),
-    llama_config("tiny-llama2", **TINY_SIZES, kv_heads=4),
-    llama_config("test-llama2", **TEST_SIZES, kv_heads=4),
-    llama_config("test-llama2-gqa", **TEST_SIZES, kv_heads=2, tied=True),
+    llama_config("llama2-7b", num_layers=32, model_dim=4096, mlp_dim=11008, num_query_heads=32, num_kv_heads=32),
+    llama_config("llama2-13b", num_layers=40, model_dim=5120, mlp_dim=13824, num_query_heads=40, num_kv_heads=40),
+    llama_config("llama2-70b", num_layers=80, model_dim=8192, mlp_dim=28672, num_query_heads=64, num_kv_heads=8),
+    _llama3("llama3.1-8b", 8.0, num_layers=32, model_dim=4096, mlp_dim=14336, num_query_heads=32),
+    _llama3("llama3.2-1b", 32.0, num_layers=16, model_dim=2048, mlp_dim=8192, num_query_heads=32, tie_embeddings=True),
+    _llama3("llama3.2-3b", 32.0, num_layers=28, model_dim=3072, mlp_dim=8192, num_query_heads=24, tie_embeddings=True),
+    _smollm2("smollm2-135m", num_layers=30, model_dim=576, mlp_dim=1536, num_query_heads=9, num_kv_heads=3),
+    _smollm2("smollm2-360m", num_layers=32, model_dim=960, mlp_dim=2560, num_query_heads=15, num_kv_heads=5),
+    _smollm2("smollm2-1.7b", 1.3e5, num_layers=24, model_dim=2048, mlp_dim=8192, num_query_heads=32, num_kv_heads=32),
+    llama_config("tiny-llama2", **TINY_SIZES, num_kv_heads=4),
+    llama_config("test-llama2", **TEST_SIZES, num_kv_heads=4),
+    llama_config("test-llama2-gqa", **TEST_SIZES, num_kv_heads=2, tie_embeddings=True),
     # Waves of 6 to 350 tokens, so that some stay, some are blended and some are stretched.
     llama_config(
-        "test-llama3", **TEST_SIZES, kv_heads=2, head_dim=16, tied=True, theta=100.0, scaling=llama3_scaling(8.0, 64)
+        "test-llama3",
+        **TEST_SIZES,
+        num_kv_heads=2,
+        head_dim=16,
+        tie_embeddings=True,
+        rope_theta=100.0,
+        rope_scaling=llama3_scaling(8.0, 64),
     ),
 )
 
@@ -118,21 +107,21 @@ class Fields(HFConfig, kw_only=True, frozen=True):
     hidden_act: str | None = "silu"
 
 
-def read_sizes(read: HFConfig, name: str) -> ModelConfig:
-    """A LLaMA config from the fields that LLaMA, Mistral and Qwen share."""
+def read_sizes(read: HFConfig, name: str, **fields: Any) -> ModelConfig:
+    """A LLaMA config from what LLaMA, Mistral and Qwen share in config.json, and the fields of a family's own."""
     read.require_plain(name)
     read.require_unset(name, "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar")
     if read.hidden_act not in ("silu", "swish"):
         raise refuse(name, "hidden_act", read.hidden_act, "is not implemented (known: silu, swish)")
     theta, scaling = read.rope(name)
-    return llama_config(name, **read.sizes(), theta=theta, scaling=scaling)
+    return llama_config(name, **read.sizes(), rope_theta=theta, rope_scaling=scaling, **fields)
 
 
-def read_global(read: HFConfig, name: str) -> ModelConfig:
+def read_global(read: HFConfig, name: str, **fields: Any) -> ModelConfig:
     """`read_sizes` of a family without windows."""
     if any(read.window_pattern(name, (False,))):
         raise refuse(name, "layer_types", "sliding_attention", "is not implemented for this family")
-    return read_sizes(read, name)
+    return read_sizes(read, name, **fields)
 
 
 def parse_config(raw: Mapping[str, Any], name: str) -> ModelConfig:

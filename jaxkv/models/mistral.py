@@ -1,6 +1,5 @@
 """Mistral-7B: LLaMA with grouped queries; a window of 4096 in v0.1, none since v0.2."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,16 +10,13 @@ from jaxkv.models.llama import TEST_SIZES, TINY_SIZES, llama_config, read_sizes
 from jaxkv.models.tables import LLAMA_KEYS, Family, by_name
 
 
-def _windowed(config: ModelConfig, window: int | None) -> ModelConfig:
-    pattern = (window is not None,)
-    return dataclasses.replace(config, family="mistral", window=window, window_pattern=pattern)
+def _windowed(window: int | None) -> dict[str, Any]:
+    return {"family": "mistral", "window": window, "window_pattern": (window is not None,)}
 
 
-def _mistral(name: str, vocab: int = 32000, theta: float = 10000.0, window: int | None = None) -> ModelConfig:
-    sizes = llama_config(
-        name, layers=32, width=4096, mlp=14336, heads=32, kv_heads=8, vocab=vocab, theta=theta, context=32768
-    )
-    return _windowed(sizes, window)
+def _mistral(name: str, window: int | None = None, **fields: Any) -> ModelConfig:
+    sizes: dict[str, Any] = {"num_layers": 32, "model_dim": 4096, "mlp_dim": 14336, "num_query_heads": 32}
+    return llama_config(name, **sizes, num_kv_heads=8, context_length=32768, **_windowed(window), **fields)
 
 
 class Fields(llama.Fields, kw_only=True, frozen=True):
@@ -35,7 +31,7 @@ class Fields(llama.Fields, kw_only=True, frozen=True):
 def parse_config(raw: Mapping[str, Any], name: str) -> ModelConfig:
     """ModelConfig of a raw config.json of model_type 'mistral'. Raises UserError on options we do not compute."""
     read = read_fields(raw, Fields, name)
-    config = _windowed(read_sizes(read, name), read.sliding_window)
+    config = read_sizes(read, name, **_windowed(read.sliding_window))
     # transformers' Mistral has one kind of layer; layer_types that say otherwise belong to Ministral.
     if read.window_pattern(name, config.window_pattern) != config.window_pattern:
         raise refuse(name, "layer_types", "mixed", "is not implemented for Mistral")
@@ -51,10 +47,10 @@ FAMILY = Family(
     parse=parse_config,
     presets=by_name(
         _mistral("mistral-7b-v0.1", window=4096),
-        _mistral("mistral-7b-v0.2", theta=1e6),
-        _mistral("mistral-7b-v0.3", theta=1e6, vocab=32768),
-        _windowed(llama_config("tiny-mistral", **TINY_SIZES, kv_heads=2), 64),
-        _windowed(llama_config("test-mistral", **TEST_SIZES, kv_heads=2), 24),
+        _mistral("mistral-7b-v0.2", rope_theta=1e6),
+        _mistral("mistral-7b-v0.3", rope_theta=1e6, vocab_size=32768),
+        llama_config("tiny-mistral", **TINY_SIZES, num_kv_heads=2, **_windowed(64)),
+        llama_config("test-mistral", **TEST_SIZES, num_kv_heads=2, **_windowed(24)),
     ),
     hub_ids={
         "mistral-7b-v0.1": "mistralai/Mistral-7B-v0.1",

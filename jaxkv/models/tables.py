@@ -32,33 +32,19 @@ QKV_BIAS_KEYS: KeyTable = {f"model.layers.{{i}}.self_attn.{x}_proj.bias": f"laye
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What one family file adds up to.
+    """What one family file adds up to."""
 
-    Attributes:
-      name: of ours, and llama.cpp's architecture where `gguf` is set.
-      title: for people.
-      model_type: in config.json.
-      architecture: the class of transformers' model.
-      keys: from Hugging Face names to ours.
-      parse: ModelConfig of a raw config.json; raises UserError on options that we do not compute.
-      presets: by name; those named test-* and tiny-* have no hub id.
-      hub_ids: preset -> the released weights; siblings of the same architecture load with it too.
-      export: what transformers' config says beyond sizes and RoPE (checkpoints/hf_config.py).
-      two_rope_bases: whether transformers' config has one for windowed layers.
-      gguf: whether llama.cpp has an architecture of this name.
-    """
-
-    name: str
-    title: str
-    model_type: str
-    architecture: str
-    keys: KeyTable
-    parse: Callable[[Mapping[str, Any], str], ModelConfig]
-    presets: Mapping[str, ModelConfig]
-    hub_ids: Mapping[str, str]
-    export: Callable[[ModelConfig], dict[str, Any]]
-    two_rope_bases: bool = False
-    gguf: bool = True
+    name: str  # of ours, and llama.cpp's architecture where `gguf` is set
+    title: str  # for people
+    model_type: str  # in config.json
+    architecture: str  # the class of transformers' model
+    keys: KeyTable  # from Hugging Face names to ours
+    parse: Callable[[Mapping[str, Any], str], ModelConfig]  # of a raw config.json and a name; raises UserError
+    presets: Mapping[str, ModelConfig]  # by name; those named test-* and tiny-* have no hub id
+    hub_ids: Mapping[str, str]  # preset -> the released weights; siblings of the same architecture load with it too
+    export: Callable[[ModelConfig], dict[str, Any]]  # what transformers' config says beyond sizes and RoPE
+    two_rope_bases: bool = False  # whether transformers' config has one for windowed layers
+    gguf: bool = True  # whether llama.cpp has an architecture of this name
 
 
 def by_name(*configs: ModelConfig) -> dict[str, ModelConfig]:

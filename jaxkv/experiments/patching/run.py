@@ -41,10 +41,9 @@ from jaxkv.experiments.traced_runs import (
     require_one_length,
     run_reference,
 )
-from jaxkv.interventions.patches import make_patch
 from jaxkv.logits import compare_logits
 from jaxkv.rollout import PAD_ID, Layout, Rollout, Rows, force
-from jaxkv.tracing import Trace, list_values, trace_cached, trace_uncached
+from jaxkv.tracing import Trace, list_values, make_patch, trace_cached, trace_uncached
 
 GRID_PATCHES = (RESIDUAL, KEYS_VALUES)
 Values = dict[str, jax.Array]

@@ -6,9 +6,12 @@ code of at most 8 bits and a 16-bit scale are exact in fp32, so a read has the s
 
 import dataclasses
 from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+
+from jaxkv.interventions.quantizers import base, packing
 
 FP16_MAX = 65504.0
 
@@ -40,19 +43,12 @@ def square(x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Auxiliary:
-    """How a scale is stored.
+    """How a scale is stored."""
 
-    Attributes:
-      bits: of storage.
-      store: non-negative fp32 to storage.
-      load: back to fp32.
-      most: the largest that can be stored; more is clipped to it.
-    """
-
-    bits: int
-    store: Callable[[jax.Array], jax.Array]
-    load: Callable[[jax.Array], jax.Array]
-    most: float
+    bits: int  # of storage
+    store: Callable[[jax.Array], jax.Array]  # non-negative fp32 to storage
+    load: Callable[[jax.Array], jax.Array]  # back to fp32
+    most: float  # the largest that can be stored; more is clipped to it
 
 
 FP16 = Auxiliary(16, to_fp16, lambda stored: stored.astype(jnp.float32), FP16_MAX)
@@ -78,19 +74,11 @@ def quantize(
     filled: jax.Array | None = None,
     scales: Auxiliary = FP16,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Asymmetric round to nearest over one axis.
+    """Asymmetric round to nearest of fp32 x; one scale and one zero are shared over an axis.
 
-    Args:
-      x: any shape, fp32.
-      bits: of a code.
-      axis: over which one scale and one zero are shared.
-      least_range: the range is taken to be at least this, before the division.
-      filled: which elements count, None for all; the codes of others mean nothing.
-      scales: how the scale is stored.
-
-    Returns:
-      Codes in [0, 2^bits), the stored scale and the fp16 zero with `axis` kept at 1. A constant group has scale 0 and
-      codes 0.
+    A group's range is taken to be at least `least_range` before the division. Elements that are not `filled` (None: all
+    are) do not count, and their codes mean nothing. Returns codes in [0, 2^bits), the stored scale and the fp16 zero,
+    with `axis` kept at 1. A constant group has scale 0 and codes 0.
     """
     top = 2**bits - 1
     low, high = _extremes(x, axis, filled)
@@ -109,3 +97,32 @@ def clips(x: jax.Array, bits: int, axis: int, filled: jax.Array | None = None, s
 def dequantize(codes: jax.Array, scale: jax.Array, zero: jax.Array) -> jax.Array:
     """zero + scale * code in fp32."""
     return codes.astype(jnp.float32) * scale.astype(jnp.float32) + zero.astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Uniform(base.Quantizer):
+    """A method that stores codes, and the fp16 scale and zero of each group of elements."""
+
+    bits: int = 4  # of a code
+
+    least_range: ClassVar[float] = 0.0  # of a group
+
+    def groups(self, x: jax.Array) -> tuple[jax.Array, int]:
+        """x [B, S, K, H] with an axis for the elements of a group, and which one: the last, if heads are groups."""
+        return x, -1
+
+    def quantize(self, x: jax.Array) -> base.Packed:
+        groups, axis = self.groups(x.astype(jnp.float32))
+        codes, scale, zero = quantize(groups, self.bits, axis, self.least_range)
+        scale, zero = jnp.squeeze(scale, axis), jnp.squeeze(zero, axis)
+        return {"codes": packing.pack(codes.reshape(x.shape), self.bits), "scale": scale, "zero": zero}
+
+    def saturated(self, x: jax.Array) -> jax.Array:
+        groups, axis = self.groups(x)
+        return base.count(clips(groups, self.bits, axis), x, groups)
+
+    def dequantize(self, packed: base.Packed) -> jax.Array:
+        codes = packing.unpack(packed["codes"], self.bits)
+        grouped, axis = self.groups(codes)
+        scale, zero = (jnp.expand_dims(packed[leaf], axis) for leaf in ("scale", "zero"))
+        return dequantize(grouped, scale, zero).reshape(codes.shape)

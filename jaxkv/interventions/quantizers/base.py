@@ -66,19 +66,12 @@ def register_tree(cls: type, traced: tuple[str, ...]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Which positions of a row are packed.
+    """Which positions of a row are packed."""
 
-    Attributes:
-      first: tokens from position 0 on that stay in 16 bits (attention sinks).
-      recent: newest tokens that always stay.
-      block: tokens that are packed at a time; fewer wait.
-      from_prompt: the whole prompt is packed at once and blocks are counted from its end, not from `first`.
-    """
-
-    first: int = 0
-    recent: int = 0
-    block: int = 1
-    from_prompt: bool = False
+    first: int = 0  # tokens from position 0 on that stay in 16 bits (attention sinks)
+    recent: int = 0  # newest tokens that always stay
+    block: int = 1  # tokens that are packed at a time; fewer wait
+    from_prompt: bool = False  # whether the whole prompt is packed at once and blocks are counted from its end
 
     def packed(self, written: Any, prompt: Any = 0) -> tuple[Any, Any]:
         """Positions [start, end) that are packed once positions [0, written) are written; ints or int arrays."""
@@ -88,13 +81,9 @@ class Window:
 
 @dataclasses.dataclass(frozen=True)
 class Quantizer(abc.ABC):
-    """Settings of one method on one side, and its functions. See the module's text for how a cache calls them.
+    """Settings of one method on one side, and its functions. See the module's text for how a cache calls them."""
 
-    Attributes:
-      side: 'k' or 'v'; several methods treat the two differently.
-    """
-
-    side: Side
+    side: Side  # several methods treat the two differently
 
     own: ClassVar[Own] = "none"
     whole_history: ClassVar[bool] = False
@@ -121,8 +110,8 @@ class Quantizer(abc.ABC):
 
     @property
     def rotated(self) -> bool | jax.Array:
-        """Whether the cache holds rotated heads; an array where that is a traced field."""
-        return False
+        """Whether the cache holds rotated heads: the field `hadamard`, if any; an array where that is traced."""
+        return getattr(self, "hadamard", False)
 
     @property
     def window(self) -> Window:
@@ -172,8 +161,12 @@ class Quantizer(abc.ABC):
 
     def check(self, head_dim: int, tokens: int | None = None) -> None:
         """Raises UserError if heads of this size, or a context of so many tokens, do not suit the method."""
-        if self.rotated:
-            hadamard.check_size(head_dim, self.name)
+        if self.rotated and not hadamard.exists(head_dim):
+            raise UserError(
+                f"{self.name} rotates heads by a Hadamard matrix, which exists here for head dims that are powers of "
+                f"two (64, 128, 256), and this model's is {head_dim}; choose a method without a rotation, e.g. "
+                "kivi:k2v2 or kvarn:k2v2,rotate=off"
+            )
         if head_dim % 8:
             raise UserError(f"{self.name} packs codes of 8 channels together, and the head dim is {head_dim}")
         if tokens is not None and self.granularity > tokens:
@@ -202,7 +195,7 @@ def count(over: jax.Array, x: jax.Array, grouped: jax.Array | None = None) -> ja
     return jnp.sum(jnp.broadcast_to(over, shape).reshape(x.shape), -1, dtype=jnp.int32)
 
 
-def check_bits(bits: int, known: tuple[int, ...], who: str) -> None:
+def check_bits(bits: int, who: str, known: tuple[int, ...] = (2, 3, 4, 8)) -> None:
     """Raises UserError unless the method has this width."""
     if bits not in known:
         raise UserError(f"{who} has no {bits}-bit codes; known: {', '.join(map(str, known))}")
@@ -211,8 +204,7 @@ def check_bits(bits: int, known: tuple[int, ...], who: str) -> None:
 def split_error(x: jax.Array, approximation: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Squared error of each vector [..., H] in two parts that add up to it (arXiv 2606.03458, equation 3).
 
-    Returns:
-      The norm part (|x| - |x'|)^2 and the direction part 2 |x| |x'| (1 - cos), each [...], in fp32.
+    They are that of the norm, (|x| - |x'|)^2, and that of the direction, 2 |x| |x'| (1 - cos), each [...], in fp32.
     """
     x, y = x.astype(jnp.float32), approximation.astype(jnp.float32)
     total = jnp.sum(jnp.square(x - y), axis=-1)

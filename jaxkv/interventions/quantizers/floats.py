@@ -20,15 +20,11 @@ FORMATS = {"e4m3": (jnp.float8_e4m3fn, 448.0), "e5m2": (jnp.float8_e5m2, 57344.0
 
 @dataclasses.dataclass(frozen=True)
 class Float8(base.Quantizer):
-    """Settings of an 8-bit float.
+    """Settings of an 8-bit float."""
 
-    Attributes:
-      format: 'e4m3' or 'e5m2'.
-      scale: static scale, such that fp32 holds it and the largest number read, or None for one for each (token, head),
-        stored as the largest magnitude in fp16.
-    """
-
-    format: str = "e4m3"
+    format: str = "e4m3"  # of FORMATS
+    # Static, such that fp32 holds it and the largest number read, or None for one for each (token, head), stored as the
+    # largest magnitude in fp16.
     scale: float | None = dataclasses.field(default=1.0, metadata={"none": "token"})
 
     names, variant, usual = ("fp8",), "format", "e4m3"

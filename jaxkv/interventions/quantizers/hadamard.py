@@ -4,22 +4,10 @@ import jax
 import jax.numpy as jnp
 import scipy.linalg
 
-from jaxkv.errors import UserError
-
 
 def exists(head_dim: int) -> bool:
     """Whether Sylvester's construction has a matrix of this size."""
     return head_dim >= 1 and not head_dim & (head_dim - 1)
-
-
-def check_size(head_dim: int, who: str) -> None:
-    """Raises UserError unless Sylvester's construction has a matrix of this size."""
-    if not exists(head_dim):
-        raise UserError(
-            f"{who} rotates heads by a Hadamard matrix, which exists here for head dims that are powers of two (64, "
-            f"128, 256), and this model's is {head_dim}; choose a method without a rotation, e.g. kivi:k2v2 or "
-            "kvarn:k2v2,rotate=off"
-        )
 
 
 def rotate(x: jax.Array) -> jax.Array:
@@ -30,7 +18,6 @@ def rotate(x: jax.Array) -> jax.Array:
     for each element, and a program with it compiled for four minutes. Like every product, it may round differently at
     another number of rows.
     """
-    check_size(x.shape[-1], "a rotation")
     signs = jnp.asarray(scipy.linalg.hadamard(x.shape[-1]), jnp.float32)
     product = jnp.matmul(x.astype(jnp.float32), signs, precision=jax.lax.Precision.HIGHEST)
     return (product * x.shape[-1] ** -0.5).astype(x.dtype)

@@ -16,20 +16,13 @@ import jax.numpy as jnp
 
 from jaxkv.interventions.quantizers import affine, base, packing
 
-BITS = (2, 4, 8)
-
 
 @dataclasses.dataclass(frozen=True)
 class Integer(base.Quantizer):
-    """Settings of a symmetric integer.
+    """Settings of a symmetric integer."""
 
-    Attributes:
-      bits: 8 or 4; 2 for comparison's sake.
-      bound: 'whole' for 2^(b-1) - 1, 'half' for half a step more.
-    """
-
-    bits: int = 8
-    bound: Literal["whole", "half"] = "whole"
+    bits: int = 8  # 8 or 4; 2 for comparison's sake
+    bound: Literal["whole", "half"] = "whole"  # 2^(b-1) - 1, or half a step more
 
     names, variant = ("int8", "int4", "int2"), None
 
@@ -38,7 +31,7 @@ class Integer(base.Quantizer):
         return {"bits": int(name.removeprefix("int"))}
 
     def __post_init__(self):
-        base.check_bits(self.bits, BITS, "a symmetric integer")
+        base.check_bits(self.bits, "a symmetric integer", (2, 4, 8))
 
     @property
     def name(self) -> str:

@@ -8,35 +8,25 @@ The public code divides a constant group by 0; here its scale is 0 and its codes
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 
 from jaxkv.errors import UserError
-from jaxkv.interventions.quantizers import affine, base, packing
-
-BITS = (2, 3, 4, 8)
+from jaxkv.interventions.quantizers import affine, base
 
 
 @dataclasses.dataclass(frozen=True)
-class Kivi(base.Quantizer):
-    """Settings of KIVI.
+class Kivi(affine.Uniform):
+    """Settings of KIVI."""
 
-    Attributes:
-      bits: of a code.
-      group: tokens (K) or channels (V) that share a scale; a V group is at most the head.
-      residual: R, tokens of the 16-bit window.
-      hadamard: whether heads are rotated, which KIVI does not do.
-    """
-
-    bits: int = 2
-    group: int = 32
-    residual: int = dataclasses.field(default=128, metadata={"option": "window"})
-    hadamard: bool = dataclasses.field(default=False, metadata={"option": "rotate"})
+    bits: int = 2  # of a code
+    group: int = 32  # tokens (K) or channels (V) that share a scale; a V group is at most the head
+    residual: int = dataclasses.field(default=128, metadata={"option": "window"})  # R, tokens of the 16-bit window
+    hadamard: bool = dataclasses.field(default=False, metadata={"option": "rotate"})  # which KIVI does not do
 
     own = "step"
     names, usual = ("kivi",), "k2v2"
 
     def __post_init__(self):
-        base.check_bits(self.bits, BITS, "KIVI")
+        base.check_bits(self.bits, "KIVI")
         if self.group < 2:
             raise UserError(f"a KIVI group of {self.group} saves nothing; use 32 or 128")
         if self.residual < 1 or self.residual % self.group:
@@ -44,10 +34,6 @@ class Kivi(base.Quantizer):
                 f"KIVI packs its window of {self.residual} tokens in groups of {self.group}; make the window a "
                 f"multiple of the group, e.g. window={max(1, round(self.residual / self.group)) * self.group}"
             )
-
-    @property
-    def rotated(self) -> bool:
-        return self.hadamard
 
     @property
     def granularity(self) -> int:
@@ -67,24 +53,7 @@ class Kivi(base.Quantizer):
     def bits_per_element(self, head_dim: int) -> float:
         return self.bits + 32 / (self.group if self.side == "k" else min(self.group, head_dim))
 
-    def quantize(self, x: jax.Array) -> base.Packed:
-        groups, axis = self._groups(x.astype(jnp.float32))
-        codes, scale, zero = affine.quantize(groups, self.bits, axis)
-        scale, zero = jnp.squeeze(scale, axis), jnp.squeeze(zero, axis)
-        return {"codes": packing.pack(codes.reshape(x.shape), self.bits), "scale": scale, "zero": zero}
-
-    def saturated(self, x: jax.Array) -> jax.Array:
-        groups, axis = self._groups(x)
-        return base.count(affine.clips(groups, self.bits, axis), x, groups)
-
-    def dequantize(self, packed: base.Packed) -> jax.Array:
-        codes = packing.unpack(packed["codes"], self.bits)
-        grouped, axis = self._groups(codes)
-        scale, zero = (jnp.expand_dims(packed[leaf], axis) for leaf in ("scale", "zero"))
-        return affine.dequantize(grouped, scale, zero).reshape(codes.shape)
-
-    def _groups(self, x: jax.Array) -> tuple[jax.Array, int]:
-        """x [B, S, K, H] with an axis for the elements of a group, and which one."""
+    def groups(self, x: jax.Array) -> tuple[jax.Array, int]:
         B, S, K, H = x.shape
         if self.side == "k":
             return x.reshape(B, -1, self.group, K, H), 2

@@ -30,7 +30,6 @@ import jax.numpy as jnp
 from jaxkv.errors import UserError
 from jaxkv.interventions.quantizers import affine, base, packing
 
-BITS = (2, 3, 4, 8)
 CEILING = 10.0  # upper bound of the log of a scale
 MOST_PASSES = 1000
 GAIN = 1e-4  # part of the imbalance that a pass must take away to be taken
@@ -62,32 +61,22 @@ AUXILIARIES = {
 
 @dataclasses.dataclass(frozen=True)
 class KVarN(base.Quantizer):
-    """Settings of KVarN. The defaults are the paper's, but for the imbalance, which is the serving code's.
+    """Settings of KVarN. The defaults are the paper's, but for the imbalance, which is the serving code's."""
 
-    Attributes:
-      bits: of a code.
-      tile: tokens of a tile.
-      passes: over columns and rows, at most 1000. 0 is plain rounding.
-      floor: lower bound of the scales' logs, below the upper one of 10; None lifts all bounds.
-      target: what spreads are brought to: 1 ('one') or the tile's smallest spread ('min').
-      criterion: whether imbalance compares standard deviations ('std', serving code) or variances (paper).
-      keep: the scales of the most even pass, none included ('best'), or of the last.
-      aux: how scales are stored, 'e5m3', 'e4m3' or 'fp16'; None becomes 'e5m3' below 8 bits and 'fp16' from there on.
-        The paper says FP8, the serving code has fp16. e4m3 ends at 2^-9 and loses a cache of small values; e5m3, an
-        fp16 without sign and low bits, is as precise and has fp16's range. At 8 bits an 8-bit scale would more than
-        double the error of real values. Zeros are fp16.
-      hadamard: whether heads are rotated.
-    """
-
-    bits: int = 2
-    tile: int = 128
-    passes: int = 8
+    bits: int = 2  # of a code
+    tile: int = 128  # tokens of a tile
+    passes: int = 8  # over columns and rows, at most 1000. 0 is plain rounding
+    # Lower bound of the scales' logs, below the upper one of 10; None lifts all bounds.
     floor: float | None = dataclasses.field(default=-0.3, metadata={"none": "none"})
-    target: Literal["one", "min"] = "one"
-    criterion: Literal["std", "variance"] = "std"
-    keep: Literal["best", "last"] = "best"
+    target: Literal["one", "min"] = "one"  # what spreads are brought to: 1, or the tile's smallest spread
+    criterion: Literal["std", "variance"] = "std"  # what imbalance compares: the serving code's, or the paper's
+    keep: Literal["best", "last"] = "best"  # the scales of the most even pass, none included, or of the last
+    # How scales are stored; None becomes 'e5m3' below 8 bits and 'fp16' from there on. The paper says FP8, the serving
+    # code has fp16. e4m3 ends at 2^-9 and loses a cache of small values; e5m3, an fp16 without sign and low bits, is as
+    # precise and has fp16's range. At 8 bits an 8-bit scale would more than double the error of real values. Zeros are
+    # fp16.
     aux: Literal["e5m3", "e4m3", "fp16"] | None = None
-    hadamard: bool = dataclasses.field(default=True, metadata={"option": "rotate"})
+    hadamard: bool = dataclasses.field(default=True, metadata={"option": "rotate"})  # whether heads are rotated
 
     own = "prompt"
     traced = ("passes", "hadamard")
@@ -95,7 +84,7 @@ class KVarN(base.Quantizer):
     aliases = (("normalize", "passes", (("on", 8), ("off", 0))),)
 
     def __post_init__(self):
-        base.check_bits(self.bits, BITS, "KVarN")
+        base.check_bits(self.bits, "KVarN")
         if self.aux is None:
             object.__setattr__(self, "aux", "e5m3" if self.bits < 8 else "fp16")
         if self.tile < 2:
@@ -117,10 +106,6 @@ class KVarN(base.Quantizer):
     @property
     def granularity(self) -> int:
         return self.tile
-
-    @property
-    def rotated(self) -> bool | jax.Array:
-        return self.hadamard
 
     @property
     def window(self) -> base.Window:

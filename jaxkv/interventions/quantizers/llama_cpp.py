@@ -19,13 +19,9 @@ BITS = {"q8_0": 8.5, "q5_0": 5.5, "q5_1": 6.0, "q4_0": 4.5, "q4_1": 5.0}
 
 @dataclasses.dataclass(frozen=True)
 class LlamaCpp(base.Quantizer):
-    """Settings of a block format.
+    """Settings of a block format."""
 
-    Attributes:
-      format: 'q8_0', 'q5_0', 'q5_1', 'q4_0' or 'q4_1'.
-    """
-
-    format: str = "q8_0"
+    format: str = "q8_0"  # of BITS
 
     names, variant, usual = ("llama",), "format", "q8_0"
 
@@ -80,7 +76,7 @@ class LlamaCpp(base.Quantizer):
         return ((codes.astype(jnp.float32) - zero) * d + low).reshape(*data.shape[:-1], -1)
 
     def saturated(self, x: jax.Array) -> jax.Array:
-        """As in Quantizer; here such a scale or minimum is not clipped but infinite, as in llama.cpp."""
+        # Here such a scale or minimum is not clipped but infinite, as in llama.cpp.
         blocks, low, d = self._scale(x)
         over = jnp.abs(d) > affine.FP16_MAX
         if self.format.endswith("_1"):

@@ -23,15 +23,10 @@ def _width(of: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Mask(base.Quantizer):
-    """Settings of bit masking.
+    """Settings of bit masking."""
 
-    Attributes:
-      bits: kept, sign and exponent included.
-      of: the float they are kept of: 'fp16', 'bf16' or 'fp32'; None until `stored_as` makes it the cache's.
-    """
-
-    bits: int = 8
-    of: Literal["fp16", "bf16", "fp32"] | None = None
+    bits: int = 8  # kept, sign and exponent included
+    of: Literal["fp16", "bf16", "fp32"] | None = None  # the float they are of; None until `stored_as` says the cache's
 
     names, usual = ("mask",), "8"
 

@@ -8,47 +8,22 @@ packed cache of the code does not, nor does this one.
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
-
-from jaxkv.interventions.quantizers import affine, base, packing
-
-BITS = (2, 3, 4, 8)
-LEAST_RANGE = 1e-5
+from jaxkv.interventions.quantizers import affine, base
 
 
 @dataclasses.dataclass(frozen=True)
-class QuaRot(base.Quantizer):
-    """Settings of QuaRot.
+class QuaRot(affine.Uniform):
+    """Settings of QuaRot."""
 
-    Attributes:
-      bits: of a code.
-      hadamard: whether heads are rotated; without it this is plain rounding by token.
-    """
-
-    bits: int = 4
+    # Without it this is plain rounding by token.
     hadamard: bool = dataclasses.field(default=True, metadata={"option": "rotate"})
 
     own = "prompt"
     names = ("quarot",)
+    least_range = 1e-5
 
     def __post_init__(self):
-        base.check_bits(self.bits, BITS, "QuaRot")
-
-    @property
-    def rotated(self) -> bool:
-        return self.hadamard
+        base.check_bits(self.bits, "QuaRot")
 
     def bits_per_element(self, head_dim: int) -> float:
         return self.bits + 32 / head_dim
-
-    def quantize(self, x: jax.Array) -> base.Packed:
-        codes, scale, zero = affine.quantize(x.astype(jnp.float32), self.bits, -1, least_range=LEAST_RANGE)
-        return {"codes": packing.pack(codes, self.bits), "scale": scale[..., 0], "zero": zero[..., 0]}
-
-    def saturated(self, x: jax.Array) -> jax.Array:
-        return base.count(affine.clips(x, self.bits, -1), x)
-
-    def dequantize(self, packed: base.Packed) -> jax.Array:
-        codes = packing.unpack(packed["codes"], self.bits)
-        return affine.dequantize(codes, packed["scale"][..., None], packed["zero"][..., None])

@@ -21,33 +21,22 @@ import jax.numpy as jnp
 from jaxkv.errors import UserError
 from jaxkv.interventions.quantizers import affine, base, packing
 
-BITS = (2, 3, 4, 8)
-
 
 @dataclasses.dataclass(frozen=True)
-class Requantize(base.Quantizer):
-    """Settings of repeated packing.
+class Requantize(affine.Uniform):
+    """Settings of repeated packing."""
 
-    Attributes:
-      bits: of a code.
-      group: elements that share a scale.
-      every: tokens that wait before all is packed again.
-      axis: whether a group is consecutive channels of a token ('token') or a channel of consecutive tokens ('channel').
-      anchor: whether groups of tokens are counted from the first token ('start') or back from the last ('end').
-    """
-
-    bits: int = 4
-    group: int = 64
-    every: int = 128
-    axis: Literal["token", "channel"] = "token"
-    anchor: Literal["start", "end"] = "start"
+    group: int = 64  # elements that share a scale
+    every: int = 128  # tokens that wait before all is packed again
+    axis: Literal["token", "channel"] = "token"  # a group: channels of one token, or one channel of consecutive tokens
+    anchor: Literal["start", "end"] = "start"  # whether groups of tokens are counted from the first or from the last
 
     own = "step"
     whole_history = True
     names = ("hf",)
 
     def __post_init__(self):
-        base.check_bits(self.bits, BITS, "repeated packing")
+        base.check_bits(self.bits, "repeated packing")
         if self.group < 2 or self.every < 1:
             raise UserError(
                 f"groups of {self.group} every {self.every} tokens pack nothing; use e.g. group=64,every=128"
@@ -76,41 +65,33 @@ class Requantize(base.Quantizer):
 
         With `axis='channel'` S is a multiple of the group, and groups from the end take one more group of auxiliaries.
         """
-        S = x.shape[1]
-        x = x.astype(jnp.float32)
         if self.axis == "token":
-            codes, scale, zero = affine.quantize(self._channels(x), self.bits, -1)
-            codes, scale, zero = codes.reshape(x.shape), scale[..., 0], zero[..., 0]
-            return {"codes": packing.pack(codes, self.bits), "scale": scale, "zero": zero}
-        moved, filled, shift = self._tokens(x, length)
+            return super().quantize(x)
+        moved, filled, shift = self._tokens(x.astype(jnp.float32), length)
         codes, scale, zero = affine.quantize(moved, self.bits, 2, filled=filled)
-        codes = self._back(codes, shift, S)
+        codes = self._back(codes, shift, x.shape[1])
         packed = {"codes": packing.pack(codes, self.bits), "scale": scale[:, :, 0], "zero": zero[:, :, 0]}
         return packed if self.anchor == "start" else packed | {"shift": shift.astype(jnp.int32)}
 
     def saturated(self, x: jax.Array, length: jax.Array | None = None) -> jax.Array:
         """As in Quantizer, of the last turn's groups; x and length as `quantize` takes them."""
         if self.axis == "token":
-            groups = self._channels(x)
-            return base.count(affine.clips(groups, self.bits, -1), x, groups)
+            return super().saturated(x)
         moved, filled, shift = self._tokens(x, length)
         over = jnp.broadcast_to(affine.clips(moved, self.bits, 2, filled), moved.shape)
         return base.count(self._back(over, shift, x.shape[1]), x)
 
     def dequantize(self, packed: base.Packed) -> jax.Array:
+        if self.axis == "token":
+            return super().dequantize(packed)
         codes = packing.unpack(packed["codes"], self.bits)
         B, S = codes.shape[:2]
-        if self.axis == "token":
-            return affine.dequantize(
-                self._channels(codes), packed["scale"][..., None], packed["zero"][..., None]
-            ).reshape(codes.shape)
         shift = packed.get("shift", jnp.zeros(B, jnp.int32))
         place = (jnp.arange(S)[None] + shift[:, None]) // self.group
         return affine.dequantize(codes, _take(packed["scale"], place), _take(packed["zero"], place))
 
-    def _channels(self, x: jax.Array) -> jax.Array:
-        """x [B, S, K, H] with a last axis for the channels of a group."""
-        return x.reshape(*x.shape[:-1], -1, min(self.group, x.shape[-1]))
+    def groups(self, x: jax.Array) -> tuple[jax.Array, int]:
+        return x.reshape(*x.shape[:-1], -1, min(self.group, x.shape[-1])), -1
 
     def _tokens(self, x: jax.Array, length: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Groups of tokens [B, n, group, K, H] of x [B, S, K, H], which of them are filled, and each row's shift."""

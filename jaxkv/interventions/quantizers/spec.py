@@ -30,17 +30,11 @@ MOST = 2**31 - 1  # of a whole number: positions are 32-bit integers
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """How a field is written.
+    """How a field is written."""
 
-    Attributes:
-      field: its name.
-      kind: int, float, or words and what each stands for.
-      none: what stands for None, if anything does.
-    """
-
-    field: str
-    kind: type[int] | type[float] | Words
-    none: str | None = None
+    field: str  # its name
+    kind: type[int] | type[float] | Words  # int, float, or words and what each stands for
+    none: str | None = None  # what stands for None, if anything does
 
     @property
     def forms(self) -> str:
@@ -119,22 +113,12 @@ GRAMMAR = (
 
 @dataclasses.dataclass(frozen=True)
 class SideQuant:
-    """What is done to one side of the cache.
+    """What is done to one side of the cache. A method that packs its whole history, the newest too, keeps no recent."""
 
-    Attributes:
-      quantizer: None leaves it in the cache's own dtype.
-      first: tokens kept at the beginning; None for the method's own.
-      recent: newest tokens kept at least; None for the method's own.
-      layers: which are packed: 'global' or 'windowed' ones, by what a query sees in them; None for all.
-
-    Raises:
-      UserError: recent tokens are to be kept by a method that packs its whole history, the newest included.
-    """
-
-    quantizer: Quantizer | None
-    first: int | None = None
-    recent: int | None = None
-    layers: Literal["global", "windowed"] | None = None
+    quantizer: Quantizer | None  # None leaves it in the cache's own dtype
+    first: int | None = None  # tokens kept at the beginning; None for the method's own
+    recent: int | None = None  # newest tokens kept at least; None for the method's own
+    layers: Literal["global", "windowed"] | None = None  # which are packed, by what a query sees in them; None: all
 
     def __post_init__(self):
         if self.quantizer and self.quantizer.whole_history and self.recent:
@@ -160,7 +144,6 @@ class SideQuant:
         return self.layers is None or (self.layers == "windowed") == windowed[layer]
 
     def stored_as(self, dtype: Any) -> "SideQuant":
-        """As in CacheQuant."""
         return dataclasses.replace(self, quantizer=self.quantizer and self.quantizer.stored_as(dtype))
 
     def check(self, head_dim: int, tokens: int | None = None) -> None:
@@ -199,10 +182,7 @@ class CacheQuant:
     def check(self, head_dim: int, tokens: int | None = None, windowed: Sequence[bool] | None = None) -> None:
         """Raises UserError if heads of this size, a context of so many tokens, or a model with such layers do not suit.
 
-        Args:
-          head_dim: of the model.
-          tokens: of its context; None leaves that open.
-          windowed: which of its layers are; None leaves that open.
+        None leaves the context, or which layers are windowed, open.
         """
         for side in (self.k, self.v):
             side.check(head_dim, tokens)
@@ -223,8 +203,7 @@ register_tree(CacheQuant, ("k", "v"))
 def parse_cache_quant(text: str) -> CacheQuant:
     """Reads a spec; `str` of the result reads back to an equal one.
 
-    Raises:
-      UserError: with the nearest name and the grammar, in one line.
+    Raises UserError with the nearest name and the grammar, in one line.
     """
     try:
         if re.match(r"\s*[kv]\s*=", text):
@@ -234,9 +213,7 @@ def parse_cache_quant(text: str) -> CacheQuant:
                 if side not in ("k", "v") or not equals or side in sides:
                     raise UserError(f"'{part.strip()}' should be k=METHOD or v=METHOD, each once")
                 sides[side] = _read(rest, side)  # type: ignore[arg-type]
-            for side in ("k", "v"):
-                sides.setdefault(side, SideQuant(None))
-            return CacheQuant(**sides)
+            return CacheQuant(sides.get("k", SideQuant(None)), sides.get("v", SideQuant(None)))
         return CacheQuant(k=_read(text, "k", both=True), v=_read(text, "v", both=True))
     except UserError as error:
         raise UserError(f"--cache_quant={text}: {error}. {GRAMMAR}") from None
@@ -264,16 +241,15 @@ def _read(text: str, side: Side, both: bool = False) -> SideQuant:
         fields[method.variant] = variant
     windows: dict[str, Any] = {}
     aliases = {alias: Option(field, kind) for alias, field, kind in method.aliases}
-    known, seen = list_options(method) | aliases | WINDOWS, set()
+    known = list_options(method) | aliases | WINDOWS
     for word in rest:
         key, equals, value = (part.strip() for part in word.partition("="))
         if key not in known or not equals:
             raise UserError(f"{name} has no option '{word}'{nearest(key, list(known))}; it has {', '.join(known)}")
         field = known[key].field
-        if field in seen:
+        if field in fields or field in windows:
             again = " or ".join(other for other, option in known.items() if option.field == field)
             raise UserError(f"{name} is given {again} twice")
-        seen.add(field)
         try:
             (windows if key in WINDOWS else fields)[field] = known[key].read(value)
         except ValueError as wanted:

@@ -22,8 +22,6 @@ import numpy as np
 from jaxkv.errors import UserError
 from jaxkv.interventions.quantizers import affine, base, packing
 
-BITS = (2, 3, 4, 8)
-
 
 @functools.cache
 def lloyd_max(bits: int) -> np.ndarray:
@@ -52,28 +50,20 @@ def lloyd_max(bits: int) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class TurboQuant(base.Quantizer):
-    """Settings of TurboQuant.
+class TurboQuant(affine.Uniform):
+    """Settings of TurboQuant."""
 
-    Attributes:
-      bits: of a code.
-      unit: whether a key's levels are brought to unit length when read ('nc' of the served presets).
-      edges: layers at either end that stay exact, at most half of all.
-      values: how values are stored: 'uniform', by token, or 'codebook', rotated, as keys are.
-      hadamard: whether what the codebook is for is rotated.
-    """
-
-    bits: int = 4
-    unit: bool = True
-    edges: int = 2
-    values: Literal["uniform", "codebook"] = "uniform"
+    unit: bool = True  # whether a key's levels are brought to unit length when read ('nc' of the served presets)
+    edges: int = 2  # layers at either end that stay exact, at most half of all
+    values: Literal["uniform", "codebook"] = "uniform"  # how they are stored: by token, or rotated, as keys are
+    # Whether what the codebook is for is rotated.
     hadamard: bool = dataclasses.field(default=True, metadata={"option": "rotate"})
 
     own = "prompt"
     names = ("turboquant",)
 
     def __post_init__(self):
-        base.check_bits(self.bits, BITS, "TurboQuant")
+        base.check_bits(self.bits, "TurboQuant")
         if self.edges < 0:
             raise UserError(f"TurboQuant cannot leave {self.edges} layers exact at either end; use edges=0 or more")
 
@@ -94,10 +84,9 @@ class TurboQuant(base.Quantizer):
         return self.bits + (16 if self.coded else 32) / head_dim
 
     def quantize(self, x: jax.Array) -> base.Packed:
-        x = x.astype(jnp.float32)
         if not self.coded:
-            codes, scale, zero = affine.quantize(x, self.bits, -1)
-            return {"codes": packing.pack(codes, self.bits), "scale": scale[..., 0], "zero": zero[..., 0]}
+            return super().quantize(x)
+        x = x.astype(jnp.float32)
         norm = jnp.sqrt(jnp.sum(affine.square(x), -1, keepdims=True))
         unit = x / jnp.where(norm > 0, norm, 1)
         levels = lloyd_max(self.bits) * x.shape[-1] ** -0.5
@@ -110,14 +99,14 @@ class TurboQuant(base.Quantizer):
 
     def saturated(self, x: jax.Array) -> jax.Array:
         if not self.coded:
-            return base.count(affine.clips(x, self.bits, -1), x)
+            return super().saturated(x)
         squares = affine.square(x.astype(jnp.float32))
         return base.count(jnp.sqrt(jnp.sum(squares, -1, keepdims=True)) > affine.FP16_MAX, x)
 
     def dequantize(self, packed: base.Packed) -> jax.Array:
-        codes = packing.unpack(packed["codes"], self.bits)
         if not self.coded:
-            return affine.dequantize(codes, packed["scale"][..., None], packed["zero"][..., None])
+            return super().dequantize(packed)
+        codes = packing.unpack(packed["codes"], self.bits)
         unit = jnp.asarray(lloyd_max(self.bits) * codes.shape[-1] ** -0.5, jnp.float32)[codes]
         if self.unit:
             unit = unit / jnp.sqrt(jnp.sum(affine.square(unit), -1, keepdims=True))

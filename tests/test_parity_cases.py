@@ -153,8 +153,8 @@ def test_softcap_at_the_logits(tiny, precision):
 
 def divergence_record(arms, state, prompt):
     spec = RunSpec(new_tokens=8, bucket=16, control_problems=0)
-    item = Item(problem=0, prompt=tuple(map(int, prompt)), gold="")
-    [(records, _)] = run_missing(Divergence(arms, state, spec, ByteTokenizer(), load_task("arith", limit=1)), [item])
+    item = Item(problem=0, prompt=tuple(map(int, prompt)), gold="1")
+    [(records, _)] = run_missing(Divergence(arms, state, spec, ByteTokenizer(), load_task("arith")), [item])
     return records[0]
 
 

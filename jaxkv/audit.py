@@ -22,10 +22,9 @@ _PART |= {"k": "cache", "v": "cache", "qk": "scores", "scores": "scores", "head"
 class Finding:
     """One row's audit.
 
-    Attributes:
-      invalid: None, or {'layer', 'op', 'position', 'value'}: the first op in order of execution with a value that is
-        not finite, the first absolute position at which it is so there, and 'inf' or 'nan'.
-      headroom: {'max_abs', 'layer', 'op', 'limit'} of the finite value nearest to its dtype's maximum.
+    `invalid` is None, or {'layer', 'op', 'position', 'value'}: the first op in order of execution with a value that is
+    not finite, the first absolute position at which it is so there, and 'inf' or 'nan'. `headroom` is {'max_abs',
+    'layer', 'op', 'limit'} of the finite value nearest to its dtype's maximum.
     """
 
     invalid: dict[str, Any] | None
@@ -35,11 +34,6 @@ class Finding:
 def part_of(op: str) -> str:
     """The part of the policy whose dtype holds an operation's output."""
     return _PART.get(op, "activation")
-
-
-def _split(name: str) -> tuple[str, int | None]:
-    op, _, layer = name.partition(".")
-    return op, int(layer) if layer else None
 
 
 def audit_rows(arms: AnyArms, state: Any, run: Rollout, rows: Rows) -> list[Finding]:
@@ -58,8 +52,8 @@ def _find(peaks: dict[str, np.ndarray], precision: Precision, row: int, first: i
     invalid: dict[str, Any] | None = None
     nearest: tuple[float, dict[str, Any]] = (-1.0, {})
     for name, rows in peaks.items():
-        op, layer = _split(name)
-        values = rows[row]
+        op, _, number = name.partition(".")
+        layer, values = int(number) if number else None, rows[row]
         finite = np.isfinite(values)
         if invalid is None and not finite.all():
             slot = int(np.argmin(finite))

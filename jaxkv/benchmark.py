@@ -20,7 +20,8 @@ import pathlib
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from statistics import median_high
 from typing import Any
 
 import jax
@@ -33,7 +34,7 @@ from jaxkv.checkpoints import load
 from jaxkv.checkpoints.checkpoint import Checkpoint
 from jaxkv.checkpoints.fill import flat_paths
 from jaxkv.checkpoints.hf_config import transformers_config
-from jaxkv.cli import run_command
+from jaxkv.cli import define, run_command
 from jaxkv.config import ModelConfig, Precision, make_precision
 from jaxkv.decode import COMPILER_OPTIONS, Arms
 from jaxkv.errors import UserError
@@ -45,40 +46,37 @@ from jaxkv.interventions.quantized_side import SidePlan
 from jaxkv.interventions.quantizers import parse_cache_quant
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.families import get_preset
+from jaxkv.options import list_options, option
 from jaxkv.provenance import environment, git_revision
 from jaxkv.rollout import Layout, Rows, make_layout, make_rows, start_rollout
 from jaxkv.tasks import load_task
 from jaxkv.tasks.gsm8k import PromptSpec
 from jaxkv.torch_model import TorchModel, describe_torch, import_torch
-from jaxkv.writing import write_error
+from jaxkv.writing import write_atomically
 
 FLAGS = flags.FLAGS
 BLOCKS_A_RUN = 8  # blocks that one timed loop packs
 Figures = dict[str, Any]
 
 
-def _flag(default: Any, words: str, least: int = 1) -> Any:
-    return dataclasses.field(default=default, metadata={"help": words, "least": least})
-
-
 @dataclasses.dataclass(frozen=True)
 class Work:
     """What is measured: the flags of the same names. Properties raise UserError where a name is unknown or misfits."""
 
-    precision: str = _flag("fp16", "Precisions: fp16, bf16, fp32.")
-    model: str = _flag("llama2-7b", "Preset whose shapes to run, e.g. tiny-llama2 on a CPU.")
-    prompt_tokens: int = _flag(512, "Tokens in the prompt.")
-    new_tokens: int = _flag(128, "Tokens to generate.", 2)
-    repeats: int = _flag(3, "Timed runs; the median counts.")
-    tiles: Sequence[str] = _flag((), "Also time the aligned regime's cached step with tiles of so many rows.")
-    quant: str = _flag("kvarn:k2v2", "What is done to the cache, as --cache_quant of jaxkv.launch.")
-    memory_tokens: int = _flag(32768, "Slots of the caches whose memory is measured.")
-    checkpoint: str | None = _flag(None, "As in jaxkv.launch.")
-    data: str | None = _flag(None, "JSONL or Parquet file with GSM8K problems; the hub's test split if not set.")
-    fewshot_data: str | None = _flag(None, "File with worked examples; the hub's train split if not set.")
-    shots: int = _flag(0, "Worked examples in a prompt; 0 is the chat template, or none.", 0)
-    batch_size: int = _flag(16, "Problems decoded together.")
-    batches: int = _flag(3, "Timed batches, after one to compile and warm up.")
+    precision: str = option("fp16", "Precisions: fp16, bf16, fp32.", axis=("fp16",))
+    model: str = option("llama2-7b", "Preset whose shapes to run, e.g. tiny-llama2 on a CPU.")
+    prompt_tokens: int = option(512, "Tokens in the prompt.", 1)
+    new_tokens: int = option(128, "Tokens to generate.", 2)
+    repeats: int = option(3, "Timed runs; the median counts.", 1)
+    tiles: tuple[str, ...] = option((), "Also time the aligned regime's cached step with tiles of so many rows.")
+    quant: str = option("kvarn:k2v2", "What is done to the cache, as --cache_quant of jaxkv.launch.")
+    memory_tokens: int = option(32768, "Slots of the caches whose memory is measured.", 1)
+    checkpoint: str | None = option(None, "As in jaxkv.launch.")
+    data: str | None = option(None, "JSONL or Parquet file with GSM8K problems; the hub's test split if not set.")
+    fewshot_data: str | None = option(None, "File with worked examples; the hub's train split if not set.")
+    shots: int = option(0, "Worked examples in a prompt; 0 is the chat template, or none.", 0)
+    batch_size: int = option(16, "Problems decoded together.", 1)
+    batches: int = option(3, "Timed batches, after one to compile and warm up.", 1)
 
     @property
     def policy(self) -> Precision:
@@ -117,16 +115,9 @@ class Work:
         style: Any = "few_shot" if self.shots else "chat" if model.tokenizer.has_chat_template else "zero_shot"
         spec = PromptSpec(style, self.shots, None)
         task = load_task("gsm8k", data=self.data, fewshot_data=self.fewshot_data, spec=spec)
-        prompts = []
-        for problem in task.problems[: (self.batches + 1) * self.batch_size]:
-            prompt = task.prompt(problem)
-            prompts.append(model.tokenizer.encode(prompt) if isinstance(prompt, str) else model.tokenizer.chat(prompt))
-        return model, prompts
-
-
-def median(times: Sequence[float]) -> float:
-    """The median; of an even number, the upper one."""
-    return sorted(times)[len(times) // 2]
+        encode: Any = model.tokenizer.chat if spec.is_chat else model.tokenizer.encode
+        problems = task.problems[: (self.batches + 1) * self.batch_size]
+        return model, [encode(task.prompt(problem)) for problem in problems]
 
 
 def copy_bandwidth(bytes_each: int) -> float:
@@ -147,7 +138,7 @@ def time_steps(work: Work, packed: bool = False) -> Figures:
         return measure_cost(given, state, *work.prompt(tile), work.repeats, change=change)
 
     cost = measure()
-    step, weights = median(cost["ms_a_token"]), cost["bytes"]["weights"]
+    step, weights = median_high(cost["ms_a_token"]), cost["bytes"]["weights"]
     if not work.config.tie_embeddings:
         weights -= flat_paths(state)["embed"].get_value().nbytes  # one row of it is read
     _, rows, layout = work.prompt()
@@ -155,8 +146,8 @@ def time_steps(work: Work, packed: bool = False) -> Figures:
     return {
         "ms_a_step": step,
         "tokens_a_second": 1e3 / step,
-        "aligned_ms_a_step": {tile: median(measure(int(tile))["ms_a_token"]) for tile in work.tiles},
-        "prefill_ms": median(cost["prefill_ms"]),
+        "aligned_ms_a_step": {tile: median_high(measure(int(tile))["ms_a_token"]) for tile in work.tiles},
+        "prefill_ms": median_high(cost["prefill_ms"]),
         "copy_bandwidth_gb_s": bandwidth / 1e9,
         "weight_bytes": weights,
         "cache_bytes": cache,
@@ -190,7 +181,7 @@ def time_transformers(work: Work) -> Figures:
     def generate(count: int) -> float:
         run = functools.partial(torch_generate, net, ids, torch.ones_like(ids), count, **options)
         run()  # one run more to warm up, for torch.compile
-        return median(time_runs(run, work.repeats))
+        return median_high(time_runs(run, work.repeats))
 
     step = (generate(work.new_tokens) - generate(1)) / (work.new_tokens - 1)
     found = {"attention": net.config._attn_implementation, "ms_a_step": step, "tokens_a_second": 1e3 / step}
@@ -201,10 +192,8 @@ def time_uncached(work: Work) -> Figures:
     """Seconds a batch of the cached arm and of the uncached one by draft and check and by steps.
 
     All batches draft together, as a study's do; `check` is the part of it that checks the first drafts. The first draft
-    is the cached arm's own generation, which a study has anyway: the figure is given with it and without.
-
-    Raises:
-      UserError: draft and check took other tokens than stepping.
+    is the cached arm's own generation, which a study has anyway: the figure is given with it and without. Raises
+    UserError if draft and check took other tokens than stepping.
     """
     model, prompts = work.load()
     arms = Arms(model.config, work.policy)
@@ -301,7 +290,7 @@ def time_blocks(work: Work) -> Figures:
         return jax.lax.fori_loop(0, count, body, storage)
 
     run = jax.jit(loop, donate_argnums=0, compiler_options=COMPILER_OPTIONS)
-    total = median(time_runs(run, work.repeats, lambda: (jax.tree.map(jnp.copy, empty), rows, BLOCKS_A_RUN)))
+    total = median_high(time_runs(run, work.repeats, lambda: (jax.tree.map(jnp.copy, empty), rows, BLOCKS_A_RUN)))
     milliseconds = total / BLOCKS_A_RUN
     return {"block": block, "ms_a_block": milliseconds, "ms_a_token": milliseconds / block, "packings": len(used)}
 
@@ -370,21 +359,19 @@ BENCHMARKS = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class _Groups:
+    work: Work = Work()
+
+
 def define_flags(benchmark: Benchmark) -> None:
     """Defines a benchmark's flags."""
-    for field in dataclasses.fields(Work):
-        default: Any = benchmark.defaults.get(field.name, field.default)
-        words = field.metadata["help"]
-        if field.name == "precision":
-            flags.DEFINE_list("precision", [default], words)
-        elif field.name in benchmark.fields and field.name == "tiles":
-            flags.DEFINE_list("tiles", list(default), words)
-            rule = "give numbers of rows, e.g. 4,8"
-            flags.register_validator("tiles", lambda tiles: all(t.isdecimal() and int(t) for t in tiles), rule)
-        elif field.name in benchmark.fields and field.type is int:
-            flags.DEFINE_integer(field.name, default, words, lower_bound=field.metadata["least"])
-        elif field.name in benchmark.fields:
-            flags.DEFINE_string(field.name, default, words)
+    for one in list_options(_Groups):
+        if one.flag in ("precision", *benchmark.fields):
+            define(dataclasses.replace(one, default=benchmark.defaults.get(one.flag, one.default)))
+    if "tiles" in benchmark.fields:
+        rule = "give numbers of rows, e.g. 4,8"
+        flags.register_validator("tiles", lambda tiles: all(t.isdecimal() and int(t) for t in tiles), rule)
     flags.DEFINE_list("parts", list(benchmark.parts), "What to measure.")
     flags.DEFINE_alias("engines", "parts")
     flags.DEFINE_string("out", None, "JSON file for the figures.")
@@ -418,10 +405,7 @@ def write_figures(path: str, results: Any) -> None:
         **environment(),
         "results": results,
     }
-    try:
-        pathlib.Path(path).write_text(json.dumps(content, indent=1) + "\n")
-    except OSError as error:
-        raise write_error(pathlib.Path(path), error) from error
+    write_atomically(pathlib.Path(path), json.dumps(content, indent=1) + "\n")
 
 
 def main(name: str, argv: list[str]) -> None:

@@ -30,6 +30,7 @@ if __name__ == "__main__":
 import argparse
 import os
 import pathlib
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, get_args
@@ -103,10 +104,9 @@ class _Line(Struct, forbid_unknown_fields=True):
             require("prompt_sha256", fits, "is not that of prompt_ids")
 
 
-OPTIONAL = ("precision", "device", "attention", "gold")
 ONE = ("framework", "versions", "precision", "device", "attention")  # a file has one of each
 KINDS = ("logprobs", "logits")
-# What to do about a field at fault; the longest prefix counts.
+# What to do about a field at fault, that of either arm by `arm`; the longest prefix counts.
 REMEDIES = {
     "problem": "give the problem's index in the data, a whole number",
     "prompt_ids": "give the token ids that were fed, as whole numbers",
@@ -115,16 +115,14 @@ REMEDIES = {
     "versions": 'give the versions of what decides numbers, e.g. {"vllm": "0.11.0"}',
     "arms": f"give {' or '.join(ARMS)} or both, each an object with tokens",
     "sampling": "give sampler, temperature, top_k, top_p and seed, or leave sampling out if it is not known",
-    **dict.fromkeys(OPTIONAL, "give a string, or leave it out"),
-    **{f"arms.{arm}.tokens": "give the generated ids as whole numbers" for arm in ARMS},
-    **{f"arms.{arm}.text": "give a string, or leave it out" for arm in ARMS},
-    **{f"arms.{arm}.stop": f"give {', '.join(get_args(Stop))}, or leave it out" for arm in ARMS},
-    **{
-        f"arms.{arm}.top_{kind}": "list [token id, value] with the largest value first for each token, without ids of "
-        "no finite value, or leave it out"
-        for arm in ARMS
-        for kind in KINDS
-    },
+    **dict.fromkeys(("precision", "device", "attention", "gold", "arm.text"), "give a string, or leave it out"),
+    "arm.tokens": "give the generated ids as whole numbers",
+    "arm.stop": f"give {', '.join(get_args(Stop))}, or leave it out",
+    **dict.fromkeys(
+        [f"arm.top_{kind}" for kind in KINDS],
+        "list [token id, value] with the largest value first for each token, without ids of no finite value, or leave "
+        "it out",
+    ),
 }
 
 
@@ -135,8 +133,7 @@ class _Mendable(ValueError):
 def make_record(values: dict[str, Any]) -> dict[str, Any]:
     """The record (jaxkv.experiments.foreign.record) of one line of a file.
 
-    Raises:
-      ValueError: starts with the dotted name of the first field at fault.
+    Raises ValueError that starts with the dotted name of the first field at fault.
     """
     line = check(values, _Line)
     read = {
@@ -152,9 +149,7 @@ def make_record(values: dict[str, Any]) -> dict[str, Any]:
         "experiment": "foreign",
         "problem": line.problem,
         "key": ["foreign", line.problem],
-        "framework": line.framework,
-        "versions": line.versions,
-        **{name: getattr(line, name) for name in OPTIONAL if name != "gold"},
+        **{name: getattr(line, name) for name in ONE},
         "prompt_tokens": line.prompt_ids and len(line.prompt_ids),
         "prompt_sha256": hash_tokens(line.prompt_ids) if line.prompt_ids else line.prompt_sha256,
         "sampling": values.get("sampling"),  # numbers as they are written, whole ones without a point
@@ -198,11 +193,7 @@ def compare_top(uncached: Mapping[str, Any], cached: Mapping[str, Any]) -> dict[
 
 
 def read_foreign(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Reads and checks a file.
-
-    Raises:
-      UserError: one line with file, line, field and remedy.
-    """
+    """Reads and checks a file. Raises UserError: one line with file, line, field and remedy."""
     lines = read_text(pathlib.Path(path).expanduser()).split("\n")
     records: list[dict[str, Any]] = []
     seen: dict[int, int] = {}
@@ -237,19 +228,13 @@ def _find_remedy(message: str) -> str:
     if told == "unknown field" and parent != "sampling":
         known = {"": _Line, "arms": _Arms}.get(parent, _Arm).__struct_fields__
         return f"{nearest(name, list(known))}; known: {', '.join(known)}"
+    field = re.sub(rf"^arms\.({'|'.join(ARMS)})\.", "arm.", field)
     fitting = [name for name in REMEDIES if field == name or field.startswith((f"{name}.", f"{name}["))]
     return f"; {REMEDIES[max(fitting, key=len)]}" if fitting else ""
 
 
 def check_against(records: Sequence[Mapping[str, Any]], run: str | os.PathLike[str]) -> int:
-    """Finds out whether records and a run of ours were asked the same.
-
-    Returns:
-      How many problems both have.
-
-    Raises:
-      UserError: a problem with another prompt, or none in common.
-    """
+    """How many problems records and a run of ours share. Raises UserError on another prompt, or if there is none."""
     ours = {r.problem: r.prompt_sha256 for r in read_run(run)[1] if isinstance(r, Sample | ForeignRecord)}
     shared = [record for record in records if record["problem"] in ours]
     if not shared:
@@ -264,13 +249,9 @@ def check_against(records: Sequence[Mapping[str, Any]], run: str | os.PathLike[s
 
 
 def write_foreign(path: str | os.PathLike[str], out: str | os.PathLike[str], records: Sequence[dict[str, Any]]) -> int:
-    """Writes records of the file at `path` into the run directory `out`, or what is missing of them.
+    """Writes records of the file at `path` into the run directory `out`, or what is missing of them, and says how many.
 
-    Returns:
-      How many were added.
-
-    Raises:
-      UserError: the directory belongs to another file or cannot be written.
+    Raises UserError if the directory belongs to another file or cannot be written.
     """
     config = {
         "experiments": ["foreign"],

@@ -10,18 +10,11 @@ import pathlib
 SHARE = 0.5  # of the limit: the next program of a deep model may take thousands
 
 
-def count_maps() -> int | None:
-    """Memory maps of this process; None where the system does not say."""
+def count_maps() -> tuple[int, int] | None:
+    """Memory maps of this process and how many it may have; None where the system does not say."""
     try:
-        return pathlib.Path("/proc/self/maps").read_bytes().count(b"\n")
-    except OSError:
-        return None
-
-
-def limit_maps() -> int | None:
-    """How many a process may have; None where the system does not say."""
-    try:
-        return int(pathlib.Path("/proc/sys/vm/max_map_count").read_text())
+        held = pathlib.Path("/proc/self/maps").read_bytes().count(b"\n")
+        return held, int(pathlib.Path("/proc/sys/vm/max_map_count").read_text())
     except (OSError, ValueError):
         return None
 
@@ -31,8 +24,8 @@ def release_programs() -> bool:
 
     What is needed again is compiled again, or read from the compilation cache: the same program with the same bits.
     """
-    held, limit = count_maps(), limit_maps()
-    if held is None or limit is None or held < SHARE * limit:
+    maps = count_maps()
+    if maps is None or maps[0] < SHARE * maps[1]:
         return False
     import jax
 

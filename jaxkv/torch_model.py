@@ -5,6 +5,7 @@ torch and transformers are imported only when a model is built.
 
 import contextlib
 import inspect
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -37,13 +38,8 @@ def import_torch() -> Any:
 def check_torch(config: ModelConfig | None, precision: Precision, attention: str) -> None:
     """Finds out, before weights are loaded, whether transformers can compute what is asked.
 
-    Args:
-      config: architecture; None if only the checkpoint will tell.
-      precision: policy.
-      attention: 'eager' or 'sdpa'.
-
-    Raises:
-      UserError: a policy that its models do not have, or an attention that is unknown or drops a softcap.
+    `config` is None if only the checkpoint will tell. Raises UserError on a policy that its models do not have, or an
+    attention that is unknown or drops a softcap.
     """
     base = precision.name.split("+")[0]
     if base not in PRECISIONS:
@@ -96,50 +92,28 @@ def describe_torch() -> dict[str, Any]:
                 "mkldnn": torch.backends.mkldnn.enabled,
             }
         found["versions"] |= {"cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version())}
+        switches = ("allow_tf32", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+        cudnn = ("deterministic", "benchmark", "allow_tf32")
+        kernels = ("flash", "mem_efficient", "math", "cudnn")
         return found | {
-            "allow_tf32": matmul.allow_tf32,
-            "allow_fp16_reduced_precision_reduction": matmul.allow_fp16_reduced_precision_reduction,
-            "allow_bf16_reduced_precision_reduction": matmul.allow_bf16_reduced_precision_reduction,
-            "cudnn": {
-                name: getattr(torch.backends.cudnn, name) for name in ("deterministic", "benchmark", "allow_tf32")
-            },
-            "sdp": {
-                "flash": cuda.flash_sdp_enabled(),
-                "mem_efficient": cuda.mem_efficient_sdp_enabled(),
-                "math": cuda.math_sdp_enabled(),
-                "cudnn": cuda.cudnn_sdp_enabled(),
-            },
+            **{name: getattr(matmul, name) for name in switches},
+            "cudnn": {name: getattr(torch.backends.cudnn, name) for name in cudnn},
+            "sdp": {name: getattr(cuda, f"{name}_sdp_enabled")() for name in kernels},
         }
-
-
-def describe_origin(attention: str) -> dict[str, Any]:
-    """What decides the numbers of PyTorch's arms, for the config of a run directory."""
-    found = {name: value for name, value in describe_torch().items() if name != "device"}
-    return {"attention": attention, "torch": found}
 
 
 class TorchModel:
     """transformers' model of a checkpoint, fed slots of a token buffer.
 
-    Args:
-      checkpoint: of any family, from any source; its weights are rounded once if they are not in `precision` yet.
-      precision: see `check_torch`.
-      attention: 'eager' or 'sdpa'.
-      device: 'cuda' or 'cpu'; None takes a GPU where there is one.
-
-    Attributes:
-      net: the transformers model.
-      device: where it is.
-
-    Raises:
-      UserError: what transformers cannot compute, or an overflow of a weight.
+    `net` is the model, on a GPU where there is one. Weights are rounded once if they are not in `precision` yet. Raises
+    UserError on what transformers cannot compute, or an overflow of a weight.
     """
 
-    def __init__(self, checkpoint: Checkpoint, precision: Precision, attention: str, device: str | None = None):
+    def __init__(self, checkpoint: Checkpoint, precision: Precision, attention: str):
         check_torch(checkpoint.config, precision, attention)
         self.torch = import_torch()
         self.config, self.precision, self.attention = checkpoint.config, precision, attention
-        self.device = device or ("cuda" if self.torch.cuda.is_available() else "cpu")
+        self.device = "cuda" if self.torch.cuda.is_available() else "cpu"
         self.net = self._build()
         self._fill(checkpoint)
         # transformers 5 renames `past_key_values` to `cache`.
@@ -149,13 +123,11 @@ class TorchModel:
     def _build(self) -> Any:
         import transformers
 
-        dtype = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}[self.precision.name]
-        settings = transformers_config(self.config)
+        settings, dtype = transformers_config(self.config), getattr(self.torch, np.dtype(self.precision.param).name)
+        make = transformers.AutoModelForCausalLM.from_config
         try:
             with self.torch.device(self.device):
-                net = transformers.AutoModelForCausalLM.from_config(
-                    settings, dtype=getattr(self.torch, dtype), attn_implementation=self.attention
-                )
+                net = make(settings, dtype=dtype, attn_implementation=self.attention)
         except ValueError as error:
             raise UserError(f"{self.config.name}: transformers refuses attention {self.attention} ({error})") from error
         return net.eval()
@@ -196,20 +168,11 @@ class TorchModel:
         return np.maximum(np.arange(begin, end)[None] - first[:, None], 0)
 
     def run(self, tokens: np.ndarray, first: np.ndarray, begin: int, end: int, keep: Any, cache: Any = None) -> Any:
-        """One forward over slots [begin, end); the attention mask hides left padding alone.
+        """One forward over slots [begin, end) of tokens [B, at least end]; the attention mask hides left padding alone.
 
-        The mask is always given: without one, transformers looks for several texts in a row's positions.
-
-        Args:
-          tokens: [B, at least end] token ids.
-          first: [B] slot of each row's first token.
-          begin: 0 without a cache.
-          end: see above.
-          keep: `logits_to_keep`: the last so many rows, or a list of rows.
-          cache: of the slots before `begin`; None runs with use_cache=False.
-
-        Returns:
-          The output of the model.
+        The mask is always given: without one, transformers looks for several texts in a row's positions. `first` [B] is
+        the slot of each row's first token, `keep` is `logits_to_keep`: the last so many rows or a list of rows. `cache`
+        is of the slots before `begin`; None runs from slot 0 with use_cache=False.
         """
         torch = self.torch
         mask = np.arange(end)[None] >= first[:, None]
@@ -246,19 +209,11 @@ class TorchModel:
             yield
 
     def audit(self, tokens: np.ndarray, first: np.ndarray, ends: np.ndarray) -> dict[str, np.ndarray]:
-        """Largest magnitude of what each module gives out, in one uncached forward.
+        """Largest magnitude of what each module gives out, in one uncached forward over tokens [B, P].
 
-        Residual streams have our names (`resid_pre.l`, `resid_mid.l`), as have `head`, `logits` and, in eager
-        attention, `qk.l`, the products before scaling with keys that a row sees; the rest have transformers' names.
-        sdpa shows no products.
-
-        Args:
-          tokens: [B, P].
-          first: [B] slot of the first token.
-          ends: [B] slot after the last.
-
-        Returns:
-          name -> [B, P] float32 in order of execution, 0 outside [first, ends).
+        name -> [B, P] float32 in order of execution, 0 outside slots [first, ends), [B] each. Residual streams have our
+        names (`resid_pre.l`, `resid_mid.l`), as have `head`, `logits` and, in eager attention, `qk.l`, the products
+        before scaling with keys that a row sees; the rest have transformers' names. sdpa shows no products.
         """
         length = max(int(ends.max()), 1)
         slots = np.arange(tokens.shape[1])[None]
@@ -285,8 +240,9 @@ class TorchModel:
 
     def _hooks(self, record: Any) -> Iterator[Any]:
         """Hooks on what enters each layer and its MLP, and on what each module without parts gives out."""
-        last = self.config.num_layers
-        layers: dict[str, int] = {f"model.layers.{i}": i for i in range(last)}
+        # The norm before the MLP has another name where the attention's output has a norm of its own.
+        mlp_norm = "pre_feedforward_layernorm" if self.config.post_norms else "post_attention_layernorm"
+        inside, outside = {"": "resid_pre", mlp_norm: "resid_mid"}, {"norm": f"resid_pre.{self.config.num_layers}"}
 
         def entering(name: str) -> Any:
             return lambda module, inputs, kwargs: record(name, inputs[0] if inputs else kwargs["hidden_states"])
@@ -295,18 +251,11 @@ class TorchModel:
             return lambda module, inputs, output: record(name, output)
 
         for path, module in self.net.named_modules():
-            within = next((p for p in layers if path.startswith(f"{p}.")), None)
-            short = path.removeprefix(f"{within}.") if within else path.removeprefix("model.")
-            layer = f".{layers[within]}" if within else ""
-            enters = f"resid_pre.{layers[path]}" if path in layers else f"resid_pre.{last}" if short == "norm" else ""
-            # The norm before the MLP has another name where the attention's output has a norm of its own.
-            mlp_norm = "pre_feedforward_layernorm" if self.config.post_norms else "post_attention_layernorm"
-            if short == mlp_norm:
-                enters = f"resid_mid{layer}"
-            if enters:
-                yield module.register_forward_pre_hook(entering(enters), with_kwargs=True)
-            leaf = not list(module.children()) and "rotary" not in path
-            if leaf:
+            found = re.fullmatch(r"model\.layers\.(\d+)\.?(.*)", path)
+            layer, short = (f".{found[1]}", found[2]) if found else ("", path.removeprefix("model."))
+            if enters := (inside if found else outside).get(short):
+                yield module.register_forward_pre_hook(entering(enters + layer), with_kwargs=True)
+            if not list(module.children()) and "rotary" not in path:
                 name = {"lm_head": "head", "norm": "final_norm"}.get(short, short.replace(".", "/"))
                 yield module.register_forward_hook(leaving(name + layer))
 

@@ -41,7 +41,7 @@ from jaxkv.rollout import (
     uncached_lengths,
 )
 from jaxkv.sampling import Sampler
-from jaxkv.torch_model import TorchModel, describe_origin, describe_torch, true_fp32
+from jaxkv.torch_model import TorchModel, describe_torch, true_fp32
 
 Give = Callable[[np.ndarray, int], np.ndarray]  # tokens [B, S], slot -> logits [B, V] for the slot
 
@@ -71,30 +71,16 @@ def find_chooser(sampler: Sampler) -> jax.Device:
 class TorchArms:
     """Both arms through a transformers model (rollout.AnyArms).
 
-    Args:
-      checkpoint: model.
-      precision: fp16, bf16 or fp32, without overrides.
-      sampler: how tokens are chosen.
-      attention: 'eager' or 'sdpa'.
-      device: None takes a GPU where there is one.
-
-    Raises:
-      UserError: what transformers cannot compute; torch is missing; JAX may not use the CPU.
+    `precision` is fp16, bf16 or fp32 without overrides, and `attention` 'eager' or 'sdpa'. Raises UserError: what
+    transformers cannot compute; torch is missing; JAX may not use the CPU.
     """
 
     tile: int | None = None
     keep_logits = exact_checks = False
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        precision: Precision,
-        sampler: Sampler,
-        attention: str = "eager",
-        device: str | None = None,
-    ):
+    def __init__(self, checkpoint: Checkpoint, precision: Precision, sampler: Sampler, attention: str = "eager"):
         self.config, self.precision, self.sampler = checkpoint.config, precision, sampler
-        self._given = (checkpoint, precision, attention, device)
+        self._given = (checkpoint, precision, attention)
         self.stop_ids = tuple(checkpoint.tokenizer.eos_ids)
         choose = functools.partial(emit, sampler=sampler, stop_ids=self.stop_ids)
         self.emit = jax.jit(choose, compiler_options=COMPILER_OPTIONS)
@@ -115,7 +101,8 @@ class TorchArms:
 
     def describe(self) -> dict[str, Any]:
         """As in AnyArms."""
-        return describe_origin(self.origin["attention"])
+        found = {name: value for name, value in describe_torch().items() if name != "device"}
+        return {"attention": self.origin["attention"], "torch": found}
 
     def fit(self, layout: Layout) -> Layout:
         """The layout as for JAX's arms but for the prefill, which has no padding."""
@@ -180,8 +167,6 @@ class TorchArms:
             return ready[:, slot - begin]
 
         return give
-
-    # Arms.
 
     def run_cached(self, state: None, tokens: np.ndarray, rows: Rows, layout: Layout) -> Rollout:
         """As in AnyArms."""

@@ -17,14 +17,10 @@ WIDTH, INDENT = 80, 28
 
 @dataclasses.dataclass(frozen=True)
 class Verb:
-    """One of `jaxkv VERB`.
+    """One of `jaxkv VERB`: `start` is "module:function" that takes the arguments and may return an exit code.
 
-    Attributes:
-      start: "module:function" that takes the arguments and may return an exit code.
-      brief: what it does, in a line.
-      before: arguments that it always has.
-      slow: whether its imports take seconds.
-      lost: what a line on Ctrl-C says is lost; the usual one if None.
+    `before` are arguments that it always has, `slow` says whether its imports take seconds, and `lost` what a line on
+    Ctrl-C says is lost; the usual one if None.
     """
 
     start: str

@@ -11,79 +11,44 @@ from jaxkv.tasks.math_tasks import find_boxed
 from jaxkv.tasks.numerals import match_braces
 from jaxkv.tasks.scoring import score
 
-
-@pytest.mark.parametrize(
-    ("number", "value"),
-    [
-        (r"3\frac{1}{2}", "3.5"),
-        (r"3\tfrac12", "3.5"),
-        (r"3 \dfrac{1}{2}", "3.5"),
-        (r"3\,\frac{1}{2}", "3.5"),
-        (r"3\ \frac 1 2", "3.5"),
-        ("3 1/2", "3.5"),
-        ("3½", "3.5"),
-        ("3 ½", "3.5"),
-        ("3 1⁄2", "3.5"),
-        (r"2\frac12", "2.5"),
-        (r"-2\frac{1}{4}", "-2.25"),
-        (r"\frac{7}{2}", "3.5"),
-        (r"-\frac{7}{2}", "-3.5"),
-        (r"\frac72", "3.5"),
-        (r"\nicefrac{7}{2}", "3.5"),
-        (r"\frac{\frac{1}{2}}{2}", "0.25"),
-        (r"\frac{\text{36}}{2}", "18"),
-        (r"\frac{1+2}{4}", "0.75"),
-        (r"\frac{3 \times 6}{2}", "9"),
-        ("½", "0.5"),
-        (r"\frac{1,200}{4}", "300"),
-        (r"2 \cdot (3 + 4)", "14"),
-        (r"1.5 \times 10^{3}", "1500"),
-        (r"9 \div 2", "4.5"),
-        (r"18 \times 10^{-1}", "1.8"),
-        ("2.5 million", "2500000"),
-    ],
+# fmt: off
+THREE_AND_A_HALF = (
+    r"3\frac{1}{2}", r"3\tfrac12", r"3 \dfrac{1}{2}", r"3\,\frac{1}{2}", r"3\ \frac 1 2", "3 1/2", "3½", "3 ½", "3 1⁄2",
+    r"\frac{7}{2}", r"\frac72", r"\nicefrac{7}{2}",
 )
+VALUES = dict.fromkeys(THREE_AND_A_HALF, "3.5") | {
+    r"-\frac{7}{2}": "-3.5", r"2\frac12": "2.5", r"-2\frac{1}{4}": "-2.25", r"\frac{\frac{1}{2}}{2}": "0.25",
+    "½": "0.5", r"\frac{1+2}{4}": "0.75", r"\frac{\text{36}}{2}": "18", r"\frac{3 \times 6}{2}": "9",
+    r"\frac{1,200}{4}": "300", r"2 \cdot (3 + 4)": "14", r"1.5 \times 10^{3}": "1500", r"18 \times 10^{-1}": "1.8",
+    r"9 \div 2": "4.5", "2.5 million": "2500000",
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("number", VALUES)
 @pytest.mark.parametrize("place", ["\\boxed{%s}", "#### %s", "The answer is $%s$.", "Answer: %s", "It is %s"])
-def test_values(number, value, place):
-    assert extract_numeric(place.replace("%s", number)) == Decimal(value)
+def test_values(number, place):
+    assert extract_numeric(place.replace("%s", number)) == Decimal(VALUES[number])
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "#### 20-30",
-        "#### 20 - 30",
-        "#### 20\u201330",
-        "#### 20 to 30",
-        "The answer is 20-30 minutes.",
-        "It takes 20-30 minutes.",
-        "\\boxed{20-30}",
-        "\\boxed{20 \\text{ to } 30}",
-        "\\boxed{3, 5}",
-        "\\boxed{3 \\text{ and } 5}",
-        "\\boxed{a = 3, b = 5}",
-        "\\boxed{3:30}",
-        "They meet at 3:30.",
-        "The answer is 3:30 pm",
-        "The ratio is 3:2",
-        "#### 1/0",
-        "#### " + "9" * 1000 + "^99",
-        "#### 3,5",
-        "The answer is 3 dollars and 5 cents.",
-        "It takes 3 hours and 30 minutes.",
-        "So 30 * 5 =",
-        "\\boxed{" + "(" * 1000 + "1" + ")" * 1000 + "}",
-        "\\boxed{" + "+".join(["1"] * 1000) + "}",
-    ],
-)
+NO_VALUE = [
+    *("#### 20-30", "#### 20 - 30", "#### 20\u201330", "#### 20 to 30", "The answer is 20-30 minutes."),
+    *("It takes 20-30 minutes.", "\\boxed{20-30}", "\\boxed{20 \\text{ to } 30}"),
+    *("\\boxed{3, 5}", "\\boxed{3 \\text{ and } 5}", "\\boxed{a = 3, b = 5}", "#### 3,5"),
+    *("\\boxed{3:30}", "They meet at 3:30.", "The answer is 3:30 pm", "The ratio is 3:2"),
+    *("The answer is 3 dollars and 5 cents.", "It takes 3 hours and 30 minutes."),
+    *("#### 1/0", "#### " + "9" * 1000 + "^99", "So 30 * 5 ="),
+    *("\\boxed{" + "(" * 1000 + "1" + ")" * 1000 + "}", "\\boxed{" + "+".join(["1"] * 1000) + "}"),
+    *(r"\boxed{\sqrt{16}}", r"\boxed{2\sqrt{3}}", r"\boxed{5\pi}", r"\boxed{5!}", r"\boxed{ 12 + x }"),
+    r"the candle will be \(\boxed{L-8}\) centimeters shorter",
+]
+
+
+@pytest.mark.parametrize("text", NO_VALUE)
 def test_what_is_not_one_number_has_no_value(text):
     assert extract_numeric(text) is None
     for gold in ("20", "30", "3", "5"):
         assert score(text, gold)["numeric"] == {"answer": None, "correct": False}
-
-
-def test_strict_reads_a_range_as_the_harness_does():
-    assert score("#### 20-30", "20")["strict"] == {"answer": "20", "correct": True}
 
 
 @pytest.mark.parametrize(
@@ -116,6 +81,14 @@ def test_strict_reads_a_range_as_the_harness_does():
         ("The answer is (18)", 18),
         ("5 - 15 = -10", -10),
         ("Answer: 3 - 16 = -13 and 20 - 13 = 7", 7),
+        ("So the area is 18 ft^2.", 18),
+        (r"The area is $18 \text{ cm}^2$.", 18),
+        ("The volume is 60 cm^3", 60),
+        ("2^3 = 8", 8),
+        ("#### Answer: 18 apples for 3 people", 18),
+        ("#### The answer: 18, at 2 each", 18),
+        (r"\boxed{20 - 2}", 18),
+        (r"\boxed{18 km}", 18),
     ],
 )
 def test_settles(text, value):
@@ -148,28 +121,3 @@ def test_ten_thousand_characters_take_linear_time(unit):
             if seconds[-1] < 0.4:
                 break
         assert min(seconds) < 0.4  # 0.11 s at most seen; what is quadratic takes more than 1 s
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("So the area is 18 ft^2.", "18"),
-        (r"The area is $18 \text{ cm}^2$.", "18"),
-        ("Thus, the garden is 120 m^2.", "120"),
-        ("The volume is 60 cm^3", "60"),
-        ("2^3 = 8", "8"),
-        ("#### Answer: 18 apples for 3 people", "18"),
-        ("#### The answer: 18, at 2 each", "18"),
-        (r"\boxed{\sqrt{16}}", None),
-        (r"\boxed{5!}", None),
-        (r"the candle will be \(\boxed{L-8}\) centimeters shorter", None),
-        (r"\boxed{ 12 + x }", None),
-        (r"\boxed{20 - 2}", "18"),
-        (r"\boxed{x = 18}", "18"),
-        (r"\boxed{18 km}", "18"),
-        (r"\boxed{2\sqrt{3}}", None),
-        (r"\boxed{5\pi}", None),
-    ],
-)
-def test_units_have_powers_markers_have_capitals_and_roots_are_no_numbers(text, value):
-    assert score(text, "18")["numeric"]["answer"] == value

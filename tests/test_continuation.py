@@ -4,10 +4,11 @@ import hashlib
 import json
 
 import pytest
+from task_files import serve
 
 from jaxkv.errors import UserError
 from jaxkv.tasks import PromptSpec, load_task, usual_style
-from jaxkv.tasks.continuation import find_passages, grade, load_text
+from jaxkv.tasks.continuation import load_text
 
 TEXT = (
     " \n = A river = \n\n"
@@ -24,24 +25,22 @@ def write(path, content):
     return str(path)
 
 
-def test_passages_are_long_lines_without_headings_and_unknown_words():
-    assert find_passages(TEXT) == [
+@pytest.fixture
+def task(tmp_path):
+    return load_task("next_string", data=write(tmp_path / "a.txt", TEXT))
+
+
+def test_task(task, tmp_path):
+    """Passages are long lines that are no heading, without unknown words."""
+    assert [(task.prompt(p), p.answer) for p in task.problems] == [
         ("The river rises in the hills and runs to", "the"),
         ("One two three four five six seven eight nine", "Ten"),
     ]
-
-
-def test_task(tmp_path):
-    path = write(tmp_path / "a.txt", TEXT)
-    task = load_task("next_string", data=path)
-    assert [(p.index, p.answer) for p in task.problems] == [(0, "the"), (1, "Ten")]
-    assert task.prompt(task.problems[0]) == "The river rises in the hills and runs to"
     assert task.cut(" the\n sea") == (" the", True)
     origin = task.provenance["problems"]
     assert origin["sha256"] == hashlib.sha256(TEXT.encode()).hexdigest() == origin["content"]
-    assert (origin["rows"], origin["source"]) == (2, path)
+    assert (origin["rows"], origin["source"]) == (2, str(tmp_path / "a.txt"))
     assert json.loads(json.dumps(task.provenance)) == task.provenance
-    assert len(load_task("next_string", data=path, limit=1).problems) == 1
 
 
 @pytest.mark.parametrize(
@@ -60,19 +59,14 @@ def test_task(tmp_path):
         (" a", "<a>", False, True),
     ],
 )
-def test_scores(tmp_path, text, gold, exact, loose):
-    task = load_task("next_string", data=write(tmp_path / "a.txt", TEXT))
-    assert {name: score["correct"] for name, score in task.score(text, gold).items()} == {
-        "exact": exact,
-        "loose": loose,
-    }
+def test_scores(task, text, gold, exact, loose):
+    assert [score["correct"] for score in task.score(text, gold).values()] == [exact, loose]
 
 
-def test_label_changes(tmp_path):
-    task = load_task("next_string", data=write(tmp_path / "a.txt", TEXT))
+def test_label_changes(task):
     assert task.label_change(" the", " The", "the") == {"exact": "extraction_only", "loose": "same"}
     assert task.label_change(" the", " sea", "the") == dict.fromkeys(("exact", "loose"), "answer_changed")
-    assert grade("", "the")["exact"] == {"answer": None, "correct": False}
+    assert task.score("", "the")["exact"] == {"answer": None, "correct": False}
 
 
 @pytest.mark.parametrize("before", [b"", b"\xef\xbb\xbf"])
@@ -83,47 +77,31 @@ def test_not_utf8(tmp_path, before):
     assert str(caught.value) == f"{path} line 2: is not UTF-8; save the file as UTF-8"
 
 
-def test_faults(tmp_path):
-    with pytest.raises(UserError, match="cannot be read"):
-        load_text(str(tmp_path / "none.txt"))
-    with pytest.raises(UserError, match="holds no text"):
-        load_text(write(tmp_path / "empty.txt", " \n"))
-    with pytest.raises(UserError, match="no line of 10 strings"):
-        load_task("next_string", data=write(tmp_path / "short.txt", "a b c"))
-    path = write(tmp_path / "a.txt", TEXT)
-    with pytest.raises(UserError, match="no chat prompt; use --prompt=zero_shot"):
-        load_task("next_string", data=path, spec=PromptSpec("chat"))
-    with pytest.raises(UserError, match="no few_shot prompt with 8 shots"):
-        load_task("next_string", data=path, spec=PromptSpec("few_shot", 8))
-    with pytest.raises(UserError, match="no worked examples; drop --fewshot_data"):
-        load_task("next_string", data=path, fewshot_data=path)
-    with pytest.raises(UserError, match="leave --subset at all"):
-        load_task("next_string", data=path, subset="no_length_128")
-    with pytest.raises(UserError, match="did you mean 'no_length_128'"):
-        load_task("ifeval", subset="no_length")
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        (" \n", {}, "holds no text"),
+        ("a b c", {}, "no line of 10 strings"),
+        (TEXT, {"spec": PromptSpec("chat")}, "no chat prompt; use --prompt=zero_shot"),
+        (TEXT, {"spec": PromptSpec("few_shot", 8)}, "no few_shot prompt with 8 shots"),
+        (TEXT, {"fewshot_data": "a.txt"}, "no worked examples; drop --fewshot_data"),
+        (TEXT, {"subset": "no_length_128"}, "leave --subset at all"),
+    ],
+)
+def test_faults(tmp_path, text, options, message):
+    with pytest.raises(UserError, match=message):
+        load_task("next_string", data=write(tmp_path / "a.txt", text), **options)
 
 
 def test_hub(monkeypatch):
-    import datasets
-
-    asked = {}
-
-    def load(*args, **kwargs):
-        asked.update(kwargs, args=args)
-        return datasets.Dataset.from_list([{"text": line + "\n"} for line in TEXT.split("\n")])
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
+    asked = serve(monkeypatch, [{"text": line + "\n"} for line in TEXT.split("\n")])
     task = load_task("next_string")
     assert [p.answer for p in task.problems] == ["the", "Ten"]
-    assert asked == {"args": ("Salesforce/wikitext", "wikitext-2-raw-v1"), "revision": None, "split": "test"}
+    assert asked == [("Salesforce/wikitext", "wikitext-2-raw-v1", "test", None)]
     assert task.provenance["problems"]["content"] == hashlib.sha256((TEXT + "\n").encode()).hexdigest()
-
-    def refuse(*_, **__):
-        raise ConnectionError("no route")
-
-    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    serve(monkeypatch, ConnectionError("no route"))
     with pytest.raises(
-        UserError, match=r"WikiText-2 could not be fetched .*HF_HUB_OFFLINE is set\).* pass --data FILE"
+        UserError, match=r"WikiText-2 could not be fetched .*HF_HUB_OFFLINE is set\).* pass --data"
     ) as e:
         load_task("next_string")
     assert "UTF-8 text" in str(e.value)

@@ -2,30 +2,26 @@
 
 import gzip
 import io
-import json
 import random
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+from task_files import to_jsonl
 
 from jaxkv.errors import UserError
-from jaxkv.tasks import load_task
+from jaxkv.tasks import PromptSpec, load_task
 from jaxkv.tasks.continuation import load_text
 from jaxkv.tasks.gsm8k import load_problems
 
 ROWS = [{"question": f"How many are {n} and 1?", "answer": f"It is {n + 1}.\n#### {n + 1}"} for n in range(400)]
-LINE = json.dumps(ROWS[0]).encode() + b"\n"
+JSONL, LINE = to_jsonl(ROWS), to_jsonl(ROWS[:1])
 TASKS = {
     "gsm8k": ROWS[0],
     "math500": {"problem": "1 + 1", "answer": "2"},
     "humaneval": {"task_id": "a", "prompt": "def f():\n", "entry_point": "f", "test": "def check(f): pass"},
     "ifeval": {"key": 1, "prompt": "a", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]},
 }
-
-
-def jsonl(rows=ROWS):
-    return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
 def parquet(rows=ROWS, **options):
@@ -62,6 +58,10 @@ def refuse(path, content, name="data.jsonl"):
         (b'"text"', "expected `object`, got `str`"),
         (b"\x00", "is not JSON"),
         (b"\x1f\x8b\x08", "is not UTF-8"),
+        (b'{"question": "q"}', "object missing required field `answer`"),
+        (b'{"question": "", "answer": "#### 1"}', "field question: expected `str` that is not blank"),
+        (b'{"question": "q", "answer": "18"}', "the answer does not end in '#### N'"),
+        (b'{"question": "q", "answer": "#### ten"}', "the answer does not end in '#### N'"),
     ],
 )
 def test_a_line(tmp_path, content, told):
@@ -70,18 +70,26 @@ def test_a_line(tmp_path, content, told):
     assert told in message
 
 
-def test_utf16(tmp_path):
-    assert "line 1: is not UTF-8" in refuse(tmp_path, jsonl().decode().encode("utf-16"))
+@pytest.mark.parametrize("content", [b"", b"\n \n"])
+def test_nothing(tmp_path, content):
+    assert "holds no rows" in refuse(tmp_path, content)
+
+
+def test_other_formats(tmp_path):
+    assert "line 1: is not UTF-8" in refuse(tmp_path, JSONL.decode().encode("utf-16"))
+    message = refuse(tmp_path, b"no parquet", "data.parquet")
+    assert message.startswith(" cannot be read (")
+    assert message.endswith("; copy or download it again or give a .jsonl file")
 
 
 @pytest.mark.parametrize("cut", [5, 40, -200, -8, -1])
 def test_gzip_cut_short(tmp_path, cut):
-    assert "cannot be read" in refuse(tmp_path, gzip.compress(jsonl())[:cut], "data.jsonl.gz")
+    assert "cannot be read" in refuse(tmp_path, gzip.compress(JSONL)[:cut], "data.jsonl.gz")
 
 
 def test_gzip_with_any_byte_changed(tmp_path):
     """Its CRC notices what the stream does not; the name and time in its head decide nothing."""
-    whole = gzip.compress(jsonl(), mtime=0)
+    whole = gzip.compress(JSONL, mtime=0)
     rng = random.Random(0)
     for at in sorted(rng.sample(range(10, len(whole)), 60)):
         broken = bytearray(whole)
@@ -120,7 +128,7 @@ def test_parquet_with_any_byte_changed(tmp_path):
 
 @pytest.mark.parametrize("name", TASKS)
 def test_byte_order_mark_and_line_ends_change_nothing(tmp_path, name):
-    plain = json.dumps(TASKS[name]).encode() + b"\n"
+    plain = to_jsonl([TASKS[name]])
     contents = {
         "a.jsonl": plain,
         "b.jsonl": b"\xef\xbb\xbf" + plain,
@@ -133,11 +141,8 @@ def test_byte_order_mark_and_line_ends_change_nothing(tmp_path, name):
     problems = []
     for file, content in contents.items():
         (tmp_path / file).write_bytes(content)
-        more = {"allow_code_execution": name == "humaneval"}
-        if name == "gsm8k":
-            (tmp_path / "train.jsonl").write_bytes(b"\xef\xbb\xbf" + jsonl(ROWS[1:9]))
-            more["fewshot_data"] = str(tmp_path / "train.jsonl")
-        problems.append(load_task(name, data=str(tmp_path / file), **more).problems)
+        given = {"allow_code_execution": name == "humaneval", "spec": PromptSpec("zero_shot")}
+        problems.append(load_task(name, data=str(tmp_path / file), **given).problems)
     assert problems == problems[:1] * len(contents)
 
 
@@ -151,7 +156,7 @@ def test_byte_order_mark_of_a_text(tmp_path):
 
 @pytest.mark.parametrize("name", ["data.json", "data.csv", "data.gz", "data.jsonl.zip", "data"])
 def test_other_extensions(tmp_path, name):
-    assert "unknown extension" in refuse(tmp_path, jsonl(), name)
+    assert "unknown extension" in refuse(tmp_path, JSONL, name)
 
 
 def test_directories(tmp_path):

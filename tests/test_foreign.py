@@ -156,18 +156,10 @@ FAULTS = [
     ("arms.draft", {"tokens": [1]}, "arms.draft: unknown field; known: cached, uncached"),
     ("arms.cached", [1, 2], "arms.cached: expected `object"),
     ("arms.cached.tokens", ..., "arms.cached.tokens: missing; give the generated ids"),
-    (
-        "arms.cached.tokens",
-        [5, 1.5, 7, 2],
-        r"arms.cached.tokens\[1\]: expected `int`, got `float`; give",
-    ),
+    ("arms.cached.tokens", [5, 1.5, 7, 2], r"arms.cached.tokens\[1\]: expected `int`, got `float`; give"),
     ("arms.cached.token", [1], r"arms.cached.token: unknown field \(did you mean 'tokens'\?\)"),
     ("arms.cached.text", 4, r"arms.cached.text: expected `str \| null`, got `int`; give a string"),
-    (
-        "arms.cached.stop",
-        "end; here",
-        "arms.cached.stop: invalid enum value 'end; here'; give eos",
-    ),
+    ("arms.cached.stop", "end; here", "arms.cached.stop: invalid enum value 'end; here'; give eos"),
     ("arms.cached.top_logits", [[[1, 0.5]]], "arms.cached.top_logits: beside top_logprobs; list"),
     ("arms.cached.top_logprobs", [[[5, -1]]], "arms.cached.top_logprobs: 1 entries, expected 4; list"),
     (
@@ -194,40 +186,32 @@ def test_faults_name_file_line_field_and_remedy(write, field, value, message):
     assert "; " in said.removeprefix(str(path))
 
 
+OTHERS = {"framework": "llama.cpp", "precision": "bf16", "versions": {"vllm": "1"}}
+
+
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("lines", "message"),
     [
-        ('{"problem": 1,\n', "is not JSON .*; write one JSON object a line"),
-        ("[1]\n", "expected `object`, got `array`; write one"),
-        (
-            json.dumps(make_line(1)).replace("-0.1]", "-1e999]") + "\n",
-            "field .*: number out of range; write one JSON object a line, with finite numbers alone",
+        ("\n", "has no lines"),
+        ([make_line(), '{"problem": 1,\n'], "line 2: is not JSON .*; write one JSON object a line"),
+        ([make_line(), "[1]\n"], "line 2: expected `object`, got `array`; write one"),
+        ([make_line(), '{"problem": 1e999}\n'], "line 2: field .*: number out of range; .* with finite numbers alone"),
+        ([make_line(), '{"problem": NaN}\n'], "line 2: is not JSON .*finite numbers"),
+        ([make_line(1), make_line(2), make_line(1)], "line 3, problem: 1 was in line 1 already; write it once"),
+        *(
+            ([make_line(1), make_line(2, **{name: other})], f"line 2, {name}: .* beside .* in line 1; write a file for")
+            for name, other in OTHERS.items()
         ),
-        ('{"problem": NaN}\n', "is not JSON .*finite numbers"),
     ],
 )
-def test_lines_that_are_no_objects(write, text, message):
-    with pytest.raises(UserError, match=f"line 2: {message}"):
-        read_foreign(write(make_line(), text))
+def test_files_that_are_refused(write, lines, message):
+    with pytest.raises(UserError, match=message):
+        read_foreign(write(*lines))
 
 
-def test_a_problem_is_written_once(write):
-    with pytest.raises(UserError, match="line 3, problem: 1 was in line 1 already; write it once"):
-        read_foreign(write(make_line(1), make_line(2), make_line(1)))
-
-
-@pytest.mark.parametrize("change", [{"framework": "llama.cpp"}, {"precision": "bf16"}, {"versions": {"vllm": "1"}}])
-def test_a_file_is_of_one_engine(write, change):
-    (name,) = change
-    with pytest.raises(UserError, match=f"line 2, {name}: .* beside .* in line 1; write a file for each"):
-        read_foreign(write(make_line(1), make_line(2, **change)))
-
-
-def test_files_that_cannot_be_read(tmp_path, write):
+def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(UserError, match="cannot be read"):
         read_foreign(tmp_path / "none.jsonl")
-    with pytest.raises(UserError, match="has no lines"):
-        read_foreign(write("\n"))
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="line 1: is not UTF-8"):
         read_foreign(tmp_path / "binary")
@@ -297,7 +281,5 @@ def test_the_command_needs_no_jax(tmp_path, write):
     path.write_text("{}\n")
     done = subprocess.run([*command, str(path)], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert (
-        done.stderr
-        == f"error: {path}, line 1, problem: missing; give the problem's index in the data, a whole number\n"
-    )
+    told = f"error: {path}, line 1, problem: missing; give the problem's index in the data, a whole number\n"
+    assert done.stderr == told

@@ -11,6 +11,7 @@ import textwrap
 import time
 
 import pytest
+from task_files import serve, write_rows
 
 from jaxkv.errors import UserError
 from jaxkv.tasks import PromptSpec, code_blocks, humaneval, load_task
@@ -26,23 +27,24 @@ ROW = {
 }
 LABELS = ("", "python", "Python", "PYTHON", "python3", " python", "py", "python3.11 ", "{.python}", "python title=a.py")
 SHORT = Limits(seconds=3, cpu_seconds=1, memory_bytes=512 << 20, processes=64)
-
-
-def write(path, rows=(ROW,)):
-    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
-    return str(path)
+GOLD = json.dumps({name: ROW[name] for name in ("prompt", "entry_point", "test")})
 
 
 @pytest.fixture
-def task(tmp_path):
-    return load_task("humaneval", data=write(tmp_path / "a.jsonl.gz"), allow_code_execution=True)
+def load(tmp_path):
+    data = write_rows(tmp_path / "a.jsonl.gz", [ROW])
+    return functools.partial(load_task, "humaneval", data=data, allow_code_execution=True)
 
 
-def test_code_is_not_run_without_leave(tmp_path, monkeypatch):
+@pytest.fixture
+def task(load):
+    return load()
+
+
+def test_code_is_not_run_without_leave(load, monkeypatch):
     monkeypatch.setattr(humaneval, "run_program", lambda *_: pytest.fail("it ran"))
     with pytest.raises(UserError, match="give --allow_code_execution to let it") as caught:
-        load_task("humaneval", data=write(tmp_path / "a.jsonl"))
+        load(allow_code_execution=False)
     assert "\n" not in str(caught.value)
 
 
@@ -61,23 +63,11 @@ def test_task(task):
     assert json.loads(json.dumps(task.provenance)) == task.provenance
 
 
-@pytest.mark.parametrize(
-    ("answer", "passes"),
-    [
-        ("Here:\n```python\nimport math\ndef area(r):\n    return math.pi * r**2\n```\nDone.", True),
-        ("```\ndef area(r):\n    return math.pi * r**2\n```", True),  # the prompt's imports stay
-        ("    return math.pi * r * r\n", True),
-        ("```python\n    return math.pi * r * r\n```", True),
-        ("```python\ndef area(r):\n    return math.pi * r**2", True),  # cut by the limit on tokens
-        ("```python\ndef area(r):\n    return r\n```", False),
-        ("I cannot do that.", False),
-    ],
-)
-def test_chat_answers(tmp_path, answer, passes):
-    task = load_task("humaneval", data=write(tmp_path / "a.jsonl"), spec=PromptSpec("chat"), allow_code_execution=True)
+def test_chat(load):
+    task = load(spec=PromptSpec("chat"))
     (message,) = task.prompt(task.problems[0])
     assert ROW["prompt"].rstrip() in message["content"]
-    assert task.score(answer, task.problems[0].answer)["pass"]["correct"] is passes
+    assert task.score("    return math.pi * r * r\n", task.problems[0].answer)["pass"]["correct"]
 
 
 KINDS = {
@@ -96,50 +86,38 @@ KINDS = {
 
 SOLUTION = "def area(r):\n    return math.pi * r**2\n"
 OTHER = "def area(r):\n    return 0\n"
+RIGHT = [
+    *(f"Sure:\n{wrap(SOLUTION)}\nDone." for kind, wrap in KINDS.items() if kind.startswith("```")),
+    *(wrap(SOLUTION) for kind, wrap in KINDS.items() if not kind.startswith("```")),
+    f"````python\n{SOLUTION}````",
+    f"Here it is: ```python\n{SOLUTION}```",
+    f"Use `area`: ```python\n{SOLUTION}``` and ```pi```.",
+    "1. ```python\n" + textwrap.indent(SOLUTION, "   ") + "   ```",
+    f"```python\n{SOLUTION.rstrip()}```",
+    f"```text\nThe area of a circle\n```\nSo:\n```\n{SOLUTION}```",
+    f"```text\narea(2) = 12.57\n```\n{SOLUTION}",
+    f"```python\n{SOLUTION}```\nNot so:\n```python\n{OTHER}```",  # the first counts
+    f'You gave\n```python\ndef area(r):\n    """Area."""\n```\nand I\n```python\n{SOLUTION}```',
+    f"You gave\n```python\ndef area(r):\n    pass\n```\nand I\n```python\n{SOLUTION}```",
+    f"```python\nfrom __future__ import annotations\n{SOLUTION}```",
+    '```python\ndef area(r):\n    """As\n    ```\n    area(1)\n    ```\n    """\n    return math.pi * r**2\n```',
+    f"Here is the function:\n\nimport math\n{SOLUTION}\nExplanation\nIt multiplies. area(2) is 12.57.",
+    "```python\n    return math.pi * r * r\n```",
+    "Usage:\n```python\nprint(area(2))\n```\nThe body:\n```python\n    return math.pi * r * r\n```",
+]
+WRONG = [
+    (f"```python\n{OTHER}```\nBetter:\n```python\n{SOLUTION}```", "AssertionError"),
+    (f"```python\n{SOLUTION[:-8]}", "AssertionError"),  # cut inside `r**2`
+    ("```bash\nls\n```", "TypeError"),  # nothing but the prompt's docstring is left, and that returns None
+    ("```python\nprint(area(2))\n```", "TypeError"),
+    ("", "TypeError"),
+    ("I cannot do that.", "SyntaxError"),
+]
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        *(f"Sure:\n{wrap(SOLUTION)}\nDone." for kind, wrap in KINDS.items() if kind.startswith("```")),
-        *(KINDS[kind](SOLUTION) for kind in ("tildes", "indented", "CRLF", "after bash", "after usage", "no fence")),
-        f"````python\n{SOLUTION}````",
-        f"Here it is: ```python\n{SOLUTION}```",
-        f"Use `area`: ```python\n{SOLUTION}``` and ```pi```.",
-        "1. ```python\n" + textwrap.indent(SOLUTION, "   ") + "   ```",
-        f"```python\n{SOLUTION.rstrip()}```",
-        f"```python\n{SOLUTION}",  # never closed
-        f"```text\nThe area of a circle\n```\nSo:\n```\n{SOLUTION}```",
-        f"```text\narea(2) = 12.57\n```\n{SOLUTION}",
-        f"```python\n{SOLUTION}```\nTo try it:\n```python\nassert area(1) == 3\n```",
-        f"```python\n{SOLUTION}```\nNot so:\n```python\n{OTHER}```",  # the first counts
-        f'You gave\n```python\ndef area(r):\n    """Area."""\n```\nand I\n```python\n{SOLUTION}```',
-        f"You gave\n```python\ndef area(r):\n    pass\n```\nand I\n```python\n{SOLUTION}```",
-        f"```python\nfrom __future__ import annotations\n{SOLUTION}```",
-        '```python\ndef area(r):\n    """As\n    ```\n    area(1)\n    ```\n    """\n    return math.pi * r**2\n```',
-        f"Here is the function:\n\nimport math\n{SOLUTION}\nExplanation\nIt multiplies. area(2) is 12.57.",
-        "```python\n    return math.pi * r * r\n```",
-        "Usage:\n```python\nprint(area(2))\n```\nThe body:\n```python\n    return math.pi * r * r\n```",
-    ],
-)
-def test_fences(answer):
-    gold = json.dumps({name: ROW[name] for name in ("prompt", "entry_point", "test")})
-    assert humaneval.grade(answer, gold, style="chat")["pass"]["answer"] == "passed"
-
-
-@pytest.mark.parametrize(
-    ("answer", "ended"),
-    [
-        (f"```python\n{OTHER}```\nBetter:\n```python\n{SOLUTION}```", "AssertionError"),
-        (f"```python\n{SOLUTION[:-8]}", "AssertionError"),  # cut inside `r**2`
-        ("```bash\nls\n```", "TypeError"),  # nothing but the prompt's docstring is left, and that returns None
-        ("```python\nprint(area(2))\n```", "TypeError"),
-        ("", "TypeError"),
-    ],
-)
-def test_fences_of_wrong_answers(answer, ended):
-    gold = json.dumps({name: ROW[name] for name in ("prompt", "entry_point", "test")})
-    assert humaneval.grade(answer, gold, style="chat")["pass"]["answer"] == ended
+@pytest.mark.parametrize(("answer", "ended"), [*((answer, "passed") for answer in RIGHT), *WRONG])
+def test_fences(answer, ended):
+    assert humaneval.grade(answer, GOLD, style="chat")["pass"]["answer"] == ended
 
 
 @pytest.mark.parametrize("text", ["`" * 10000 + "x`", "```x" * 2500, "~~~ ~" * 2000, " " * 10000 + "x", "```\n" * 2500])
@@ -202,27 +180,24 @@ def test_processor_time_is_limited(namespace):
     assert time.monotonic() - begin < SHORT.seconds + 5
 
 
-@namespaces
-def test_a_timeout_ends_the_whole_group(namespace, tmp_path):
+def make_sleeper(then, **options):
+    """A program that starts another one, and what tells that one from others."""
     marker = f"sleeper{time.time_ns()}"
-    program = f"""
-import subprocess, sys, time
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", {marker!r}])
-time.sleep(60)
-"""
+    child = '[sys.executable, "-c", "import time; time.sleep(60)", marker]'
+    return f"import subprocess, sys, time\nmarker = {marker!r}\nsubprocess.Popen({child}, **{options})\n{then}", marker
+
+
+@namespaces
+def test_a_timeout_ends_the_whole_group(namespace):
+    program, marker = make_sleeper("time.sleep(60)")
     assert ended(program, namespace, Limits(seconds=1.5)) == "timed out"
     assert not running(marker)
 
 
-def test_nothing_outlives_a_namespace(tmp_path):
-    outcome = run_program("", SHORT)
-    if "namespaces" not in outcome.isolation["network"]:
+def test_nothing_outlives_a_namespace():
+    if "namespaces" not in run_program("", SHORT).isolation["network"]:
         pytest.skip("this kernel grants no namespaces here")
-    marker = f"sleeper{time.time_ns()}"
-    program = f"""
-import subprocess, sys
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", {marker!r}], start_new_session=True)
-"""
+    program, marker = make_sleeper("", start_new_session=True)
     assert ended(program, True) == "passed"
     assert not running(marker)
 
@@ -254,7 +229,6 @@ def test_no_network(namespace, call):
         program = f"import socket, urllib.request\nADDRESS = {server.getsockname()}\ntry:\n    {call}\n"
         program += "except OSError: pass\nelse: raise AssertionError('reached')\n"
         assert ended(program, namespace) == "passed"
-        assert ended(program, namespace) == "passed"
         server.settimeout(0.1)
         with pytest.raises(TimeoutError):
             server.accept()
@@ -281,30 +255,22 @@ def test_processes_that_run_already_are_counted_with_their_threads(tmp_path):
     assert count_tasks() >= 1
 
 
-def test_faults(tmp_path, monkeypatch):
-    load = functools.partial(load_task, "humaneval", allow_code_execution=True)
+def test_faults(load, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="line 1: field test: expected `str` that is not blank"):
-        load(data=write(tmp_path / "a.jsonl", [{**ROW, "test": ""}]))
-    (tmp_path / "b.jsonl.gz").write_bytes(b"no gzip")
-    with pytest.raises(UserError, match=r"cannot be read .*; copy or download it again"):
-        load(data=str(tmp_path / "b.jsonl.gz"))
+        load(data=write_rows(tmp_path / "b.jsonl", [{**ROW, "test": ""}]))
     with pytest.raises(UserError, match="no few_shot prompt"):
-        load(data=write(tmp_path / "a.jsonl"), spec=PromptSpec("few_shot", 2))
+        load(spec=PromptSpec("few_shot", 2))
+    with pytest.raises(UserError, match="no boxed prompt; use --prompt=zero_shot or --prompt=chat"):
+        load(spec=PromptSpec("boxed"))
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(UserError, match="an empty program does not run in the child process"):
-        load(data=write(tmp_path / "a.jsonl"))
+        load()
 
 
 def test_hub(monkeypatch):
-    import datasets
-
-    def load(*args, **kwargs):
-        assert args == ("openai/openai_humaneval",)
-        assert kwargs["split"] == "test"
-        return datasets.Dataset.from_list([ROW])
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
+    asked = serve(monkeypatch, [ROW])
     task = load_task("humaneval", allow_code_execution=True)
+    assert asked == [("openai/openai_humaneval", None, "test", None)]
     assert task.score(task.problems[0].solution, task.problems[0].answer)["pass"]["correct"]
 
 

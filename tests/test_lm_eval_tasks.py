@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from rich.console import Console
 from sample_records import make_sample
+from task_files import write_rows
 
 from jaxkv import study
 from jaxkv.errors import UserError
@@ -91,9 +92,8 @@ class Dummy(LM):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    for name, rows in (("train", TRAIN), ("test", TEST)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    files = {"train": tmp_path / "train.jsonl", "test": tmp_path / "test.jsonl"}
+    rows = {"train": TRAIN, "test": TEST}
+    files = {name: write_rows(tmp_path / f"{name}.jsonl", rows[name]) for name in rows}
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "sums.yaml").write_text(YAML.format(**files))
     (tmp_path / "tasks" / "parts.yaml").write_text(PARTS.format(sums=tmp_path / "tasks" / "sums.yaml"))
@@ -197,11 +197,9 @@ def test_files(folder):
 
 def test_gsm8k_is_ours_but_for_the_spelling_of_numbers(tmp_path):
     """Our strict score is lm_eval's `strict-match` of its own gsm8k."""
-    rows = [{"question": q["q"], "answer": q["a"]} for q in TEST]
-    path = tmp_path / "gsm8k.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_rows(tmp_path / "gsm8k.jsonl", [{"question": q["q"], "answer": q["a"]} for q in TEST])
     spec = PromptSpec("zero_shot")
-    theirs, ours = (load_task(name, data=str(path), spec=spec) for name in ("lm_eval:gsm8k", "gsm8k"))
+    theirs, ours = (load_task(name, data=path, spec=spec) for name in ("lm_eval:gsm8k", "gsm8k"))
     for mine, other, text in zip(ours.problems, theirs.problems, TEXTS, strict=True):
         assert ours.prompt(mine) == theirs.prompt(other)
         found = theirs.score(text, other.answer)["exact_match,strict-match"]["correct"]
@@ -209,20 +207,19 @@ def test_gsm8k_is_ours_but_for_the_spelling_of_numbers(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "match"),
+    ("old", "new", "match"),
     [
-        ({"output_type: generate_until": "output_type: multiple_choice"}, "kind multiple_choice.*generate_until"),
-        ({"num_fewshot": "repeats: 5\nnum_fewshot"}, "wants 5 samples a problem"),
-        ({"num_fewshot": "unsafe_code: true\nnum_fewshot"}, "runs code that the model wrote"),
-        ({"task: sums": "group: sums"}, "has no line 'task: NAME'"),
-        ({"{q}": "{absent.field}"}, "lm_eval's task .* cannot be read"),
-        ({"task: sums": "task: [sums"}, "mend the file|has no line"),
+        ("output_type: generate_until", "output_type: multiple_choice", "kind multiple_choice.*generate_until"),
+        ("num_fewshot:", "repeats: 5\nnum_fewshot:", "wants 5 samples a problem"),
+        ("num_fewshot:", "unsafe_code: true\nnum_fewshot:", "runs code that the model wrote"),
+        ("task: sums", "group: sums", "has no line 'task: NAME'"),
+        ("{q}", "{absent.field}", "lm_eval's task .* cannot be read"),
+        ("task: sums", "task: [sums", "mend the file|has no line"),
     ],
-)  # fmt: skip
-def test_refusals(folder, change, match):
+)
+def test_refusals(folder, old, new, match):
     path = folder / "tasks" / "sums.yaml"
-    for old, new in change.items():
-        path.write_text(path.read_text().replace(old, new))
+    path.write_text(path.read_text().replace(old, new))
     with pytest.raises(UserError, match=match) as error:
         load(folder)
     assert "\n" not in str(error.value)

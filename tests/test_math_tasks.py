@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+from task_files import serve, write_rows
 
 from jaxkv.errors import UserError
 from jaxkv.tasks import PromptSpec, load_task
@@ -18,21 +19,16 @@ ROWS = [
 ]
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 @pytest.fixture
 def task(tmp_path):
-    return load_task("math500", data=write(tmp_path / "a.jsonl", ROWS))
+    return load_task("math500", data=write_rows(tmp_path / "a.jsonl", ROWS))
 
 
 def test_prompts(task, tmp_path):
     assert [task.prompt(p) for p in task.problems] == [ROWS[0]["prompt"] + REQUEST, ROWS[1]["problem"]]
     assert [p.answer for p in task.problems] == ["\\frac{3}{2}", "4"]
-    chat = load_task("aime24", data=write(tmp_path / "b.jsonl", ROWS), spec=PromptSpec("chat"), limit=1)
-    assert [chat.prompt(p) for p in chat.problems] == [[{"role": "user", "content": ROWS[0]["prompt"] + REQUEST}]]
+    chat = load_task("aime24", data=write_rows(tmp_path / "b.jsonl", ROWS), spec=PromptSpec("chat"))
+    assert chat.prompt(chat.problems[0]) == [{"role": "user", "content": ROWS[0]["prompt"] + REQUEST}]
     assert set(task.provenance["scoring"]["packages"]) == {"math-verify", "sympy"}
     assert task.provenance["problems"]["rows"] == 2
     assert json.loads(json.dumps(task.provenance)) == task.provenance
@@ -52,15 +48,12 @@ def test_prompts(task, tmp_path):
         ("\\boxed{-q + p}", "p - q", False, True),
         ("I do not know", "4", False, False),
         ("", "4", False, False),
+        ("It is \\boxed{3}<|im_end|>\\boxed{4}", "4", False, False),  # what follows a stop does not count
     ],
 )
 def test_scores(task, text, gold, boxed, verified):
     found = {name: score["correct"] for name, score in task.score(text, gold).items()}
     assert found == {"boxed": boxed, "verified": verified}
-
-
-def test_what_follows_a_stop_does_not_count(task):
-    assert not task.score("It is \\boxed{3}<|im_end|>\\boxed{4}", "4")["verified"]["correct"]
 
 
 def test_find_boxed():
@@ -80,29 +73,18 @@ def test_faults(tmp_path, monkeypatch):
     for row, message in (
         ({"prompt": "a"}, "object missing required field `answer`"),
         ({"answer": "1"}, "has neither 'prompt' nor 'problem'"),
-        ([1], "expected `object`, got `array`"),
     ):
         with pytest.raises(UserError, match=f"line 2: {message}"):
-            load_task("math500", data=write(tmp_path / "a.jsonl", [ROWS[0], row]))
-    with pytest.raises(UserError, match="holds no rows"):
-        load_task("aime24", data=write(tmp_path / "a.jsonl", []))
-    path = write(tmp_path / "a.jsonl", ROWS)
+            load_task("math500", data=write_rows(tmp_path / "a.jsonl", [ROWS[0], row]))
+    path = write_rows(tmp_path / "a.jsonl", ROWS)
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(UserError, match=r"math500 task needs .*'math_verify': run `pip install 'jaxkv\[eval\]'`"):
         load_task("math500", data=path)
 
 
 def test_hub(monkeypatch):
-    import datasets
-
-    asked = []
-
-    def load(*args, **kwargs):
-        asked.append((args, kwargs["split"]))
-        return datasets.Dataset.from_list([{"problem": "p", "solution": "s", "answer": "1"}])
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
+    asked = serve(monkeypatch, [{"problem": "p", "solution": "s", "answer": "1"}])
     (problem,) = load_task("math500").problems
     load_task("aime24")
     assert (problem.question, problem.answer, problem.solution) == ("p" + REQUEST, "1", "s")
-    assert asked == [(("HuggingFaceH4/MATH-500",), "test"), (("HuggingFaceH4/aime_2024",), "train")]
+    assert asked == [("HuggingFaceH4/MATH-500", None, "test", None), ("HuggingFaceH4/aime_2024", None, "train", None)]

@@ -24,22 +24,21 @@ from jaxkv.records import to_plain
 from jaxkv.rollout import make_layout, make_rows, start_rollout
 
 TILE = 8
-DTYPES = ("fp16", "bf16", "fp32")
-
-
+CONDITIONS = (("fp16", None), ("bf16", None), ("fp32", None), ("fp16", TILE), ("bf16", TILE))
 PROMPT = tuple(np.random.default_rng(0).integers(12, 800, 23).tolist())
 SPEC = RunSpec(16, bucket=8, control_problems=0, stepwise_problems=0, truth_problems=1)
 
 
 @functools.cache
-def make_arms(precision, tile=None):
+def make_arms(precision, tile):
     """Programs, prepared weights and tokenizer of a shipped model: of less width, arms in fp16 round alike."""
     checkpoint = load("tiny-llama2", precision=make_precision(precision))
     arms = Arms(checkpoint.config, make_precision(precision), tile=tile)
     return arms, arms.prepare(checkpoint.state), checkpoint.tokenizer
 
 
-def run_prompt(precision, tile=None):
+@functools.cache
+def run_prompt(precision, tile):
     """The study's run of one prompt."""
     arms, state, tokenizer = make_arms(precision, tile)
     batches = run_missing(Divergence(arms, state, SPEC, tokenizer, Scoring()), [Item(0, PROMPT, "a")])
@@ -49,17 +48,10 @@ def run_prompt(precision, tile=None):
     return Run(name, {"config": config, "sessions": [], "fingerprint": name}, [record])
 
 
-@functools.cache
-def one_prompt():
-    return {
-        found: run_prompt(*found) for found in [*((dtype, None) for dtype in DTYPES), ("fp16", TILE), ("bf16", TILE)]
-    }
-
-
 def test_case_1_one_prompt_in_three_dtypes():
     """huggingface/transformers 25420: logits differ with and without cache in 16 bits, hardly in fp32. Aligned, with
     the cache on, no bit differs; whether it is rounding one prompt alone does not tell."""
-    study, kl = summarize_study(list(one_prompt().values())), {}
+    study, kl = summarize_study([run_prompt(*one) for one in CONDITIONS]), {}
     for condition in study["conditions"]:
         found = condition["divergence"]["teacher_forced"]
         if condition["regime"] == "aligned":
@@ -74,7 +66,7 @@ def test_case_1_one_prompt_in_three_dtypes():
 
 def test_case_1_a_fault_is_no_rounding():
     """An aligned step that differs is not called rounding, and without an aligned one nothing is said."""
-    plain, aligned = (copy.deepcopy(one_prompt()["fp16", tile]) for tile in (None, TILE))
+    plain, aligned = (copy.deepcopy(run_prompt("fp16", tile)) for tile in (None, TILE))
     (cause,) = summarize_study([plain])["causes"]
     assert cause["verdict"] == "cannot tell"
     aligned.records[0]["teacher_forced"]["bit_equal"][4] = False
@@ -112,10 +104,8 @@ def test_case_12_a_prompt_served_from_its_own_cache(precision, tile):
         whole = logits[:1]
     kept = [np.asarray(buffer)[:, : end - 1] for buffer in (*cache.k, *cache.v)]
     cut = dataclasses.replace(cache, positions=cache.positions.at[:, end - 1 :].set(EMPTY))
-    shorter, forced = (
-        dataclasses.replace(layout, prompt=end - 1),
-        dataclasses.replace(rows, prompt=rows.prompt - 1, forced_until=rows.forced_until + end),
-    )
+    shorter = dataclasses.replace(layout, prompt=end - 1)
+    forced = dataclasses.replace(rows, prompt=rows.prompt - 1, forced_until=rows.forced_until + end)
     logits, cache = serve(shorter, forced, cut, prefilled)
 
     found = compare_logits(whole, logits[1:2], 1)

@@ -88,24 +88,23 @@ def test_the_uncached_arm_is_what_each_framework_usually_has(arguments, wanted):
     assert (one.controls.uncached, one.decoding.uncached_length) == wanted
 
 
-MISTAKES = {
-    "unknown framework": (["--framework=toch"], "did you mean 'torch'"),
-    "unknown attention": (["--attention=spda"], "did you mean 'sdpa'"),
-    "attention in JAX": (["--framework=jax", "--attention=sdpa"], "no effect without --framework=torch"),
-    "a softcap in sdpa": (["--attention=sdpa"], "use --attention=eager"),
-    "fp64": (["--precision=fp64"], "do not compute in fp64 throughout"),
-    "a part": (["--residual=fp32"], "cannot run fp16 with residual=float32"),
-    "attribution": (["--experiments=divergence,attribution"], "--experiments=attribution runs in JAX alone"),
-    "mitigations": (["--framework=jax,torch", "--experiments=mitigations"], "runs in JAX alone"),
-    "aligned": (["--regime=aligned"], "with --framework=torch use plain"),
-    "growing in JAX": (["--framework=jax", "--uncached_length=growing"], "use padded or bucket:M"),
-    "unknown length": (["--uncached_length=grown"], "use padded or bucket:M"),
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_end_in_one_line(name, tmp_path):
-    arguments, wanted = MISTAKES[name]
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (["--framework=toch"], "did you mean 'torch'"),
+        (["--attention=spda"], "did you mean 'sdpa'"),
+        (["--framework=jax", "--attention=sdpa"], "no effect without --framework=torch"),
+        (["--attention=sdpa"], "use --attention=eager"),
+        (["--precision=fp64"], "do not compute in fp64 throughout"),
+        (["--residual=fp32"], "cannot run fp16 with residual=float32"),
+        (["--experiments=divergence,attribution"], "--experiments=attribution runs in JAX alone"),
+        (["--framework=jax,torch", "--experiments=mitigations"], "runs in JAX alone"),
+        (["--regime=aligned"], "with --framework=torch use plain"),
+        (["--framework=jax", "--uncached_length=growing"], "use padded or bucket:M"),
+        (["--uncached_length=grown"], "use padded or bucket:M"),
+    ],
+)
+def test_mistakes_end_in_one_line(arguments, wanted, tmp_path):
     with pytest.raises(UserError) as caught:
         run_in_process(*SMALL, "--compilation_cache=none", f"--out={tmp_path / 'run'}", "--framework=torch", *arguments)
     assert wanted in str(caught.value)

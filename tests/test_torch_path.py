@@ -19,6 +19,7 @@ from test_parity import TORCH_DTYPES, TRANSFORMERS_TOLERANCE
 from tiny_models import FAMILIES, WINDOW, load_torch, make_text
 from torch_runs import (
     FP32,
+    ITEMS,
     LENGTHS,
     NEW,
     OURS,
@@ -26,7 +27,6 @@ from torch_runs import (
     SPEC,
     STOP_IDS,
     arm_tokens,
-    make_items,
     run,
     run_cached_of_ours,
     with_stops,
@@ -56,7 +56,7 @@ def ours(tiny):
         checkpoint = tiny.checkpoint(family)
         arms = Arms(checkpoint.config, FP32, SAMPLERS["greedy"], STOP_IDS)
         state, found = arms.prepare(checkpoint.state), []
-        for batch in plan_batches(make_items(), OURS):
+        for batch in plan_batches(ITEMS, OURS):
             ran = run_batch(arms, state, batch, OURS)
             found.append((batch, ran.rows, ran.runs))
         return found
@@ -101,8 +101,8 @@ def test_sampled_tokens_are_ours(tiny, sampler):
     """The same noise and the same rule: near-equal logits give equal tokens."""
     checkpoint = tiny.checkpoint("llama")
     expected = run_cached_of_ours(checkpoint, sampler)
-    same, greedy = run(checkpoint, QUICK, sampler=sampler)[0], run(checkpoint, QUICK)[0]
-    reseeded = run(checkpoint, dataclasses.replace(QUICK, seed=4), sampler=sampler)[0]
+    same, greedy = run(checkpoint, QUICK, sampler=sampler), run(checkpoint, QUICK)
+    reseeded = run(checkpoint, dataclasses.replace(QUICK, seed=4), sampler=sampler)
     for arm in ("cached", "uncached"):
         assert arm_tokens(same, arm) == expected
         assert arm_tokens(reseeded, arm) != expected
@@ -131,7 +131,7 @@ def seen(run, logits, rows, **options):
 emit, torch_path.emit = torch_path.emit, seen
 for device in (host, other):
     torch_path.find_chooser = lambda sampler: device
-    records = run(checkpoint, QUICK, sampler="top_p")[0]
+    records = run(checkpoint, QUICK, sampler="top_p")
     found.append([arm_tokens(records, arm) for arm in ("cached", "uncached")])
 assert found[0] == found[1], found
 assert set(chose) == {host, other}, chose
@@ -191,35 +191,30 @@ def test_weights_are_rounded_once(tiny):
 # What the arms run.
 
 
-class Watch:
-    """Records what a model is fed: (rows, use_cache, what the cache holds)."""
+@pytest.fixture
+def calls(monkeypatch):
+    """What models are fed, call by call: (rows, use_cache, what the cache holds)."""
+    found, original = [], TorchModel.run
 
-    def __init__(self, monkeypatch):
-        self.calls = []
-        original = TorchModel.run
+    def run(model, *args, **kwargs):
+        def note(net, _, fed):
+            held = fed.get(model._cache_argument)
+            found.append((fed["input_ids"].shape[1], fed["use_cache"], held and held.get_seq_length()))
 
-        def run(model, tokens, first, begin, end, keep, cache=None):
-            seen = {}
+        handle = model.net.register_forward_pre_hook(note, with_kwargs=True)
+        output = original(model, *args, **kwargs)
+        handle.remove()
+        return output
 
-            def hook(net, args, kwargs):
-                held = kwargs.get(model._cache_argument)
-                seen["fed"] = (kwargs["input_ids"].shape[1], kwargs["use_cache"], held and held.get_seq_length())
-
-            handle = model.net.register_forward_pre_hook(hook, with_kwargs=True)
-            output = original(model, tokens, first, begin, end, keep, cache)
-            handle.remove()
-            self.calls.append(seen["fed"])
-            return output
-
-        monkeypatch.setattr(TorchModel, "run", run)
+    monkeypatch.setattr(TorchModel, "run", run)
+    return found
 
 
-def test_only_the_cached_arm_uses_a_cache(tiny, monkeypatch):
-    watch = Watch(monkeypatch)
-    (record,), _ = run(tiny.checkpoint("llama"), dataclasses.replace(QUICK, batch_size=1), items=make_items()[:1])
+def test_only_the_cached_arm_uses_a_cache(tiny, calls):
+    (record,) = run(tiny.checkpoint("llama"), dataclasses.replace(QUICK, batch_size=1), items=ITEMS[:1])
     steps, prompt = len(record["arms"]["cached"]["tokens"]), LENGTHS[0]
     assert steps == NEW
-    cached, uncached, audit = watch.calls[:steps], watch.calls[steps : 2 * steps], watch.calls[2 * steps :]
+    cached, uncached, audit = calls[:steps], calls[steps : 2 * steps], calls[2 * steps :]
     assert cached == [(prompt, True, 0)] + [(1, True, prompt + i) for i in range(steps - 1)]
     assert uncached == [(prompt + i, False, None) for i in range(steps)]
     assert audit == [(prompt + steps - 1, False, None)]  # the newest token is fed to nobody
@@ -228,22 +223,20 @@ def test_only_the_cached_arm_uses_a_cache(tiny, monkeypatch):
     }  # fmt: skip
 
 
-def test_controls_run_what_they_say(tiny, monkeypatch):
-    watch = Watch(monkeypatch)
+def test_controls_run_what_they_say(tiny, calls):
     once = dataclasses.replace(SPEC, batch_size=1, control_problems=1, stepwise_problems=1)
-    run(tiny.checkpoint("llama"), once, items=make_items()[:1])
+    run(tiny.checkpoint("llama"), once, items=ITEMS[:1])
     prompt, slots = LENGTHS[0], 16 + NEW
     cached = [(prompt, True, 0)] + [(1, True, prompt + i) for i in range(NEW - 1)]
     growing = [(prompt + i, False, None) for i in range(NEW)]
     longer, check = [(slots + 8, False, None)] * NEW, [(slots, False, None)]
-    assert watch.calls == cached + growing + cached + growing + longer + check + [(prompt + NEW - 1, False, None)]
+    assert calls == cached + growing + cached + growing + longer + check + [(prompt + NEW - 1, False, None)]
 
 
-def test_padded_runs_one_length(tiny, monkeypatch):
-    watch = Watch(monkeypatch)
+def test_padded_runs_one_length(tiny, calls):
     padded = dataclasses.replace(SPEC, batch_size=1, uncached_length="padded", control_problems=0, stepwise_problems=0)
-    run(tiny.checkpoint("llama"), padded, items=make_items()[:1])
-    assert watch.calls[NEW : 2 * NEW] == [(16 + NEW, False, None)] * NEW
+    run(tiny.checkpoint("llama"), padded, items=ITEMS[:1])
+    assert calls[NEW : 2 * NEW] == [(16 + NEW, False, None)] * NEW
 
 
 def test_growing_is_a_bucket_of_one():
@@ -278,16 +271,10 @@ def test_the_audit_sees_what_ours_sees(tiny, family):
 
 
 def test_what_transformers_cannot_compute_is_refused(tiny):
-    llama, gemma2 = tiny.checkpoint("llama").config, tiny.checkpoint("gemma2").config
-    with pytest.raises(UserError, match="fp16 with residual=float32"):
-        check_torch(llama, make_precision("fp16", residual="fp32"), "eager")
-    with pytest.raises(UserError, match="fp64"):
-        check_torch(llama, make_precision("fp64"), "eager")
-    with pytest.raises(UserError, match="did you mean 'sdpa'"):
-        check_torch(llama, FP32, "spda")
-    with pytest.raises(UserError, match="eager"):
+    """Also where only the checkpoint tells; tests of the command have the other refusals."""
+    with pytest.raises(UserError, match="use --attention=eager"):
         run(tiny.checkpoint("gemma2"), attention="sdpa")
-    check_torch(gemma2, make_precision("fp16", residual="fp16"), "eager")
+    check_torch(tiny.checkpoint("gemma2").config, make_precision("fp16", residual="fp16"), "eager")
 
 
 def test_fp32_is_true_fp32_and_settings_are_restored(tiny, monkeypatch):
@@ -302,19 +289,15 @@ def test_fp32_is_true_fp32_and_settings_are_restored(tiny, monkeypatch):
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:
-        run(tiny.checkpoint("llama"), items=make_items()[:1])
+        run(tiny.checkpoint("llama"), items=ITEMS[:1])
         assert torch.get_float32_matmul_precision() == "medium"
         with pytest.raises(KeyError), true_fp32():
             raise KeyError
         assert torch.get_float32_matmul_precision() == "medium"
-        assert describe_torch()["float32_matmul_precision"] == "highest"
+        found = describe_torch()
     finally:
         torch.set_float32_matmul_precision(before)
     assert set(seen) == {("highest", False)}
-
-
-def test_settings_are_told():
-    found = describe_torch()
-    assert found["versions"]["torch"] == torch.__version__
+    assert (found["float32_matmul_precision"], found["versions"]["torch"]) == ("highest", torch.__version__)
     assert found["deterministic_algorithms"] is torch.are_deterministic_algorithms_enabled()
     assert found["device"]

@@ -10,14 +10,7 @@ from plain_records import summarize
 from small_models import changed_state
 from test_parity import TRANSFORMERS_TOLERANCE
 from tiny_models import FAMILIES
-from torch_runs import (
-    NEW,
-    QUICK,
-    SPEC,
-    STOP_IDS,
-    make_items,
-    run,
-)
+from torch_runs import ITEMS, NEW, QUICK, SPEC, STOP_IDS, run
 
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.config import make_precision
@@ -30,7 +23,7 @@ from jaxkv.torch_model import TorchModel
 @pytest.fixture(scope="module")
 def greedy(tiny):
     """Records of a greedy fp32 run of each family, made once."""
-    return functools.cache(lambda family, attention="eager": run(tiny.checkpoint(family), attention=attention)[0])
+    return functools.cache(lambda family: run(tiny.checkpoint(family)))
 
 
 # Records.
@@ -38,8 +31,8 @@ def greedy(tiny):
 
 def test_records_are_those_of_the_study(greedy):
     records = greedy("mistral")
-    assert [record["problem"] for record in records] == [item.problem for item in make_items()]
-    for record, item in zip(records, make_items(), strict=True):
+    assert [record["problem"] for record in records] == [item.problem for item in ITEMS]
+    for record, item in zip(records, ITEMS, strict=True):
         assert record["framework"] == "torch"
         assert record["attention"] == "eager"
         assert record["versions"]["torch"] == torch.__version__
@@ -98,8 +91,8 @@ def apart(monkeypatch):
 def test_free_runs_are_the_arms_own(tiny, apart, length):
     """By steps from the first disagreement, by draft and check, and by brute force: the same tokens and flips."""
     checkpoint, spec = tiny.checkpoint("llama"), dataclasses.replace(QUICK, stepwise_problems=9, uncached_length=length)
-    stepped = run(checkpoint, spec)[0]
-    drafted = run(checkpoint, dataclasses.replace(spec, uncached="draft"))[0]
+    stepped = run(checkpoint, spec)
+    drafted = run(checkpoint, dataclasses.replace(spec, uncached="draft"))
     parted, late = 0, 0
     for a, b in zip(stepped, drafted, strict=True):
         assert a["arms"] == b["arms"]
@@ -129,7 +122,7 @@ def test_a_cached_arm_off_by_one_position_shows(tiny, monkeypatch, family):
         return original(model, begin, end, first) + (begin > 0)
 
     monkeypatch.setattr(TorchModel, "positions", off)
-    for record in run(tiny.checkpoint(family), QUICK)[0]:
+    for record in run(tiny.checkpoint(family), QUICK):
         differences = record["teacher_forced"]["max_abs"]
         assert differences[0] < TRANSFORMERS_TOLERANCE  # the prefill is sound
         assert len(differences) == 1 or max(differences) > 100 * TRANSFORMERS_TOLERANCE
@@ -138,12 +131,12 @@ def test_a_cached_arm_off_by_one_position_shows(tiny, monkeypatch, family):
 def test_a_broken_sample_is_invalid_and_its_neighbour_is_not(tiny):
     checkpoint, fp16 = tiny.checkpoint("llama", "mha", "fp16"), make_precision("fp16")
     quick = dataclasses.replace(SPEC, control_problems=0)
-    items = make_items()[:2]
+    items = ITEMS[:2]
     token = next(t for t in items[1].prompt if t not in items[0].prompt)
-    clean = run(checkpoint, quick, fp16, items=items)[0][0]
+    clean = run(checkpoint, quick, fp16, items=items)[0]
     assert token not in clean["arms"]["cached"]["tokens"]
     state = changed_state(checkpoint.state, "embed", (token, 4), np.inf)
-    good, bad = run(dataclasses.replace(checkpoint, state=state), quick, fp16, items=items)[0]
+    good, bad = run(dataclasses.replace(checkpoint, state=state), quick, fp16, items=items)
     del good["controls"], clean["controls"]
     assert good["status"] == "ok"
     assert bad["status"] == "invalid"
@@ -161,6 +154,6 @@ def test_an_overflow_that_a_softcap_hides_is_found(tiny):
     for name in ("q", "k"):
         leaves[f"layers/1/attn/{name}"] = leaves[f"layers/1/attn/{name}"] * 90
     checkpoint = dataclasses.replace(checkpoint, state=with_leaves(checkpoint.state, leaves))
-    for record in run(checkpoint, QUICK, make_precision("fp16"))[0]:
+    for record in run(checkpoint, QUICK, make_precision("fp16")):
         assert record["status"] == "invalid"
         assert (record["invalid"]["op"], record["invalid"]["layer"]) == ("qk", 1)

@@ -165,7 +165,7 @@ def test_two_workers_make_the_rows_of_one(trained):
 
 def test_no_held_out_problem_and_no_worked_example_is_trained_on(rows, wrapped):
     task = load_task("arith", spec=PromptSpec("few_shot", shots=8))
-    asked = {problem.question for problem in (*task.problems, *task.shots)}
+    asked = {problem.question for problem in (*task.problems, *arith.generate("train", 8))}
     seeds = {corpus.chunk_seed(dataclasses.replace(SPEC, seed=seed), c) for seed in range(3) for c in range(1000)}
     assert len(seeds) == 3000
     assert not seeds & {0, vocabulary.SEED}

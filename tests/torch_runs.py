@@ -26,11 +26,8 @@ OURS = dataclasses.replace(SPEC, uncached_length="padded", uncached="draft", con
 QUICK = dataclasses.replace(SPEC, control_problems=0, stepwise_problems=0)
 STOP_IDS = tuple(range(200, 212))
 FP32 = make_precision("fp32")
-
-
-def make_items(lengths=LENGTHS):
-    rng = np.random.default_rng(4)
-    return [Item(20 + i, tuple(rng.integers(3, 190, n).tolist()), "a") for i, n in enumerate(lengths)]
+RNG = np.random.default_rng(4)
+ITEMS = [Item(20 + i, tuple(RNG.integers(3, 190, n).tolist()), "a") for i, n in enumerate(LENGTHS)]
 
 
 def with_stops(checkpoint):
@@ -40,26 +37,22 @@ def with_stops(checkpoint):
     return dataclasses.replace(checkpoint, tokenizer=tokenizer)
 
 
-def run(checkpoint, spec=SPEC, precision=FP32, sampler="greedy", items=None, attention="eager"):
-    """All records of a run, each checked against the schema, and the problems of each batch that was run."""
-    records, batched = [], []
-    checkpoint = with_stops(checkpoint)
+def run(checkpoint, spec=SPEC, precision=FP32, sampler="greedy", items=ITEMS, attention="eager"):
+    """All records of a run, each checked against the schema."""
+    records, checkpoint = [], with_stops(checkpoint)
     arms = TorchArms(checkpoint, precision, SAMPLERS[sampler], attention)
-    runner = Divergence(arms, None, spec, checkpoint.tokenizer, Scoring())
-    batches = run_missing(runner, items or make_items())
-    for new, timing in batches:
+    for new, timing in run_missing(Divergence(arms, None, spec, checkpoint.tokenizer, Scoring()), items):
         records += new
-        batched.append(timing["problems"])
         assert set(timing["tokens"]) <= set(timing["seconds"])
     for record in records:
         to_record(record)
-    return records, batched
+    return records
 
 
-def run_cached_of_ours(checkpoint, sampler, stop_ids=STOP_IDS, items=None, spec=SPEC):
+def run_cached_of_ours(checkpoint, sampler, stop_ids=STOP_IDS, items=ITEMS, spec=SPEC):
     """Tokens of our cached arm, by problem."""
     arms, tokens = Arms(checkpoint.config, FP32, SAMPLERS[sampler], stop_ids, keep_logits=False), {}
-    for batch in plan_batches(items or make_items(), spec):
+    for batch in plan_batches(items, spec):
         layout, buffer, rows = lay_out(batch, spec, checkpoint.config)
         ran = arms.run_cached(arms.prepare(checkpoint.state), buffer, rows, layout)
         taken = np.asarray(ran.tokens[:, layout.prompt :])

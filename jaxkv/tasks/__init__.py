@@ -1,12 +1,10 @@
 """Tasks by name: problems, prompts and scores."""
 
-import dataclasses
 import importlib
 from typing import Any
 
 from jaxkv.errors import UserError, nearest
-from jaxkv.tasks.task import SUBSETS, PromptSpec, Request
-from jaxkv.tasks.task import Task as Task
+from jaxkv.tasks.task import PromptSpec, Request, Task
 
 FAMILY = ":NAME"  # ends the key of tasks that are many; one of them is asked for by a name in its place
 LM_EVAL = "lm_eval:"
@@ -41,34 +39,20 @@ def load_task(
     data: str | None = None,
     fewshot_data: str | None = None,
     spec: PromptSpec | None = None,
-    limit: int | None = None,
     subset: str = "all",
     allow_code_execution: bool = False,
 ) -> Task:
-    """Loads a task.
-
-    Args:
-      name: one of TASKS, with a name for NAME; 'arith' generates its problems and takes no data.
-      data: file with the problems to ask; None fetches the test split from the hub.
-      fewshot_data: file with the worked examples; None fetches the train split. Not read without shots.
-      spec: prompt style; by default 8-shot for gsm8k and arith, lm_eval's own for its tasks, zero_shot for the others.
-      limit: ask only the first so many problems.
-      subset: 'all', or for ifeval 'no_length_128'.
-      allow_code_execution: lets humaneval run code that the model wrote.
+    """Loads one of TASKS, with a name for NAME; the arguments are those of `Request`.
 
     Raises:
-      UserError: unknown task or subset, a limit below 1, data for arith, humaneval without leave to run code, a missing
+      UserError: unknown task, a subset of another one, data for arith, humaneval without leave to run code, a missing
         package, or what the task's own loader raises.
     """
     module = find_module(name)
-    if limit is not None and limit < 1:
-        raise UserError(f"a limit of {limit} problems leaves nothing to ask; use 1 or more, or none")
-    if subset not in SUBSETS:
-        raise UserError(f"unknown subset '{subset}'{nearest(subset, list(SUBSETS))}; known: {', '.join(SUBSETS)}")
     if subset != "all" and name != "ifeval":
         raise UserError(f"the subset '{subset}' is of ifeval; leave --subset at all for {name}")
     task: Task = module.load(Request(name, data, fewshot_data, spec, subset, allow_code_execution))
-    return dataclasses.replace(task, problems=task.problems[:limit])
+    return task
 
 
 def usual_style(name: str, has_chat_template: bool) -> str:

@@ -50,13 +50,7 @@ class _NotOneNumber(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class _Settled:
-    """What a text says where it gives its answer.
-
-    Attributes:
-      at: where.
-      value: None if it is not one number.
-      end: of the expression.
-    """
+    """What a text says where it gives its answer: a value, None if it is not one number, and where that ends."""
 
     at: int
     value: Decimal | None
@@ -163,11 +157,8 @@ class _Answer:
     def _evaluate(self, place: int, at: int, end: int, joints: re.Pattern) -> _Settled:
         """Evaluates what starts with a number, or parentheses that touch it and begin at most two before `at`.
 
-        Args:
-          place: of the number.
-          at: where the text gives its answer.
-          end: of what may belong to the expression.
-          joints: what stands between numbers that are several.
+        `at` is where the text gives its answer, `end` that of what may belong to it, and several numbers have `joints`
+        between them.
         """
         start = opening = self.numbers[place].start
         while opening > max(0, at - 2) and self.text[opening - 1] == "(":
@@ -220,9 +211,7 @@ class _Expression:
     """
 
     def __init__(self, answer: _Answer, end: int):
-        self._answer = answer
-        self._text = answer.text
-        self._end = end
+        self._answer, self._text, self._end = answer, answer.text, end
         self._left = _MOST
 
     def add(self, at: int) -> tuple[Decimal, int] | None:

@@ -21,9 +21,9 @@ from importlib import resources
 from typing import Any
 
 from jaxkv.errors import UserError
-from jaxkv.tasks.gsm8k import DEFAULT_PROMPT, Loaded, Problem, make_word_problems
-from jaxkv.tasks.sources import hash_rows
-from jaxkv.tasks.task import Request, Task
+from jaxkv.tasks.gsm8k import Loaded, make_word_problems
+from jaxkv.tasks.sources import hash_problems
+from jaxkv.tasks.task import Problem, Request, Task
 
 VERSION = 1  # raise it with any change that alters a problem
 SPLITS = ("train", "test")
@@ -36,14 +36,10 @@ _FIELD = re.compile(r"\{(\w+)(?: (\w+))?\}")
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-    """One kind of problem; the module tells the notation.
+    """One kind of problem, in the notation that the module tells.
 
-    Attributes:
-      name: unique among templates.
-      skill: what it exercises.
-      draws: its quantities, in the order they are drawn or derived.
-      question: text of the question.
-      steps: texts of the solution, one equation each.
+    `skill` is what it exercises, `draws` are its quantities in the order they are drawn or derived, and `steps` are the
+    texts of the solution, one equation each.
     """
 
     name: str
@@ -59,23 +55,14 @@ _SLOTS = {slot: words.split() for slot, words in _DATA["slots"].items()}
 _WOMEN, _MEN = _DATA["women"].split(), _DATA["men"].split()
 
 
-@dataclasses.dataclass(frozen=True)
-class Key:
-    """What makes two problems the same apart from names and wording.
+# What makes two problems the same apart from names and wording: the template's name, and the question's numbers.
+Key = tuple[str, tuple[int, ...]]
 
-    Attributes:
-      template: its name.
-      numbers: the numbers of the question, in order.
-    """
 
-    template: str
-    numbers: tuple[int, ...]
-
-    @property
-    def split(self) -> str:
-        """The one split that may hold problems with this key."""
-        text = json.dumps([VERSION, self.template, self.numbers])
-        return "test" if int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) % TEST_SHARE == 0 else "train"
+def find_split(key: Key) -> str:
+    """The one split that may hold problems with this key."""
+    text = json.dumps([VERSION, *key])
+    return "test" if int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) % TEST_SHARE == 0 else "train"
 
 
 class Draw:
@@ -103,35 +90,28 @@ class Draw:
 
 
 def load(request: Request) -> Task:
-    """The task: 500 problems, 8-shot if nothing else is asked for. Raises UserError on data."""
-    spec = request.spec or DEFAULT_PROMPT
+    """The task with 500 problems. Raises UserError on data."""
     for flag, file in (("--data", request.data), ("--fewshot_data", request.fewshot_data)):
         if file is not None:
             raise UserError(f"{flag}={file}: the arith task generates its problems and needs no data; drop {flag}")
+    train = functools.partial(_load_split, "train", SHOT_POOL)
+    return make_word_problems("arith", request.spec, _load_split("test", TEST_COUNT), train)
 
-    def read(split: str) -> Loaded:
-        problems = generate(split, TEST_COUNT if split == "test" else SHOT_POOL)
-        return problems, describe(split, problems)
 
-    return make_word_problems("arith", spec, read)
+def _load_split(split: str, count: int) -> Loaded:
+    problems = generate(split, count)
+    return problems, {"source": "generated", "generator": VERSION, "split": split, "seed": 0, "rows": len(problems),
+                      "sha256": hash_problems(problems)}  # fmt: skip
 
 
 def generate(split: str, count: int, seed: int = 0) -> tuple[Problem, ...]:
-    """Generates problems.
+    """Generates so many problems of 'train' or 'test'; fewer are a prefix of more.
 
-    Args:
-      split: 'train' or 'test'. No problem of one has the question or the key of a problem of the other, whatever the
-        seeds. Within 'test' every key is there once; 'train' may repeat itself.
-      count: how many. Fewer are a prefix of more.
-      seed: another seed gives other problems of the split.
-
-    Raises:
-      UserError: unknown split, or a negative count.
+    No problem of one split has the question or the key of a problem of the other, whatever the seeds. Within 'test'
+    every key is there once; 'train' may repeat itself. Raises UserError on an unknown split.
     """
     if split not in SPLITS:
         raise UserError(f"unknown split '{split}'; known: {', '.join(SPLITS)}")
-    if count < 0:
-        raise UserError(f"{count} problems cannot be generated; ask for 0 or more")
     seen: set[Key] = set()
     problems = []
     for index in range(count):
@@ -140,17 +120,6 @@ def generate(split: str, count: int, seed: int = 0) -> tuple[Problem, ...]:
         if split == "test":
             seen.add(key)
     return tuple(problems)
-
-
-def describe(split: str, problems: Sequence[Problem], seed: int = 0) -> dict[str, Any]:
-    """Returns the JSON-ready origin of generated problems: generator version, seed, count and hash of their content."""
-    return {"source": "generated", "generator": VERSION, "split": split, "seed": seed, "rows": len(problems),
-            "sha256": digest(problems)}  # fmt: skip
-
-
-def digest(problems: Sequence[Problem]) -> str:
-    """Returns SHA-256 over questions and solutions, one JSON array a line."""
-    return hash_rows([[problem.question, problem.solution] for problem in problems])
 
 
 def plural(noun: str) -> str:
@@ -170,15 +139,14 @@ def _make(split: str, seed: int, index: int, seen: set[Key]) -> tuple[Problem, K
     while True:
         template = draw.pick(ALL)
         values, words = _draw_values(template.draws, draw), _draw_words(draw)
-        question = _fill(_word(template.question, draw), values, words)
-        key = Key(template.name, tuple(map(int, re.findall(r"\d+", question))))
-        if key.split == split and key not in seen:
+        worded = re.sub(r"<([^<>]*)>", lambda match: draw.pick(match[1].split("|")), template.question)
+        question = _fill(worded, values, words)
+        key = (template.name, tuple(map(int, re.findall(r"\d+", question))))
+        if find_split(key) == split and key not in seen:
             break
     steps = [_fill(step, values, words) for step in template.steps]
-    answer = steps[-1].rpartition("=")[2]
-    number = re.match(r"\d+", answer)
-    assert number is not None, template.name
-    return Problem(index, question, number[0], "\n".join([*steps, f"#### {number[0]}"])), key
+    (answer,) = re.findall(r"^\d+", steps[-1].rpartition("=")[2])
+    return Problem(index, question, answer, "\n".join([*steps, f"#### {answer}"])), key
 
 
 def _draw_values(draws: str, draw: Draw) -> dict[str, int]:
@@ -214,10 +182,6 @@ def _draw_words(draw: Draw) -> dict[str, str]:
     second = draw.pick([name for name in (*_WOMEN, *_MEN) if name != first])
     he, his = ("she", "her") if woman else ("he", "his")
     return words | {"P": first, "Q": second, "he": he, "his": his, "He": he.title(), "His": his.title()}
-
-
-def _word(text: str, draw: Draw) -> str:
-    return re.sub(r"<([^<>]*)>", lambda match: draw.pick(match[1].split("|")), text)
 
 
 def _fill(text: str, values: dict[str, int], words: dict[str, str]) -> str:

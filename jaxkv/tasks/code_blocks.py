@@ -1,7 +1,6 @@
 """Finds the Python code in a chat answer: in fences of every usual kind, or between sentences without any."""
 
 import ast
-import dataclasses
 import re
 import textwrap
 import warnings
@@ -13,24 +12,6 @@ _PYTHON = re.compile(r"[{.]*(?:py|py3|python[0-9.]*)\b", re.IGNORECASE)
 _KEPT = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
 
 
-@dataclasses.dataclass(frozen=True)
-class Block:
-    """One fenced block.
-
-    Attributes:
-      info: what stands behind the opening fence.
-      code: its lines, without the indentation of the fence.
-    """
-
-    info: str
-    code: str
-
-    @property
-    def is_python(self) -> bool:
-        """Whether its label is Python's, or it has none."""
-        return not self.info or bool(_PYTHON.match(self.info))
-
-
 def find_code(text: str, name: str) -> str:
     """The code of an answer that should define a function.
 
@@ -39,26 +20,21 @@ def find_code(text: str, name: str) -> str:
     first block of Python; the text. The first definition counts, not the last: so it is with EvalPlus, with
     bigcode-evaluation-harness and with OpenAI's simple-evals, and what comes later is often a variant "for comparison".
     A head that is only quoted is no definition.
-
-    Args:
-      text: what the model wrote.
-      name: of the function.
     """
-    text = text.replace("\r\n", "\n")
-    blocks, outside = split_blocks(text)
-    codes = [_dedent(block.code, name) for block in blocks]
-    for code in codes:
+    found, outside = split_blocks(text.replace("\r\n", "\n"))
+    blocks = [(label, _dedent(code, name)) for label, code in found]
+    for _, code in blocks:
         if implements(code, name):
             return code
     if defines(outside, name):
         return outside if _parse(outside) else _keep_definitions(outside)
-    python = [code for block, code in zip(blocks, codes, strict=True) if block.is_python]
+    python = [code for label, code in blocks if not label or _PYTHON.match(label)]
     bodies = [code for code in python if code.lstrip("\n")[:1] in (" ", "\t")]
     return next(iter(bodies + python), outside)
 
 
-def split_blocks(text: str) -> tuple[list[Block], str]:
-    """The fenced blocks of a text, and what stands outside them.
+def split_blocks(text: str) -> tuple[list[tuple[str, str]], str]:
+    """The fenced blocks of a text, each with its label, and what stands outside them.
 
     A fence is three or more backticks or tildes with a label or none. A block ends at a line that begins with the same
     fence, indented by at most 3 more than the opening one (what is further in belongs to a docstring), at a line of
@@ -76,8 +52,8 @@ def split_blocks(text: str) -> tuple[list[Block], str]:
     return blocks, "\n".join(outside)
 
 
-def _take_block(opening: re.Match, lines: Iterator[str]) -> Block:
-    """The block that a line opens, taken off the lines that follow."""
+def _take_block(opening: re.Match, lines: Iterator[str]) -> tuple[str, str]:
+    """Label and code of the block that a line opens, without its indentation, taken off the lines that follow."""
     fence, code = opening["fence"], []
     indent = 0 if opening["before"] else len(opening["indent"])
     for line in lines:
@@ -90,12 +66,12 @@ def _take_block(opening: re.Match, lines: Iterator[str]) -> Block:
             code.append(last)
             break
         code.append(line)
-    return Block(opening["info"].strip(), "\n".join(code))
+    return opening["info"].strip(), "\n".join(code)
 
 
 def defines(code: str, name: str) -> bool:
     """Whether a line at the left margin is the head of a function of this name."""
-    return re.search(_head(name), code, re.MULTILINE) is not None
+    return re.search(rf"^(?:async[ \t]+)?def[ \t]+{re.escape(name)}\b", code, re.MULTILINE) is not None
 
 
 def implements(code: str, name: str) -> bool:
@@ -105,16 +81,8 @@ def implements(code: str, name: str) -> bool:
     tree = _parse(code)
     if tree is None:
         return True
-    bodies = [
-        node.body
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name
-    ]
-    return any(not _is_empty(statement) for body in bodies for statement in body)
-
-
-def _head(name: str) -> str:
-    return rf"^(?:async[ \t]+)?def[ \t]+{re.escape(name)}\b"
+    heads = [n for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.name == name]
+    return any(not _is_empty(statement) for head in heads for statement in head.body)
 
 
 def _is_empty(statement: ast.stmt) -> bool:

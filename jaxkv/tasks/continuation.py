@@ -30,24 +30,18 @@ STOPS = ("\n", *TURN_ENDS)
 _HEADING = re.compile(r"\s*=.*=\s*")
 
 
-def load_text(data: str | None, flag: str = "--data") -> tuple[str, dict[str, Any]]:
-    """Loads a text.
+def load_text(data: str | None) -> tuple[str, dict[str, Any]]:
+    """Loads a UTF-8 text file, or without one the WikiText-2 test split.
 
-    Args:
-      data: a UTF-8 text file; None fetches the WikiText-2 test split.
-      flag: the flag that names `data`, for error messages.
+    The provenance is `source`, `sha256` of the file (None from the hub), `content`, the SHA-256 of the text as UTF-8,
+    `characters`, `split` and `revision`.
 
-    Returns:
-      The text and its provenance: `source`, `sha256` of the file (None from the hub), `content`, the SHA-256 of the
-      text as UTF-8, `characters`, `split`, `revision`.
-
-    Raises:
-      UserError: no network or no `datasets` package for the hub; a file that cannot be read, is not UTF-8 (with the
-        line) or has no text.
+    Raises UserError: no network or no `datasets` package for the hub; a file that cannot be read, is not UTF-8 (with
+    the line) or has no text.
     """
-    remedy = f"{flag} takes a UTF-8 text file"
+    remedy = "--data takes a UTF-8 text file"
     if data is None:
-        text, name, sha256 = "".join(row["text"] for row in fetch(WIKITEXT, flag)), WIKITEXT.hub, None
+        text, name, sha256 = "".join(row["text"] for row in fetch(WIKITEXT, "--data")), WIKITEXT.hub, None
     else:
         content = files.read_bytes(data, remedy)
         text = files.to_text(content, data)
@@ -76,12 +70,8 @@ def find_passages(text: str) -> list[tuple[str, str]]:
 
 
 def load(request: Request) -> Task:
-    """Loads the task 'next_string'.
-
-    Raises:
-      UserError: what `load_text` raises, a text without passages, a style other than zero_shot.
-    """
-    spec = choose_spec(request, ("zero_shot",))
+    """Loads the task 'next_string'. Raises UserError as `load_text`, on a text without passages, or another style."""
+    spec = choose_spec(request, "zero_shot")
     text, origin = load_text(request.data)
     problems = tuple(Problem(index, prompt, gold) for index, (prompt, gold) in enumerate(find_passages(text)))
     if not problems:
@@ -94,9 +84,8 @@ def load(request: Request) -> Task:
 def grade(text: str, gold: str) -> Scores:
     """Scores the first string of a continuation.
 
-    Returns:
-      'exact' wants the string itself; 'loose' forgives case, and what is neither letter nor digit at either end unless
-      nothing else is there.
+    'exact' wants the string itself; 'loose' forgives case, and what is neither letter nor digit at either end unless
+    nothing else is there.
     """
     guess = next(iter(text.split()), None)
     loose = None if guess is None else _bare(guess)

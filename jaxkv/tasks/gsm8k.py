@@ -12,26 +12,8 @@ import msgspec
 from jaxkv.errors import UserError
 from jaxkv.tasks.numerals import canonical, parse_number
 from jaxkv.tasks.scoring import STOPS, TURN_ENDS, score
-from jaxkv.tasks.sources import Source, Text, hash_rows, load_rows, to_row
-from jaxkv.tasks.task import BOXED_REQUEST, Request, Task
-from jaxkv.tasks.task import Problem as Problem
-from jaxkv.tasks.task import PromptSpec as PromptSpec
-
-HUB_REVISION = "740312add88f781978c0658806c59bc2815b9866"
-SOURCE = Source(
-    title="GSM8K",
-    shape="rows with 'question' and 'answer', the answer ending in '#### N'",
-    hub="openai/gsm8k",
-    config="main",
-    split="test",
-    revision=HUB_REVISION,
-    columns=("question", "answer"),
-)
-CHAT_REQUEST = (
-    "Work it out step by step. Finish with one line that holds only #### and the final number, like this: #### 7"
-)
-DEFAULT_PROMPT = PromptSpec("few_shot", shots=8)
-Loaded = tuple[tuple[Problem, ...], dict[str, Any]]  # problems and their provenance
+from jaxkv.tasks.sources import Source, Text, hash_problems, load_rows
+from jaxkv.tasks.task import BOXED_REQUEST, Problem, Prompt, PromptSpec, Request, Task
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -41,67 +23,62 @@ class Row(msgspec.Struct, frozen=True):
     answer: Text
 
 
+HUB_REVISION = "740312add88f781978c0658806c59bc2815b9866"
+SOURCE = Source(
+    title="GSM8K",
+    shape="rows with 'question' and 'answer', the answer ending in '#### N'",
+    hub="openai/gsm8k",
+    config="main",
+    split="test",
+    row=Row,
+    revision=HUB_REVISION,
+    columns=("question", "answer"),
+)
+CHAT_REQUEST = (
+    "Work it out step by step. Finish with one line that holds only #### and the final number, like this: #### 7"
+)
+Loaded = tuple[tuple[Problem, ...], dict[str, Any]]  # problems and their provenance
+
+
 def load(request: Request) -> Task:
-    """Loads the task, 8-shot if nothing else is asked for. Raises UserError as `load_problems` and `choose_shots`."""
-
-    def read(split: str) -> Loaded:
-        if split == "train":
-            return load_problems(request.fewshot_data, "train", "--fewshot_data")
-        return load_problems(request.data)
-
-    return make_word_problems("gsm8k", request.spec or DEFAULT_PROMPT, read)
+    """Loads the task. Raises UserError as `load_problems` and `choose_shots`."""
+    train = functools.partial(load_problems, request.fewshot_data, "train", "--fewshot_data")
+    return make_word_problems("gsm8k", request.spec, load_problems(request.data), train)
 
 
-def make_word_problems(name: str, spec: PromptSpec, read: Callable[[str], Loaded]) -> Task:
-    """A task whose golds are numbers; `read` gives the problems of 'test', and with shots those of 'train'."""
-    problems, origin = read("test")
+def make_word_problems(name: str, spec: PromptSpec | None, test: Loaded, train: Callable[[], Loaded]) -> Task:
+    """A task whose golds are numbers, 8-shot if nothing else is asked for; `train` is not called without shots."""
+    spec = spec or PromptSpec("few_shot", shots=8)
+    problems, origin = test
     provenance: dict[str, Any] = {"prompt": dataclasses.asdict(spec), "problems": origin, "shots": None}
     shots: tuple[Problem, ...] = ()
     if spec.shots:
-        train, origin = read("train")
-        shots = choose_shots(spec, train, problems)
+        examples, origin = train()
+        shots = choose_shots(spec, examples, problems)
         provenance["shots"] = origin | {"indices": [shot.index for shot in shots]}
-    stops = stop_strings(spec)
-
-    def ask(problem: Problem) -> str | list[dict[str, str]]:
-        return build_prompt(spec, problem, shots)
-
-    return Task(name, problems, spec, shots, provenance, stops, ask, functools.partial(score, stops=stops))
+    # A continuation ends at the next question of plain text, and with the turn of a chat.
+    stops = TURN_ENDS if spec.is_chat else STOPS
+    prompt = functools.partial(build_prompt, spec, shots=shots)
+    return Task(name, problems, provenance, stops, prompt, functools.partial(score, stops=stops))
 
 
 def load_problems(data: str | None, split: str = "test", flag: str = "--data") -> Loaded:
-    """Loads problems from a file, or from the Hugging Face hub.
+    """Loads problems in source order from a file, whose `split` is only recorded, or from the Hugging Face hub.
 
-    Args:
-      data: a .jsonl or .parquet file with the fields `question` and `answer`; None downloads openai/gsm8k.
-      split: 'train' or 'test'; of a file it is only recorded.
-      flag: the flag that names `data`, for error messages.
-
-    Returns:
-      The problems in source order and their provenance: `source`, `sha256` of the file (None from the hub), `rows`,
-      `split`, `revision` (None for a file), `fingerprint`, which is the same whatever file the problems came in.
-
-    Raises:
-      UserError: as `load_rows`, or a row that lacks a field or has no `#### N`.
+    Their provenance is that of `load_rows` with a `fingerprint`, the same whatever file they came in, for the hash of
+    all columns. Raises UserError as `load_rows`, or on a row that has no `#### N`.
     """
     rows, origin = load_rows(dataclasses.replace(SOURCE, split=split), data, flag)
     problems = tuple(_make_problem(where, index, row) for index, (where, row) in enumerate(rows))
     del origin["content"]  # of all columns, which files may have more of
-    return problems, origin | {"fingerprint": hash_rows([[p.question, p.solution] for p in problems])}
+    return problems, origin | {"fingerprint": hash_problems(problems)}
 
 
 def choose_shots(spec: PromptSpec, train: Sequence[Problem], test: Iterable[Problem] = ()) -> tuple[Problem, ...]:
     """Chooses the worked examples of a prompt.
 
     With a seed, train problems are ordered by a hash of seed and index, so that fewer shots are a prefix of more.
-
-    Args:
-      spec: prompt style, number of shots and seed.
-      train: problems to choose from.
-      test: problems that will be asked; none of them may be in `train`.
-
-    Raises:
-      UserError: too few train problems, or a test problem among them.
+    Raises UserError on too few train problems, or a test problem, which will be asked, among them.
     """
     asked = {_plain(problem.question) for problem in test}
     shared = [problem.index + 1 for problem in train if _plain(problem.question) in asked]
@@ -139,14 +116,14 @@ def show_boxed_solution(problem: Problem) -> str:
     return f"{steps}\nThe final answer is \\boxed{{{problem.answer}}}.".lstrip()
 
 
-def chat(problem: Problem, shots: Sequence[Problem] = (), boxed: bool = False) -> list[dict[str, str]]:
-    """Returns messages for `tokenizer.apply_chat_template`; worked examples become earlier turns.
+def build_prompt(spec: PromptSpec, problem: Problem, shots: Sequence[Problem] = ()) -> Prompt:
+    """The prompt of a problem: text, or messages in which worked examples are earlier turns.
 
-    Args:
-      problem: the question.
-      shots: worked examples.
-      boxed: asks for the answer in \\boxed{}, in the words of Qwen2.5-Math; else for a last line `#### N`.
+    Messages ask for the answer in \\boxed{}, in the words of Qwen2.5-Math, or for a last line `#### N`.
     """
+    if not spec.is_chat:
+        return k_shot(problem, shots)
+    boxed = spec.style == "boxed"
     request = f"\n{BOXED_REQUEST}" if boxed else f"\n\n{CHAT_REQUEST}"
     show = show_boxed_solution if boxed else show_solution
     messages = []
@@ -156,34 +133,13 @@ def chat(problem: Problem, shots: Sequence[Problem] = (), boxed: bool = False) -
     return [*messages, {"role": "user", "content": problem.question.strip() + request}]
 
 
-def build_prompt(spec: PromptSpec, problem: Problem, shots: Sequence[Problem] = ()) -> str | list[dict[str, str]]:
-    """Builds the prompt of a problem: a string, or messages for a chat template.
-
-    Raises:
-      UserError: the number of shots is not the spec's, or the problem is one of them.
-    """
-    if len(shots) != spec.shots:
-        raise UserError(f"the prompt wants {spec.shots} shots and got {len(shots)}; choose them with choose_shots")
-    if _plain(problem.question) in {_plain(shot.question) for shot in shots}:
-        raise UserError(f"problem {problem.index} is one of its own worked examples; take shots from the train split")
-    if spec.is_chat:
-        return chat(problem, shots, boxed=spec.style == "boxed")
-    return k_shot(problem, shots)
-
-
-def stop_strings(spec: PromptSpec) -> tuple[str, ...]:
-    """Returns where a continuation ends: the next question for plain text, the end of the turn for chat."""
-    return TURN_ENDS if spec.is_chat else STOPS
-
-
 def _plain(question: str) -> str:
     return " ".join(question.split()).casefold()
 
 
-def _make_problem(where: str, index: int, row: Any) -> Problem:
-    given = to_row(row, Row, where, SOURCE.shape)
-    _, marker, gold = given.answer.rpartition("####")
+def _make_problem(where: str, index: int, row: Row) -> Problem:
+    _, marker, gold = row.answer.rpartition("####")
     value = parse_number(gold) if marker else None
     if value is None:
         raise UserError(f"{where}: the answer does not end in '#### N' with a number N; add that line or drop the row")
-    return Problem(index, given.question, canonical(value), given.answer)
+    return Problem(index, row.question, canonical(value), row.answer)

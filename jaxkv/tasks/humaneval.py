@@ -7,22 +7,15 @@ import dataclasses
 import functools
 import json
 import re
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
 from jaxkv.errors import UserError
 from jaxkv.tasks.code_blocks import defines, find_code
 from jaxkv.tasks.sandbox import Limits, run_program
-from jaxkv.tasks.sources import Source, Text, load_rows, to_row
+from jaxkv.tasks.sources import Source, Text, load_rows
 from jaxkv.tasks.task import TURN_ENDS, Problem, Prompt, Request, Scores, Task, choose_spec, make_simple
-
-SHAPE = "rows with 'task_id', 'prompt', 'entry_point' and 'test'"
-SOURCE = Source("HumanEval", SHAPE, "openai/openai_humaneval", None, "test")
-STYLES = ("zero_shot", "chat")
-STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint", *TURN_ENDS)  # Chen et al., section 3
-CHAT_REQUEST = "Complete this Python function. Answer with the whole function in one ```python block.\n\n```python\n"
-_FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -35,20 +28,23 @@ class Row(msgspec.Struct, frozen=True):
     canonical_solution: str | None = None
 
 
-def load(request: Request) -> Task:
-    """Loads HumanEval.
+SHAPE = "rows with 'task_id', 'prompt', 'entry_point' and 'test'"
+SOURCE = Source("HumanEval", SHAPE, "openai/openai_humaneval", None, "test", Row)
+STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint", *TURN_ENDS)  # Chen et al., section 3
+CHAT_REQUEST = "Complete this Python function. Answer with the whole function in one ```python block.\n\n```python\n"
+_FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
 
-    Raises:
-      UserError: code may not be run, the data cannot be had, a row lacks a field, a style it lacks.
-    """
+
+def load(request: Request) -> Task:
+    """Loads HumanEval. Raises UserError: code may not be run, the data cannot be had or misfits, a style it lacks."""
     if not request.allow_code_execution:
         raise UserError(
             "the humaneval task runs code that the model wrote, in a child process under limits; "
             "give --allow_code_execution to let it, or choose another --task"
         )
-    spec = choose_spec(request, STYLES)
+    spec = choose_spec(request, "zero_shot", "chat")
     rows, origin = load_rows(SOURCE, request.data)
-    problems = tuple(_make_problem(where, index, row) for index, (where, row) in enumerate(rows))
+    problems = tuple(_make_problem(index, row) for index, (_, row) in enumerate(rows))
     limits = Limits()
     probe = run_program("", limits)
     if probe.ended != "passed":
@@ -56,28 +52,21 @@ def load(request: Request) -> Task:
             f"an empty program does not run in the child process that humaneval needs ({probe.ended}); run on Linux "
             "with Python's own executable, or choose another --task"
         )
+    chat = spec.style == "chat"
     return make_simple(
-        "humaneval",
-        problems,
-        spec,
-        origin,
-        functools.partial(grade, style=spec.style, limits=limits),
-        stops=TURN_ENDS if spec.style == "chat" else STOPS,
-        ask=functools.partial(ask, spec.style),
+        "humaneval", problems, spec, origin, functools.partial(grade, style=spec.style, limits=limits),
+        stops=TURN_ENDS if chat else STOPS, prompt=ask_in_chat if chat else None,
         scoring={"limits": dataclasses.asdict(limits), "isolation": probe.isolation},
-    )
+    )  # fmt: skip
 
 
-def _make_problem(where: str, index: int, row: Any) -> Problem:
-    given = to_row(row, Row, where, SHAPE)
-    gold = {"prompt": given.prompt, "entry_point": given.entry_point, "test": given.test}
-    return Problem(index, given.prompt, json.dumps(gold), given.canonical_solution or "")
+def _make_problem(index: int, row: Row) -> Problem:
+    gold = {"prompt": row.prompt, "entry_point": row.entry_point, "test": row.test}
+    return Problem(index, row.prompt, json.dumps(gold), row.canonical_solution or "")
 
 
-def ask(style: str, problem: Problem) -> Prompt:
-    """The function's head, or a request to complete it."""
-    if style != "chat":
-        return problem.question
+def ask_in_chat(problem: Problem) -> Prompt:
+    """A request to complete the function of which the problem is the head."""
     return [{"role": "user", "content": f"{CHAT_REQUEST}{problem.question.rstrip()}\n```"}]
 
 

@@ -26,21 +26,28 @@ import pathlib
 import random
 import string
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Annotated, Any
 
 import msgspec
 
 from jaxkv.errors import UserError
-from jaxkv.tasks.packages import require, versions
-from jaxkv.tasks.sources import Source, Text, load_rows, to_row
-from jaxkv.tasks.task import TURN_ENDS, Problem, Request, Scores, Task, choose_spec, make_simple
+from jaxkv.tasks.sources import Source, Text, load_rows
+from jaxkv.tasks.task import Problem, Request, Scores, Task, choose_spec, make_simple, require, versions
+
+
+class Row(msgspec.Struct, frozen=True):
+    """A row of the file: the instructions of a prompt, and what each asks for."""
+
+    key: int
+    prompt: Text
+    instruction_id_list: Annotated[list[str], msgspec.Meta(min_length=1)]
+    kwargs: list[dict[str, Any]]
+
 
 SHAPE = "rows with 'key', 'prompt', 'instruction_id_list' and 'kwargs'"
-SOURCE = Source("IFEval", SHAPE, "google/IFEval", None, "train")
-STYLES = ("zero_shot", "chat")
+SOURCE = Source("IFEval", SHAPE, "google/IFEval", None, "train", Row)
 LENGTH = "length_constraints:"
 LETTER = "keywords:letter_frequency"
 SMALL = 128
@@ -53,15 +60,6 @@ RULES = {
 }
 
 
-class Row(msgspec.Struct, frozen=True):
-    """A row of the file: the instructions of a prompt, and what each asks for."""
-
-    key: int
-    prompt: Text
-    instruction_id_list: Annotated[list[str], msgspec.Meta(min_length=1)]
-    kwargs: list[dict[str, Any]]
-
-
 def load(request: Request) -> Task:
     """Loads IFEval.
 
@@ -69,7 +67,7 @@ def load(request: Request) -> Task:
       UserError: a package of the checker is missing, the data cannot be had, a row that is not of IFEval or has an
         instruction that the checker does not know, a subset of too few prompts, a style it lacks.
     """
-    spec = choose_spec(request, STYLES)
+    spec = choose_spec(request, "zero_shot", "chat")
     load_checker()
     known = require("ifeval", "lm_eval.tasks.ifeval.instructions_registry").INSTRUCTION_DICT
     rows, origin = load_rows(SOURCE, request.data)
@@ -85,19 +83,18 @@ def load(request: Request) -> Task:
         "random_letter_keys": [gold["key"] for gold in golds if draws_letter(gold)],
     }
     scoring = {"packages": versions(*PACKAGES), "seed": SEED}
-    return make_simple("ifeval", problems, spec, origin, grade, stops=TURN_ENDS, scoring=scoring)
+    return make_simple("ifeval", problems, spec, origin, grade, scoring=scoring)
 
 
-def _read_gold(where: str, row: Any, known: Iterable[str]) -> dict[str, Any]:
-    given = to_row(row, Row, where, SHAPE)
-    if len(given.instruction_id_list) != len(given.kwargs):
+def _read_gold(where: str, row: Row, known: Iterable[str]) -> dict[str, Any]:
+    if len(row.instruction_id_list) != len(row.kwargs):
         raise UserError(f"{where}: 'instruction_id_list' and 'kwargs' do not go together; copy the file again")
-    for name in given.instruction_id_list:
+    for name in row.instruction_id_list:
         if name not in known:
             raise UserError(f"{where}: the checker does not know the instruction '{name}'; correct it or drop the row")
     # The hub's table gives every instruction the arguments of all, null where they are not its own.
-    kwargs = [{name: value for name, value in asked.items() if value is not None} for asked in given.kwargs]
-    return msgspec.structs.asdict(given) | {"kwargs": kwargs}
+    kwargs = [{name: value for name, value in asked.items() if value is not None} for asked in row.kwargs]
+    return msgspec.structs.asdict(row) | {"kwargs": kwargs}
 
 
 def draws_letter(gold: Mapping[str, Any]) -> bool:
@@ -135,9 +132,8 @@ def load_checker() -> ModuleType:
     punkt = require("ifeval", "nltk.tokenize.punkt")
     model = require("ifeval", "punkt.data").load_bundled("english")
     parameters = punkt.PunktParameters()
-    parameters.abbrev_types = set(model.abbrev_types)
-    parameters.collocations = set(model.collocations)
-    parameters.sent_starters = set(model.sent_starters)
+    for name in ("abbrev_types", "collocations", "sent_starters"):
+        setattr(parameters, name, set(getattr(model, name)))
     parameters.ortho_context.update(model.ortho_context)
     with tempfile.TemporaryDirectory() as folder:
         nltk.data.path.insert(0, folder)
@@ -154,32 +150,20 @@ def load_checker() -> ModuleType:
     return checker
 
 
-@contextmanager
-def _seeded() -> Iterator[None]:
-    state = random.getstate()
-    random.seed(SEED)
-    try:
-        yield
-    finally:
-        random.setstate(state)
-
-
 def check(instructions: Mapping[str, Any], response: str) -> dict[str, list[bool]]:
-    """Which instructions a response follows.
+    """Which of a prompt's instructions (its `key`, `prompt`, `instruction_id_list` and `kwargs`) a response follows.
 
-    Args:
-      instructions: `key`, `prompt`, `instruction_id_list` and `kwargs` of a prompt.
-      response: what the model wrote.
-
-    Returns:
-      'strict': for each instruction, whether the response follows it; 'loose': whether any of 8 variants does, which
-      leave out the first line or not, the last line or not, and asterisks or not.
+    'strict': for each instruction, whether the response follows it; 'loose': whether any of 8 variants does, which
+    leave out the first line or not, the last line or not, and asterisks or not.
     """
     checker = load_checker()
     asked = checker.InputExample(**instructions)
-    found = {}
-    for name in ("strict", "loose"):
-        with _seeded():
+    found, state = {}, random.getstate()
+    try:
+        for name in ("strict", "loose"):
+            random.seed(SEED)
             result = getattr(checker, f"test_instruction_following_{name}")(asked, response)
-        found[name] = [bool(followed) for followed in result.follow_instruction_list]
+            found[name] = [bool(followed) for followed in result.follow_instruction_list]
+    finally:
+        random.setstate(state)
     return found

@@ -11,20 +11,17 @@ beside it; only full marks count as correct.
 import collections
 import dataclasses
 import functools
-import itertools
-import logging
 import math
 import pathlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from jaxkv.errors import UserError, nearest
 from jaxkv.files import explain, read_text, reading
-from jaxkv.tasks.packages import require, versions
 from jaxkv.tasks.sources import Source, asking_hub, hash_rows, load_rows, quiet
-from jaxkv.tasks.task import Problem, Prompt, PromptSpec, Request, Scores, Task
+from jaxkv.tasks.task import Problem, PromptSpec, Request, Scores, Task, require, versions
 
 _NAME = re.compile(r"^task: *[\"']?([^\s\"'#]+)[\"']?\s*(?:#.*)?$", re.MULTILINE)
 
@@ -45,30 +42,33 @@ def load(request: Request) -> Task:
         usual = require("lm_eval", "lm_eval.defaults").DEFAULT_OTHER_SEED
         task.set_fewshot_seed(usual if spec.seed is None else spec.seed)
         docs = list(task.eval_docs)
-        prompts = _Prompts(task, docs, count, spec.is_chat)
-        stops = prompts.stops()
+        asked = _ask(task, docs, count, spec.is_chat)
+        until = asked(0).arguments[1]["until"]
+        stops = tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop)
         problems = tuple(Problem(i, str(task.doc_to_text(doc)), str(i)) for i, doc in enumerate(docs))
         grader = _Grader(task, docs)
         if not grader.grade("", "0"):
             raise UserError(f"the task {name} has no metric that gives a number; choose another --task")
     if origin is None:
-        asked, _ = _splits(config)
-        origin = {"source": config["dataset_path"], "sha256": None, "rows": len(docs), "split": asked, "revision": None}
-        origin |= {"content": hash_rows(docs)}
+        source = {"source": config["dataset_path"], "sha256": None, "rows": len(docs), "split": _splits(config)[0]}
+        origin = source | {"revision": None, "content": hash_rows(docs)}
     provenance = {
         "prompt": dataclasses.asdict(spec),
         "problems": origin,
         "shots": {"chosen_by": "lm_eval", "count": count} if count else None,
         "scoring": {"packages": versions("lm_eval"), "version": str(task.VERSION)},
     }
-    return Task(name, problems, spec, (), provenance, stops, prompts.ask, grader.grade, grader.total)
+
+    def prompt(problem: Problem) -> Any:
+        return asked(problem.index).arguments[0]
+
+    return Task(name, problems, provenance, stops, prompt, grader.grade, grader.total)
 
 
 def find_config(name: str) -> dict[str, Any]:
     """What a task's YAML file says, its functions as names; nothing of its data is read.
 
-    Raises:
-      UserError: lm_eval is missing, no such task, or one that is not run here.
+    Raises UserError: lm_eval is missing, no such task, or one that is not run here.
     """
     given = name.partition(":")[2]
     path, task = _find_yaml(given)
@@ -182,23 +182,19 @@ def _to_table(rows: Sequence[tuple[str, Any]], where: str) -> Any:
 @contextmanager
 def _quiet(name: str, config: Mapping[str, Any], from_hub: bool) -> Iterator[None]:
     """Keeps lm_eval's notices off the terminal, and makes one line of what its code raises on data."""
-    logger = logging.getLogger("lm_eval")
-    level, path = logger.level, config.get("dataset_path") or ""
-    logger.setLevel(logging.CRITICAL)
+    path = config.get("dataset_path") or ""
+    asks = from_hub and "/" in path and not pathlib.Path(path).exists()
+    source = _source(name, config, _splits(config)[0])
     try:
-        with reading(f"lm_eval's task {name}", "use the data that the task is made for", (Exception,)):
-            if from_hub and "/" in path and not pathlib.Path(path).exists():
-                with asking_hub(_source(name, config, _splits(config)[0]), "--data"):
-                    yield
-            else:
-                with quiet(require("lm_eval", "datasets")):
-                    yield
+        with (
+            reading(f"lm_eval's task {name}", "use the data that the task is made for", (Exception,)),
+            asking_hub(source, "--data") if asks else quiet(require("lm_eval", "datasets")),
+        ):
+            yield
     except UserError as error:
         if isinstance(error.__cause__, ImportError):
             raise UserError(f"the task {name} needs another package ({explain(error.__cause__)})") from error
         raise
-    finally:
-        logger.setLevel(level)
 
 
 def _build(config: Mapping[str, Any], tables: Mapping[str, Any] | None) -> Any:
@@ -210,40 +206,29 @@ def _build(config: Mapping[str, Any], tables: Mapping[str, Any] | None) -> Any:
     return loaded["tasks"][config["task"]]
 
 
-class _Prompts:
-    """Prompts in the order of the data, as lm_eval builds them: each draws its examples after the one before it."""
+def _ask(task: Any, docs: Sequence[Any], shots: int, chat: bool) -> Callable[[int], Any]:
+    """Gives lm_eval's Instance of a document, built in the order of the data: each draws examples after the last."""
+    built: list[Any] = []
 
-    def __init__(self, task: Any, docs: Sequence[Any], shots: int, chat: bool):
-        self._task, self._docs, self._shots, self._chat = task, docs, shots, chat
-        self._built: list[Any] = []  # lm_eval's Instances
-
-    def _get(self, index: int) -> Any:
-        for doc in self._docs[len(self._built) : index + 1]:
-            context = self._task.fewshot_context(
+    def get(index: int) -> Any:
+        for doc in docs[len(built) : index + 1]:
+            context = task.fewshot_context(
                 doc,
-                num_fewshot=self._shots,
-                apply_chat_template=self._chat,
-                fewshot_as_multiturn=self._chat,
-                chat_template=(lambda messages, **_: messages) if self._chat else None,
-                gen_prefix=self._task.doc_to_prefix(doc),
+                num_fewshot=shots,
+                apply_chat_template=chat,
+                fewshot_as_multiturn=chat,
+                chat_template=(lambda messages, **_: messages) if chat else None,
+                gen_prefix=task.doc_to_prefix(doc),
             )
-            made = self._task.construct_requests(doc=doc, ctx=context)
+            made = task.construct_requests(doc=doc, ctx=context)
             if isinstance(made, list) or made.request_type != "generate_until" or len(made.arguments) != 2:
                 raise UserError(
-                    f"lm_eval's task {self._task.task_name} asks more than one text of a problem; choose another --task"
+                    f"lm_eval's task {task.task_name} asks more than one text of a problem; choose another --task"
                 )
-            self._built.append(made)
-        return self._built[index]
+            built.append(made)
+        return built[index]
 
-    def ask(self, problem: Problem) -> Prompt:
-        """The prompt of a problem."""
-        prompt: Prompt = self._get(problem.index).arguments[0]
-        return prompt
-
-    def stops(self) -> tuple[str, ...]:
-        """The task's stop strings."""
-        until = self._get(0).arguments[1]["until"]
-        return tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop)
+    return get
 
 
 class _Grader:
@@ -290,9 +275,8 @@ class _Grader:
     def total(self, texts: Mapping[str, str]) -> dict[str, float]:
         """lm_eval's results for texts by gold: METRIC,FILTER -> aggregated value."""
         values: dict[tuple[str, str], list[Any]] = collections.defaultdict(list)
-        for metric, filtered, _, value in itertools.chain.from_iterable(
-            self._measure(text, gold) for gold, text in texts.items()
-        ):
-            values[metric, filtered].append(value)
+        for gold, text in texts.items():
+            for metric, filtered, _, value in self._measure(text, gold):
+                values[metric, filtered].append(value)
         totals = {f"{metric},{kept}": self._aggregate(metric, found) for (metric, kept), found in values.items()}
         return {name: value for name, value in totals.items() if value is not None}

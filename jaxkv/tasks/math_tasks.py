@@ -6,23 +6,13 @@ MATH-500 is the 500 test problems of Hendrycks et al., 2021 (arXiv 2103.03874), 
 
 import functools
 import re
-from typing import Any
 
 import msgspec
 
 from jaxkv.errors import UserError
 from jaxkv.tasks.numerals import match_braces
-from jaxkv.tasks.packages import require, versions
-from jaxkv.tasks.sources import Source, Text, load_rows, to_row
-from jaxkv.tasks.task import BOXED_REQUEST, Problem, Request, Scores, Task, choose_spec, make_simple
-
-SHAPE = "rows with 'prompt' (or 'problem') and 'answer'"
-SOURCES = {
-    "math500": Source("MATH-500", SHAPE, "HuggingFaceH4/MATH-500", None, "test"),
-    "aime24": Source("AIME 2024", SHAPE, "HuggingFaceH4/aime_2024", None, "train"),
-}
-STYLES = ("zero_shot", "chat")
-_BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
+from jaxkv.tasks.sources import Source, Text, load_rows
+from jaxkv.tasks.task import BOXED_REQUEST, Problem, Request, Scores, Task, choose_spec, make_simple, require, versions
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -34,14 +24,21 @@ class Row(msgspec.Struct, frozen=True):
     solution: str | None = None
 
 
+SHAPE = "rows with 'prompt' (or 'problem') and 'answer'"
+SOURCES = {
+    "math500": Source("MATH-500", SHAPE, "HuggingFaceH4/MATH-500", None, "test", Row),
+    "aime24": Source("AIME 2024", SHAPE, "HuggingFaceH4/aime_2024", None, "train", Row),
+}
+_BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
+
+
 def load(request: Request) -> Task:
     """Loads MATH-500 or AIME 2024, I and II, as the request's name says.
 
-    Raises:
-      UserError: math-verify is missing, the data cannot be had, a row without prompt and answer, a style it lacks.
+    Raises UserError: math-verify is missing, the data cannot be had, a row without prompt and answer, a style it lacks.
     """
     name = request.name
-    spec = choose_spec(request, STYLES)
+    spec = choose_spec(request, "zero_shot", "chat")
     require(name, "math_verify")
     rows, origin = load_rows(SOURCES[name], request.data)
     problems = tuple(_make_problem(where, index, row) for index, (where, row) in enumerate(rows))
@@ -49,13 +46,12 @@ def load(request: Request) -> Task:
     return make_simple(name, problems, spec, origin, grade, scoring=scoring)
 
 
-def _make_problem(where: str, index: int, row: Any) -> Problem:
-    given = to_row(row, Row, where, SHAPE)
-    question = given.prompt or given.problem
+def _make_problem(where: str, index: int, row: Row) -> Problem:
+    question = row.prompt or row.problem
     if question is None:
         raise UserError(f"{where}: has neither 'prompt' nor 'problem'; the file needs {SHAPE}")
     text = question if "\\boxed" in question else f"{question.rstrip()}\n{BOXED_REQUEST}"
-    return Problem(index, text, str(given.answer).strip(), given.solution or "")
+    return Problem(index, text, str(row.answer).strip(), row.solution or "")
 
 
 def find_boxed(text: str) -> str | None:
@@ -77,10 +73,9 @@ def _verify(text: str, boxed: str | None, gold: str) -> tuple[str | None, bool]:
 def grade(text: str, gold: str) -> Scores:
     """Scores a text.
 
-    Returns:
-      'boxed' compares the content of the last \\boxed{} with the gold as strings, spaces aside. 'verified' compares
-      values: of that content, or without one of what math-verify finds in the text, LaTeX before plain numbers. Its
-      limit of 5 seconds an expression counts as wrong. It works in the main thread alone.
+    'boxed' compares the content of the last \\boxed{} with the gold as strings, spaces aside. 'verified' compares
+    values: of that content, or without one of what math-verify finds in the text, LaTeX before plain numbers. Its limit
+    of 5 seconds an expression counts as wrong. It works in the main thread alone.
     """
     boxed = find_boxed(text)
     same = boxed is not None and "".join(boxed.split()) == "".join(gold.split())

@@ -5,20 +5,13 @@ import re
 import unicodedata
 from decimal import Decimal
 
-_CHARACTERS: dict[int, str | None] = {
+_CHARACTERS: dict[int, int | str | None] = {
     **dict.fromkeys(map(ord, "\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d"), "-"),
     **dict.fromkeys(map(ord, "\u00a0\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f\u205f\u3000\t"), " "),
     **dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff"), None),
     **dict.fromkeys(map(ord, "\u2019\u02bc"), "'"),
     **{0xFF10 + digit: str(digit) for digit in range(10)},
-    **{
-        ord("\uff0c"): ",",
-        ord("\uff0e"): ".",
-        ord("\uff04"): "$",
-        ord("\ufe69"): "$",
-        ord("\uff05"): "%",
-        ord("\u2044"): "/",
-    },
+    **str.maketrans("\uff0c\uff0e\uff04\ufe69\uff05\u2044", ",.$$%/"),
 }
 _NESTED = 4  # depth to which LaTeX commands in each other are read
 _WRAPPED = re.compile(
@@ -61,12 +54,9 @@ _LIST_LABEL = re.compile(r"^[ #*]*([0-9]{1,2})[.)](?=\**(?:\s|$))", re.MULTILINE
 
 @dataclasses.dataclass(frozen=True)
 class Number:
-    """A number as it stands in a text.
+    """A number in a text from `start`, sign and currency included, to before `end`.
 
-    Attributes:
-      start: offset of its first character, sign and currency included.
-      end: offset after its last character.
-      text: ASCII digits with an optional minus and decimal point; separators, currency and plus removed.
+    `text` is ASCII digits with an optional minus and decimal point; separators, currency and plus are removed.
     """
 
     start: int
@@ -116,15 +106,12 @@ def canonical(value: Decimal) -> str:
 
 
 def find_numbers(text: str) -> list[Number]:
-    """Finds the numbers of a normalized text, in order.
+    """Finds the numbers of a text that went through `normalize`, in order.
 
     A minus is a sign only where no operand stands before it: '10-5' holds 10 and 5. Thousands may be separated by
     commas, spaces, apostrophes or underscores in groups of three: '1 234' is one number, '7 8' two. A final full stop
     or comma is not part of a number. Numbers that name something are left out: 'step 2', 'Equation (3)', the labels of
     a numbered list, and digits inside a name such as 'H2O'.
-
-    Args:
-      text: text that went through `normalize`.
     """
     labels = _list_labels(text)
     found = []

@@ -18,14 +18,10 @@ from jaxkv.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """One window.
+    """One window: its place from 0, token ids that are given, BOS included, and token ids that are scored.
 
-    Attributes:
-      index: its place, from 0.
-      context: token ids that are given, BOS included.
-      scored: token ids that are scored.
-      bytes: UTF-8 bytes of the text that the scored tokens stand for.
-      words: words that start in it; a word is a run of characters that are not white space.
+    `bytes` are the UTF-8 bytes of the text that the scored tokens stand for, and `words` start in it; a word is a run
+    of characters that are not white space.
     """
 
     index: int
@@ -38,18 +34,11 @@ class Window:
 def plan_windows(
     text: str, ids: Sequence[int], ends: Sequence[int], context: int, stride: int, bos_id: int | None = None
 ) -> list[Window]:
-    """Cuts a text into windows.
+    """Cuts a text into windows of `context` tokens that are given, BOS included, and up to `stride` that are scored.
 
-    Args:
-      text: the text.
-      ids: its token ids, without BOS.
-      ends: for each token, how many characters of the text it and all before it stand for.
-      context: tokens that are given to a window, BOS included.
-      stride: most tokens scored in a window.
-      bos_id: put first in every window; None for none.
-
-    Raises:
-      UserError: a context of no token of the text, a stride below 1, or a text that is no longer than the context.
+    `ids` are the text's tokens without BOS, and `ends` says of each how many characters of the text it and all before
+    it stand for. `bos_id` is put first in every window; None for none. Raises UserError on a context of no token of the
+    text, a stride below 1, or a text that is no longer than the context.
     """
     given = context - (bos_id is not None)
     if given < 1 or stride < 1:
@@ -65,17 +54,10 @@ def plan_windows(
     starts = _count_word_starts(text)
     windows = []
     for index, begin in enumerate(range(0, len(ids) - given, stride)):
-        scored = range(begin + given, min(begin + given + stride, len(ids)))
-        left, right = ends[scored[0] - 1], ends[scored[-1]]
-        windows.append(
-            Window(
-                index,
-                (*first, *ids[begin : begin + given]),
-                tuple(ids[scored[0] : scored[-1] + 1]),
-                len(text[left:right].encode()),
-                starts[right] - starts[left],
-            )
-        )
+        start, end = begin + given, min(begin + given + stride, len(ids))
+        left, right = ends[start - 1], ends[end - 1]
+        given_ids, size = (*first, *ids[begin:start]), len(text[left:right].encode())
+        windows.append(Window(index, given_ids, tuple(ids[start:end]), size, starts[right] - starts[left]))
     return windows
 
 
@@ -86,16 +68,11 @@ def _count_word_starts(text: str) -> list[int]:
 
 
 def aggregate(windows: Iterable[Mapping[str, Any]], arm: str) -> dict[str, float] | None:
-    """Perplexities over windows.
+    """Perplexities over windows: records with `tokens`, `bytes`, `words` and the `nats` of each arm, -log likelihoods.
 
-    Args:
-      windows: records with `tokens`, `bytes`, `words` and `nats`, the sum of negative log likelihoods of each arm.
-      arm: 'cached' or 'uncached'.
-
-    Returns:
-      `tokens`, `bytes` and `words` scored, `nats` in all, `perplexity` a token, `word_perplexity` and
-      `byte_perplexity`, which compare across tokenizers, and `bits_per_byte`. A figure of nothing is left out. None
-      without a token.
+    The figures are `tokens`, `bytes` and `words` scored, `nats` in all, `perplexity` a token, `word_perplexity` and
+    `byte_perplexity`, which compare across tokenizers, and `bits_per_byte`. A figure of nothing is left out. None
+    without a token.
     """
     kept = list(windows)
     tokens, size, words = (sum(window[name] for window in kept) for name in ("tokens", "bytes", "words"))

@@ -24,13 +24,9 @@ CHILD = pathlib.Path(__file__).with_name("sandbox_child.py")
 class Limits:
     """What a program may use.
 
-    Attributes:
-      seconds: wall time, after which its whole process group is killed.
-      cpu_seconds: processor time of each process, after which it is killed.
-      memory_bytes: address space of each process.
-      file_bytes: size of a file it writes.
-      processes: beyond those that its user runs already; root is not bound by it.
-      namespace: whether namespaces are tried.
+    After `seconds` of wall time its whole process group is killed. Each process has `cpu_seconds`, an address space of
+    `memory_bytes`, and files of `file_bytes`; `processes` are those beyond what its user runs already, and do not bind
+    root. `namespace` says whether namespaces are tried.
     """
 
     seconds: float = 20.0
@@ -43,12 +39,8 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a program ended.
-
-    Attributes:
-      ended: 'passed', 'timed out' (by the clock or in processor time), 'killed' (it left the interpreter), or the type
-        of what it raised.
-      isolation: `network` and `user`, None if the child did not get as far.
+    """How a program ended: 'passed', 'timed out' (by the clock or in processor time), 'killed' (it left the
+    interpreter), or the type of what it raised; `isolation` of `network` and `user`, None if it did not get as far.
     """
 
     ended: str
@@ -68,22 +60,15 @@ def run_program(program: str, limits: Limits) -> Outcome:
             env={"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "LC_ALL": "C.UTF-8"},
             start_new_session=True,
         )
-        late = False
+        ended = "killed"
         try:
             child.communicate(program.encode("utf-8", "replace"), timeout=limits.seconds)
         except subprocess.TimeoutExpired:
-            late = True
+            ended = "timed out"
         finally:
-            _kill_group(child)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, signal.SIGKILL)  # even of a child that ended: it may have left others behind
+            child.wait()
         report.seek(0)
         lines = report.read(4096).decode(errors="replace").splitlines()
-    isolation = json.loads(lines[0]) if lines else None
-    if len(lines) > 1:
-        return Outcome(lines[1], isolation)
-    return Outcome("timed out" if late else "killed", isolation)
-
-
-def _kill_group(child: subprocess.Popen) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.pid, signal.SIGKILL)  # even of a child that ended: it may have left others behind
-    child.wait()
+    return Outcome(lines[1] if len(lines) > 1 else ended, json.loads(lines[0]) if lines else None)

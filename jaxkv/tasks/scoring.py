@@ -45,39 +45,30 @@ def extract_flexible(text: str) -> str | None:
 
 
 def score(text: str, gold: str, stops: Sequence[str] = STOPS) -> Scores:
-    """Scores a generated text against a gold answer.
+    """Scores a text, cut at the first stop string, against a gold number by each of SCORERS.
 
-    Args:
-      text: what the model wrote after the prompt. It is cut at the first stop string.
-      gold: the gold number; commas, currency and a sign are allowed.
-      stops: where a run-on begins; pass `gsm8k.stop_strings(spec)` for the prompt style in use.
+    `answer` is the extracted number as a string, or None. Strict and flexible compare strings, as
+    lm-evaluation-harness does ('18.00' is not '18'); numeric compares decimal values.
 
-    Returns:
-      For each of 'strict', 'flexible' and 'numeric' a dict with `answer`, the extracted number as a string or None,
-      and `correct`. Strict and flexible compare strings, as lm-evaluation-harness does ('18.00' is not '18'); numeric
-      compares decimal values.
-
-    Raises:
-      UserError: the gold answer is not one number.
+    Raises UserError if the gold answer is not one number; it may have commas, currency and a sign.
     """
     wanted = parse_number(gold)
     if wanted is None:
         raise UserError(f"the gold answer {gold!r} is not a number; fix this row of the data")
     text = cut_at_stop(text, stops)
-    value = extract_numeric(text)
-    result: Scores = {}
-    for name, answer in (("strict", extract_strict(text)), ("flexible", extract_flexible(text))):
-        result[name] = {"answer": answer, "correct": answer == canonical(wanted)}
-    result["numeric"] = {"answer": None if value is None else canonical(value), "correct": value == wanted}
-    return result
+    strict, flexible, value = extract_strict(text), extract_flexible(text), extract_numeric(text)
+    return {
+        "strict": {"answer": strict, "correct": strict == canonical(wanted)},
+        "flexible": {"answer": flexible, "correct": flexible == canonical(wanted)},
+        "numeric": {"answer": None if value is None else canonical(value), "correct": value == wanted},
+    }
 
 
 def label_change(a: Scores, b: Scores) -> dict[str, str]:
     """For each scorer, why its label differs between two arms.
 
-    Returns:
-      scorer -> 'same' if the labels agree, whatever the answers are; 'extraction_only' if they differ although both
-      texts settle on one answer by the last scorer; 'answer_changed' otherwise.
+    'same' if the labels agree, whatever the answers are; 'extraction_only' if they differ although both texts settle on
+    one answer by the last scorer; 'answer_changed' otherwise.
     """
     settled = a[list(a)[-1]]["answer"] == b[list(b)[-1]]["answer"] is not None
     changed = "extraction_only" if settled else "answer_changed"

@@ -8,32 +8,28 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 
 from jaxkv import files, hub
 from jaxkv.errors import UserError
+from jaxkv.tasks.task import Problem
 
-T = TypeVar("T")
-Rows = list[tuple[str, Any]]
+Rows = list[tuple[str, Any]]  # each with where it stands
 Text = Annotated[str, msgspec.Meta(pattern=r"\S")]  # in a row: one that says something
 ROW_FILES = (".jsonl", ".jsonl.gz", ".parquet")
+LOUDEST = {"huggingface_hub": logging.ERROR, "datasets": logging.ERROR, "lm_eval": logging.CRITICAL}  # of what is told
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where a task's rows come from.
+    """Where a task's rows come from: a `split` of a data set on the hub, or a file in its place.
 
-    Attributes:
-      title: the data set's name, for messages.
-      shape: what a row looks like, for messages.
-      hub: the data set on the hub.
-      config: its configuration, None for the only one.
-      split: of it.
-      revision: a commit of it; None takes whatever is current, and the content hash says what that was.
-      columns: fields read of a Parquet file, None for all.
-      files: what a file may be.
+    `title` and `shape`, what a row looks like, are for messages, and `files` says what a file may be. `config` is None
+    for the only one, and `revision` for the current commit: the content hash says what that was. `row` is the
+    msgspec.Struct of the fields that the task needs of a row; None leaves rows as they are. `columns` are the fields
+    read of a Parquet file, None for all.
     """
 
     title: str
@@ -41,6 +37,7 @@ class Source:
     hub: str
     config: str | None
     split: str
+    row: type | None = None
     revision: str | None = None
     columns: tuple[str, ...] | None = None
     files: str = "a .jsonl or .parquet file"
@@ -51,30 +48,26 @@ class Source:
 
 
 def load_rows(source: Source, data: str | None, flag: str = "--data") -> tuple[Rows, dict[str, Any]]:
-    """Loads the rows of a task, each with where it stands.
+    """The rows of a .jsonl, .jsonl.gz or .parquet file, or without one of the hub; `flag` names the file in messages.
 
-    Args:
-      source: what to load.
-      data: a .jsonl, .jsonl.gz or .parquet file; None fetches the rows from the hub.
-      flag: the flag that names `data`, for error messages.
-
-    Returns:
-      The rows and their provenance: `source`, `sha256` of the file (None from the hub), `content` (`hash_rows`),
-      `rows`, `split`, `revision`.
+    Their provenance is `source`, `sha256` of the file (None from the hub), `content` (`hash_rows`), `rows`, `split` and
+    `revision`.
 
     Raises:
       UserError: no network or no `datasets` package for the hub; a file that is missing, empty, of an unknown type or
-        not UTF-8; a row that is not JSON.
+        not UTF-8; a row that is not JSON, or lacks a field or has it of another type or, as a `Text`, blank.
     """
     name, sha256 = data or source.hub, None
     if data is None:
         rows = [(f"{name} row {number}", row) for number, row in enumerate(fetch(source, flag), start=1)]
     else:
-        rows, sha256 = read_rows(source, data, flag)
+        rows, sha256 = _read_rows(source, data, f"{flag} takes {source.files}: {source.shape}")
     if not rows:
         raise UserError(f"{name}: holds no rows; {flag} takes a file with {source.shape}")
     with files.reading(name):
         content = hash_rows([row for _, row in rows])
+    if (kind := source.row) is not None:
+        rows = [(where, files.convert(row, kind, where, f"the file needs {source.shape}")) for where, row in rows]
     return rows, {
         "source": name,
         "sha256": sha256,
@@ -91,9 +84,13 @@ def hash_rows(rows: Sequence[Any]) -> str:
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def read_rows(source: Source, data: str, flag: str) -> tuple[Rows, str]:
-    """Reads a file's rows, and its SHA-256. They may be none. Raises UserError as `load_rows`."""
-    remedy = f"{flag} takes {source.files}: {source.shape}"
+def hash_problems(problems: Iterable[Problem]) -> str:
+    """SHA-256 over questions and solutions, one JSON array a line."""
+    return hash_rows([[problem.question, problem.solution] for problem in problems])
+
+
+def _read_rows(source: Source, data: str, remedy: str) -> tuple[Rows, str]:
+    """A file's rows, which may be none, and its SHA-256."""
     name = data.lower()
     if not name.endswith(ROW_FILES) and not Path(data).is_dir():
         raise UserError(f"{data}: unknown extension '{Path(data).suffix}'; {remedy}")
@@ -102,22 +99,16 @@ def read_rows(source: Source, data: str, flag: str) -> tuple[Rows, str]:
     if name.endswith(".parquet"):
         return _read_parquet(data, content, source, remedy), sha256
     # Read here rather than by `datasets`, whose errors name no line and which stumbles on blank lines.
-    return _read_jsonl(data, files.unzip(content, data) if name.endswith(".gz") else content), sha256
-
-
-def _read_jsonl(data: str, content: bytes) -> Rows:
-    lines = enumerate(files.to_text(content, data).split("\n"), start=1)
-    placed = ((f"{data} line {number}", line.strip()) for number, line in lines)
-    remedy = "each line must be one JSON object"
-    return [(where, files.decode_json(line, dict[str, Any], where, remedy)) for where, line in placed if line]
+    text = files.to_text(files.unzip(content, data) if name.endswith(".gz") else content, data)
+    placed = ((f"{data} line {number}", line.strip()) for number, line in enumerate(text.split("\n"), start=1))
+    whole = "each line must be one JSON object"
+    return [(at, files.decode_json(line, dict[str, Any], at, whole)) for at, line in placed if line], sha256
 
 
 def _read_parquet(data: str, content: bytes, source: Source, remedy: str) -> Rows:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UserError(f"{data}: Parquet needs pyarrow; run `pip install pyarrow` or give a .jsonl file") from error
+    import pyarrow
+    import pyarrow.parquet
+
     again, kinds = f"{files.AGAIN} or give a .jsonl file", (*files.BROKEN, pyarrow.ArrowException)
     with files.reading(data, again, kinds):
         file = pyarrow.parquet.ParquetFile(io.BytesIO(content), page_checksum_verification=True)
@@ -139,31 +130,20 @@ def _quote(names: Iterable[str]) -> str:
     return " and ".join(f"'{name}'" for name in names) or "none"
 
 
-def to_row(row: Any, kind: type[T], where: str, shape: str) -> T:
-    """A row as a typed value.
-
-    Args:
-      row: what was read.
-      kind: a msgspec.Struct with the fields that the task needs; others are left aside.
-      where: file and line.
-      shape: what a row looks like, for the message.
-
-    Raises:
-      UserError: a field is missing or of another type or, as a `Text`, blank.
-    """
-    return files.convert(row, kind, where, f"the file needs {shape}")
-
-
 def fetch(source: Source, flag: str) -> Any:
     """Fetches a split from the hub as a `datasets.Dataset`; from its cache where the hub gives nothing.
 
-    Raises:
-      UserError: no package; nothing from the hub and nothing cached, or another revision than the one asked for.
+    Raises UserError: no package; nothing from the hub and nothing cached, or another revision than the one asked for.
     """
-    name = (source.hub,) if source.config is None else (source.hub, source.config)
     with asking_hub(source, flag) as datasets:
-        table = datasets.load_dataset(*name, revision=source.revision, split=source.split)
-    _check_revision(source, table, flag)
+        table = datasets.load_dataset(source.hub, source.config, revision=source.revision, split=source.split)
+    # Without a network `datasets` takes the latest commit that it has.
+    folders = [Path(file["filename"]).parent.name for file in table.cache_files]
+    if source.revision is not None and folders and set(folders) != {source.revision}:
+        raise UserError(
+            f"{source.title} is cached at revision {folders[0]} and {source.revision} is wanted, which the hub does "
+            f"not give now; run once with a network, or {source.remedy(flag)}"
+        )
     return table
 
 
@@ -192,24 +172,14 @@ def asking_hub(source: Source, flag: str) -> Iterator[Any]:
             ) from error
 
 
-def _check_revision(source: Source, table: Any, flag: str) -> None:
-    """Raises UserError on a table of another commit: without a network `datasets` takes the latest that it has."""
-    folders = [Path(file["filename"]).parent.name for file in table.cache_files]
-    if source.revision is not None and folders and set(folders) != {source.revision}:
-        raise UserError(
-            f"{source.title} is cached at revision {folders[0]} and {source.revision} is wanted, which the hub does "
-            f"not give now; run once with a network, or {source.remedy(flag)}"
-        )
-
-
 @contextlib.contextmanager
 def quiet(datasets: Any) -> Iterator[None]:
-    """Silences progress bars and notices of `datasets` and of the hub's client while they read."""
+    """Silences progress bars and notices of `datasets`, of the hub's client and of lm_eval while they read."""
     barred = datasets.are_progress_bars_disabled()
-    levels = {logger: logger.level for logger in map(logging.getLogger, ("huggingface_hub", "datasets"))}
+    levels = {logger: logger.level for logger in map(logging.getLogger, LOUDEST)}
     datasets.disable_progress_bars()
     for logger in levels:
-        logger.setLevel(logging.ERROR)
+        logger.setLevel(LOUDEST[logger.name])
     try:
         yield
     finally:

@@ -1,18 +1,18 @@
 """What every task is made of: problems, the way they are put to a model, and the way its text is scored."""
 
 import dataclasses
-import functools
+import importlib
+import importlib.metadata
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any, Literal
 
-from jaxkv.errors import UserError, nearest
-from jaxkv.tasks.scoring import TURN_ENDS as TURN_ENDS
-from jaxkv.tasks.scoring import Scores, cut_at_stop, label_change
+from jaxkv.errors import UserError
+from jaxkv.tasks.scoring import TURN_ENDS, Scores, cut_at_stop, label_change
 
-STYLES = ("zero_shot", "few_shot", "chat", "boxed")
 BOXED_REQUEST = "Please reason step by step, and put your final answer within \\boxed{}."  # Qwen2.5-Math's own
 SUBSETS = ("all", "no_length_128")
-Prompt = str | list[dict[str, str]]
+Prompt = str | list[dict[str, str]]  # text, or messages for a chat template
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +49,6 @@ class PromptSpec:
     seed: int | None = None
 
     def __post_init__(self):
-        if self.style not in STYLES:
-            raise UserError(
-                f"unknown prompt style '{self.style}'{nearest(self.style, list(STYLES))}; known: {', '.join(STYLES)}"
-            )
         fits = {"zero_shot": self.shots == 0, "few_shot": self.shots is None or self.shots > 0}
         if not fits.get(self.style, (self.shots or 0) >= 0):
             raise UserError(
@@ -71,9 +67,10 @@ class Request:
 
     Attributes:
       name: of the task.
-      data: file with the problems to ask; None fetches them from the hub.
-      fewshot_data: file with the worked examples; None fetches them.
-      spec: prompt style; None takes the task's usual one for plain text.
+      data: file with the problems to ask; None fetches the test split from the hub.
+      fewshot_data: file with the worked examples; None fetches the train split. Not read without shots.
+      spec: prompt style; None takes the task's usual one for plain text: 8-shot for gsm8k and arith, lm_eval's own for
+        its tasks, zero_shot for the others.
       subset: 'all', or 'no_length_128' of IFEval.
       allow_code_execution: whether code that the model wrote may be run.
     """
@@ -93,12 +90,10 @@ class Task:
     Attributes:
       name: key in the registry.
       problems: what is asked, in source order.
-      spec: how it is asked.
-      shots: the worked examples in every prompt.
-      provenance: JSON-ready origin of `problems` and `shots` (None without shots), rows of the shots, prompt spec;
+      provenance: JSON-ready origin of `problems` and of `shots` (None without), rows of the shots, prompt spec;
         `scoring` where scores depend on more than this package.
       stops: strings at which a continuation ends.
-      ask: builds the prompt of a problem: a string, or messages for a chat template.
+      prompt: builds the prompt of a problem: a string, or messages for a chat template.
       grade: scores a continuation that was cut, against a gold: scorer -> `answer` (string or None) and `correct`. The
         last scorer is the most forgiving one: its answer is what the text settles on. One in parts also has `value`. A
         pure function.
@@ -107,17 +102,11 @@ class Task:
 
     name: str
     problems: tuple[Problem, ...]
-    spec: PromptSpec
-    shots: tuple[Problem, ...]
     provenance: dict[str, Any]
     stops: tuple[str, ...]
-    ask: Callable[[Problem], Prompt]
+    prompt: Callable[[Problem], Prompt]
     grade: Callable[[str, str], Scores]
     total: Callable[[Mapping[str, str]], dict[str, float]] | None = None
-
-    def prompt(self, problem: Problem) -> Prompt:
-        """Returns the prompt: a string, or messages for a chat template."""
-        return self.ask(problem)
 
     def cut(self, text: str) -> tuple[str, bool]:
         """The continuation up to the first stop string, and whether there was one."""
@@ -133,11 +122,10 @@ class Task:
         return label_change(self.score(text_a, gold), self.score(text_b, gold))
 
 
-def choose_spec(request: Request, styles: tuple[str, ...]) -> PromptSpec:
+def choose_spec(request: Request, *styles: str) -> PromptSpec:
     """The prompt spec of a task without worked examples; zero_shot if none is asked for.
 
-    Raises:
-      UserError: a style that the task does not have, shots, or a file of worked examples.
+    Raises UserError on a style that the task does not have, shots, or a file of worked examples.
     """
     task, spec = request.name, request.spec or PromptSpec("zero_shot")
     if spec.style not in styles or spec.shots:
@@ -153,11 +141,6 @@ def choose_spec(request: Request, styles: tuple[str, ...]) -> PromptSpec:
     return spec
 
 
-def ask_plainly(style: str, problem: Problem) -> Prompt:
-    """The question as it stands: text, or a conversation's one message."""
-    return [{"role": "user", "content": problem.question}] if style == "chat" else problem.question
-
-
 def make_simple(
     name: str,
     problems: tuple[Problem, ...],
@@ -166,20 +149,30 @@ def make_simple(
     grade: Callable[[str, str], Scores],
     *,
     stops: tuple[str, ...] = TURN_ENDS,
-    ask: Callable[[Problem], Prompt] | None = None,
+    prompt: Callable[[Problem], Prompt] | None = None,
     scoring: dict[str, Any] | None = None,
 ) -> Task:
-    """A task without worked examples.
+    """A task without worked examples, by default with the question as it stands.
 
-    Args:
-      name: of the task.
-      problems: what is asked.
-      spec: how.
-      origin: of the problems.
-      grade: as in `Task`.
-      stops: as in `Task`.
-      ask: as in `Task`; the question as it stands by default.
-      scoring: what scores depend on beyond this package: versions, seeds, limits.
+    `scoring` is what scores depend on beyond this package: versions, seeds, limits. The rest is as in `Task`.
     """
     provenance = {"prompt": dataclasses.asdict(spec), "problems": origin, "shots": None, "scoring": scoring}
-    return Task(name, problems, spec, (), provenance, stops, ask or functools.partial(ask_plainly, spec.style), grade)
+
+    def ask_plainly(problem: Problem) -> Prompt:
+        return [{"role": "user", "content": problem.question}] if spec.style == "chat" else problem.question
+
+    return Task(name, problems, provenance, stops, prompt or ask_plainly, grade)
+
+
+def require(task: str, module: str) -> ModuleType:
+    """Imports a module of the `eval` extra. Raises UserError, with the command, where it is missing."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        missing = error.name or module
+        raise UserError(f"the {task} task needs the package of '{missing}': run `pip install 'jaxkv[eval]'`") from error
+
+
+def versions(*names: str) -> dict[str, str]:
+    """Versions of distributions that are installed."""
+    return {name: importlib.metadata.version(name) for name in names}

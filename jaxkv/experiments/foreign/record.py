@@ -69,10 +69,8 @@ class ForeignArms(parts.Part, frozen=True):
 class SharedPrefix(parts.Table, frozen=True):
     """The arms' `top` at the steps at which both had the same tokens before them, the first differing one included.
 
-    Attributes:
-      flip: whether their first ids differ.
-      margin: the uncached arm's first value minus its second; None where there is no second.
-      max_abs: largest difference among ids that both list; None where there is none.
+    `flip` says whether their first ids differ, `margin` is the uncached arm's first value minus its second, if it has
+    one, and `max_abs` the largest difference among ids that both list, None where there is none.
     """
 
     flip: list[bool]
@@ -83,17 +81,10 @@ class SharedPrefix(parts.Table, frozen=True):
 class ForeignRecord(parts.Record, frozen=True):
     """One problem decoded elsewhere. What the engine listed is no divergence over the whole vocabulary.
 
-    Attributes:
-      problem: index in the data: that of our record of the same problem.
-      framework: the engine; `versions` are those of what decides numbers.
-      device: where it ran; None if not known, as `precision` and `attention`.
-      prompt_tokens: length of the prompt, if its ids are known.
-      prompt_sha256: of its ids as little-endian int32.
-      sampling: how tokens were chosen, if known.
-      arms: those that ran.
-      free_running: both arms' tokens compared; of records of both arms.
-      label_change: what became of the label from uncached to cached, if both are scored.
-      shared_prefix: what the engine listed, compared where both arms list the same kind.
+    `problem` is its index in the data, as in our record of it, `versions` are those of what decides numbers, and
+    `prompt_sha256` is of the ids as little-endian int32. What is not known is None. `free_running` compares both arms'
+    tokens, `label_change` says what became of the label from uncached to cached, and `shared_prefix` compares what the
+    engine listed where both arms list the same kind.
     """
 
     problem: Count

@@ -27,7 +27,6 @@ from jaxkv.experiments.driver import ArmsRunner, Condition, Line, Took
 from jaxkv.experiments.parity.record import CELLS, PAIRS
 from jaxkv.logits import bits, compare_logits
 from jaxkv.rollout import GROWING, Layout, Rollout, Rows, force, start_rollout
-from jaxkv.torch_model import describe_origin
 from jaxkv.torch_path import Give, TorchArms
 from jaxkv.tracing import Trace, trace_cached, trace_uncached
 
@@ -219,7 +218,7 @@ class Parity(ArmsRunner[Batch, None, Ran]):
         }
 
     def describe(self) -> dict[str, Any]:
-        return describe_origin(self.origin["attention"])
+        return self.theirs.describe()
 
     def begin(self, batch: Batch, missing: Sequence[None]) -> Batch:
         return batch

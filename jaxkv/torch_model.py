@@ -78,7 +78,7 @@ def describe_torch() -> dict[str, Any]:
     import transformers
 
     with true_fp32():
-        cuda, matmul = torch.backends.cuda, torch.backends.cuda.matmul
+        cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
         found: dict[str, Any] = {
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
@@ -91,13 +91,12 @@ def describe_torch() -> dict[str, Any]:
                 "threads": torch.get_num_threads(),
                 "mkldnn": torch.backends.mkldnn.enabled,
             }
-        found["versions"] |= {"cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version())}
+        found["versions"] |= {"cuda": torch.version.cuda, "cudnn": str(cudnn.version())}
         switches = ("allow_tf32", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
-        cudnn = ("deterministic", "benchmark", "allow_tf32")
         kernels = ("flash", "mem_efficient", "math", "cudnn")
         return found | {
-            **{name: getattr(matmul, name) for name in switches},
-            "cudnn": {name: getattr(torch.backends.cudnn, name) for name in cudnn},
+            **{name: getattr(cuda.matmul, name) for name in switches},
+            "cudnn": {name: getattr(cudnn, name) for name in ("deterministic", "benchmark", "allow_tf32")},
             "sdp": {name: getattr(cuda, f"{name}_sdp_enabled")() for name in kernels},
         }
 

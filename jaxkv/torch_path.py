@@ -126,8 +126,6 @@ class TorchArms:
             slot += 1
         return dataclasses.replace(jax.tree.map(np.asarray, run), logits=logits)
 
-    # What gives the logits of a slot.
-
     def cached(self, rows: Rows) -> Give:
         """A prefill of all slots before the first one asked for, then one row a call."""
         cache, first = None, np.asarray(rows.first)

@@ -1,6 +1,5 @@
 """Files of rows as tasks read them, and rows from the hub."""
 
-import gzip
 import json
 
 
@@ -9,8 +8,8 @@ def to_jsonl(rows):
 
 
 def write_rows(path, rows):
-    """Writes rows as JSON lines, in gzip if the name says so, and gives the file's name."""
-    path.write_bytes(gzip.compress(to_jsonl(rows)) if path.suffix == ".gz" else to_jsonl(rows))
+    """Writes rows as JSON lines, and gives the file's name."""
+    path.write_bytes(to_jsonl(rows))
     return str(path)
 
 

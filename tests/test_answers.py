@@ -8,7 +8,6 @@ from cases import daily
 
 from jaxkv.tasks.answers import extract_numeric
 from jaxkv.tasks.math_tasks import find_boxed
-from jaxkv.tasks.numerals import match_braces
 from jaxkv.tasks.scoring import score
 
 # fmt: off
@@ -51,53 +50,30 @@ def test_what_is_not_one_number_has_no_value(text):
         assert score(text, gold)["numeric"] == {"answer": None, "correct": False}
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("#### 3 bags:\n3 * 5 = 15\nso \\boxed{15}", 15),
-        ("so \\boxed{7} each\n#### 18", 18),
-        ("#### 18\n\nIn short, \\boxed{18}", 18),
-        ("\\boxed{12}. Wait: \\boxed{18}", 18),
-        ("\\fbox{18}", 18),
-        ("\\boxed{18 pens", 18),
-        ("33 + 5 = 38, so \\boxed{3", 38),
-        ("The answer is minus 18.", -18),
-        ("So 20 minus 2 is 18.", 18),
-        ("\\boxed{\\$18}", 18),
-        ("\\boxed{18\\text{ dollars}}", 18),
-        ("\\boxed{\\text{18 dollars}}", 18),
-        ("\\boxed{\\mathbf{\\text{18}}}", 18),
-        ("\\boxed{\\text{Mia pays } \\$18}", 18),
-        ("\\boxed{\\left(18\\right)}", 18),
-        ("\\boxed{- 18}", -18),
-        ("\\boxed{50\\%}", 50),
-        ("\\boxed{18 \\text{ cm}^2} of 3 sheets", 18),
-        ("\\boxed{9 \\times 2 = 18}", 18),
-        ("\\boxed{x = 18}", 18),
-        ("\\boxed{} and \\boxed{\\text{N}} were asked for; 18", 18),
-        ("at 3:00 pm", 3),
-        ("#### (2+3)*4 = 20", 20),
-        ("#### 9*2", 18),
-        ("The answer is (18)", 18),
-        ("5 - 15 = -10", -10),
-        ("Answer: 3 - 16 = -13 and 20 - 13 = 7", 7),
-        ("So the area is 18 ft^2.", 18),
-        (r"The area is $18 \text{ cm}^2$.", 18),
-        ("The volume is 60 cm^3", 60),
-        ("2^3 = 8", 8),
-        ("#### Answer: 18 apples for 3 people", 18),
-        ("#### The answer: 18, at 2 each", 18),
-        (r"\boxed{20 - 2}", 18),
-        (r"\boxed{18 km}", 18),
-    ],
-)
-def test_settles(text, value):
-    assert extract_numeric(text) == value
+# fmt: off
+SETTLED = {
+    # The later of a marker and the last box that closes.
+    "#### 3 bags:\n3 * 5 = 15\nso \\boxed{15}": 15, "so \\boxed{7} each\n#### 18": 18,
+    "#### 18\n\nIn short, \\boxed{18}": 18, "\\boxed{12}. No: \\boxed{18}": 18, "\\fbox{18}": 18, "\\boxed{18 pens": 18,
+    "33 + 5 = 38, so \\boxed{3": 38, "\\boxed{} and \\boxed{\\text{N}} were asked for; 18": 18,
+    # What may stand in a box.
+    "\\boxed{\\$18}": 18, "\\boxed{18\\text{ dollars}}": 18, "\\boxed{\\text{18 dollars}}": 18,
+    "\\boxed{\\mathbf{\\text{18}}}": 18, "\\boxed{\\text{Mia pays } \\$18}": 18, "\\boxed{\\left(18\\right)}": 18,
+    "\\boxed{- 18}": -18, "\\boxed{50\\%}": 50, "\\boxed{18 \\text{ cm}^2} of 3 sheets": 18, r"\boxed{18 km}": 18,
+    "\\boxed{9 \\times 2 = 18}": 18, "\\boxed{x = 18}": 18, r"\boxed{20 - 2}": 18,
+    # Markers of any case, and a minus in words.
+    "#### Answer: 18 apples for 3 people": 18, "#### The answer: 18, at 2 each": 18, "The answer is minus 18.": -18,
+    "So 20 minus 2 is 18.": 18, "The answer is (18)": 18, "at 3:00 pm": 3,
+    # Arithmetic, and units with powers.
+    "#### (2+3)*4 = 20": 20, "#### 9*2": 18, "5 - 15 = -10": -10, "Answer: 3 - 16 = -13 and 20 - 13 = 7": 7,
+    "2^3 = 8": 8, "So the area is 18 ft^2.": 18, r"The area is $18 \text{ cm}^2$.": 18, "The volume is 60 cm^3": 60,
+}
+# fmt: on
 
 
-def test_match_braces():
-    assert match_braces("{a{b}} } {") == {0: 5, 2: 4}
-    assert match_braces(r"{\{1\}}") == {0: 6}
+@pytest.mark.parametrize("text", SETTLED)
+def test_settles(text):
+    assert extract_numeric(text) == SETTLED[text]
 
 
 LONG = [

@@ -103,11 +103,9 @@ def test_splits_are_disjoint(train, test_set):
     assert len(test_set) == 500
     assert len({problem.question for problem in test_set}) == 500
     assert not {problem.question for problem in test_set} & {problem.question for problem in train}
-    keys = {}
-    for split, count in (("train", 20_000), ("test", 500)):
-        made = [arith._make(split, 0, index, set()) for index in range(count)]
-        keys[split] = {key for _, key in made}
-        assert {arith.find_split(key) for key in keys[split]} == {split}
+    counts = {"train": 20_000, "test": 500}
+    keys = {split: {arith._make(split, 0, index, set())[1] for index in range(counts[split])} for split in counts}
+    assert all(arith.find_split(key) == split for split in keys for key in keys[split])
     assert not keys["train"] & keys["test"]
 
 

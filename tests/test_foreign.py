@@ -162,11 +162,7 @@ FAULTS = [
     ("arms.cached.stop", "end; here", "arms.cached.stop: invalid enum value 'end; here'; give eos"),
     ("arms.cached.top_logits", [[[1, 0.5]]], "arms.cached.top_logits: beside top_logprobs; list"),
     ("arms.cached.top_logprobs", [[[5, -1]]], "arms.cached.top_logprobs: 1 entries, expected 4; list"),
-    (
-        "arms.cached.top_logprobs",
-        [[[5, -1]], [], [], []],
-        r"top_logprobs\[1\]: expected `array` of length >= 1; list",
-    ),
+    ("arms.cached.top_logprobs", [[[5, -1]], [], [], []], r"top_logprobs\[1\]: expected `array` of length >= 1; list"),
     ("arms.cached.top_logprobs", [[[5, -1], [6, -0.5]]] * 4, r"top_logprobs\[0\]: not in falling order; list"),
     ("arms.cached.top_logprobs", [[[5, -1], [5, -2]]] * 4, r"top_logprobs\[0\]: a token id twice; list"),
     ("arms.cached.top_logprobs", [[["5", -1]]] * 4, r"top_logprobs\[0\]\[0\]\[0\]: expected `int`, got `str`"),
@@ -243,15 +239,6 @@ def test_no_report_is_made_of_it_alone(tmp_path, write, capsys):
         assert report.main(arguments) == 2
         assert "has results made elsewhere alone" in capsys.readouterr().err
     assert not (out / "report.md").exists()
-
-
-def test_a_broken_record_is_not_written(tmp_path, write):
-    (record,) = read_foreign(write(make_line()))
-    with (
-        RunDirectory.open(tmp_path / "run", {"a": 1}) as run,
-        pytest.raises(ValueError, match=r"^arms\.cached\.tokens"),
-    ):
-        run.append(record | {"arms": {"cached": {"tokens": None}}})
 
 
 def test_prompts_are_held_against_a_run_of_ours(tmp_path, write, capsys):

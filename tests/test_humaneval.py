@@ -32,7 +32,7 @@ GOLD = json.dumps({name: ROW[name] for name in ("prompt", "entry_point", "test")
 
 @pytest.fixture
 def load(tmp_path):
-    data = write_rows(tmp_path / "a.jsonl.gz", [ROW])
+    data = write_rows(tmp_path / "a.jsonl", [ROW])
     return functools.partial(load_task, "humaneval", data=data, allow_code_execution=True)
 
 

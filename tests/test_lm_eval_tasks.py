@@ -154,14 +154,12 @@ def test_scores_in_parts(folder):
 
 def test_a_scorer_that_fails_on_a_text_is_one_line(folder):
     """What a model says is known only in the middle of a run."""
-    (folder / "tasks" / "parts.py").write_text(
-        MEASURE.replace("len(said & gold)", "len(said & gold) / ('?' not in said)")
-    )
+    odd = MEASURE.replace("len(said & gold)", "len(said & gold) / ('?' not in said)")
+    (folder / "tasks" / "parts.py").write_text(odd)
     task = load(folder, "parts")
     assert task.score(TEXTS[0], "0")
-    with pytest.raises(
-        UserError, match=r"answer to problem 0 by .* parts cannot be read \(.*zero\); use another"
-    ) as error:
+    told = r"answer to problem 0 by .* parts cannot be read \(.*zero\); use another"
+    with pytest.raises(UserError, match=told) as error:
         task.score(" ? 11", "0")
     assert "\n" not in str(error.value)
 
@@ -177,11 +175,8 @@ def test_chat(folder):
     task = load(folder, spec=PromptSpec("chat", None))
     _, asked, _ = evaluate(folder, apply_chat_template=True, fewshot_as_multiturn=True)
     assert [json.dumps(task.prompt(p)) for p in task.problems] == [context for context, _ in asked]
-    assert [message["role"] for message in task.prompt(task.problems[0])] == [
-        "system",
-        *["user", "assistant"] * 3,
-        "user",
-    ]
+    roles = [message["role"] for message in task.prompt(task.problems[0])]
+    assert roles == ["system", *["user", "assistant"] * 3, "user"]
 
 
 def test_files(folder):

@@ -51,8 +51,7 @@ def load_task(
     module = find_module(name)
     if subset != "all" and name != "ifeval":
         raise UserError(f"the subset '{subset}' is of ifeval; leave --subset at all for {name}")
-    task: Task = module.load(Request(name, data, fewshot_data, spec, subset, allow_code_execution))
-    return task
+    return module.load(Request(name, data, fewshot_data, spec, subset, allow_code_execution))
 
 
 def usual_style(name: str, has_chat_template: bool) -> str:

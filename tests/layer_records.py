@@ -1,7 +1,6 @@
 """Records of drift and patching for tests of what is made of them; no figure in them is measured."""
 
 from sample_records import make_sample
-from study_records import MODEL, make_run
 
 from jaxkv.experiments.drift.record import SEGMENTS, TENSORS
 from jaxkv.experiments.patching.record import (
@@ -66,13 +65,6 @@ def make_drift(first=0.5, repeated=0.5, heads=(4, 2), layers=3, count=8):
             }
         )  # fmt: skip
     return records
-
-
-def drift_run(family, first, repeated=0.5, heads=(4, 2), **changes):
-    """A run of drift alone, of a model of this family."""
-    run = make_run(make_drift(first, repeated, heads, **changes), name=family, experiments=["drift"])
-    run.run["config"]["model"] = MODEL | {"name": family, "family": family}
-    return run
 
 
 def make_patching(now=0.0, residual=0.2, state=0.9, back=(), back_state=(), count=12, layers=3):

@@ -2,6 +2,7 @@
 
 import copy
 
+from layer_records import make_drift
 from sample_records import make_sample
 
 from jaxkv.experiments.parity.record import CELLS, PAIRS
@@ -73,6 +74,13 @@ def make_samples(
 def lead(problems, arm=0):
     """Of `make_samples`: that one arm alone gets so many problems right."""
     return lambda p: ((True, False), (False, True))[arm] if p < problems else (True, True)
+
+
+def drift_run(family, first, repeated=0.5, heads=(4, 2), **changes):
+    """A run of drift alone, of a model of this family."""
+    run = make_run(make_drift(first, repeated, heads, **changes), name=family, experiments=["drift"])
+    run.run["config"]["model"] = MODEL | {"name": family, "family": family}
+    return run
 
 
 def write_run(path, run):

@@ -3,9 +3,9 @@
 import copy
 
 import pytest
-from layer_records import drift_run, make_drift, make_patching
+from layer_records import make_drift, make_patching
 from plain_records import average_grids, judge, summarize_study, write_blocks
-from study_records import align, make_run, make_samples
+from study_records import align, drift_run, make_run, make_samples
 
 from jaxkv.experiments.drift.record import TENSORS
 from jaxkv.overview.claims import NOT_REPRODUCED, REPRODUCED

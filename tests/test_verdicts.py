@@ -7,11 +7,11 @@ import pytest
 from accumulation_records import KIVI, KVARN, make_quantizer
 from accumulation_records import summary_of as summarize_quantizers
 from injection_records import ERROR, error, make_change, make_control, quant, some
-from layer_records import drift_run, make_patching
+from layer_records import make_patching
 from plain_records import judge as judge_study
 from plain_records import summarize_injection
 from scipy import stats
-from study_records import align, lead, make_run, make_samples
+from study_records import align, drift_run, lead, make_run, make_samples
 
 from jaxkv.reporting import rules, statistics
 from jaxkv.reporting.rules import OPEN, RULES, Evidence, hold_all

@@ -4,7 +4,6 @@ import copy
 import itertools
 
 from sample_records import make_sample
-from study_records import MODEL, make_run
 
 from jaxkv.experiments.attribution.record import FENCED, VARIANTS
 from jaxkv.experiments.drift.record import SEGMENTS, TENSORS
@@ -82,13 +81,6 @@ def make_drift(first=0.5, repeated=0.5, heads=(4, 2), count=8):
         }
         for problem in range(count)
     ]  # fmt: skip
-
-
-def drift_run(family, first, repeated=0.5, heads=(4, 2), **changes):
-    """A run of drift alone, of a model of this family."""
-    run = make_run(make_drift(first, repeated, heads, **changes), name=family, experiments=["drift"])
-    run.run["config"]["model"] = MODEL | {"name": family, "family": family}
-    return run
 
 
 def make_patched(problem, direction, patch, gap, left, unchanged, met, steps=STEPS, flips=1, equal=0):

@@ -73,7 +73,7 @@ def ends(estimate: Estimate | None) -> list[float] | None:
 
 def describe(value: float, estimate: Estimate | None) -> dict[str, Any]:
     """A figure for a summary: its mean, its interval, and what `read_estimate` makes the estimate of again."""
-    parts = {} if estimate is None else dataclasses.asdict(estimate)
+    parts = {} if estimate is None else dataclasses.asdict(estimate) | {"tails": list(estimate.tails)}
     kept = {name: part for name, part in parts.items() if part not in (math.inf, -math.inf)}
     return {"mean": value, "interval": ends(estimate), "estimate": kept or None}
 

@@ -1,6 +1,5 @@
 """Samples of experiment 'divergence' for tests."""
 
-import copy
 import functools
 import json
 import operator
@@ -51,10 +50,12 @@ def find_at(record, path):
 
 def damage(record, path, change):
     """The record with its field replaced, or dropped by `...`."""
-    record = copy.deepcopy(record)
-    place = find_at(record, path[:-1])
-    if change is ...:
-        del place[path[-1]]
+    key, *rest = path
+    changed = record.copy()
+    if rest:
+        changed[key] = damage(record[key], rest, change)
+    elif change is ...:
+        del changed[key]
     else:
-        place[path[-1]] = change
-    return record
+        changed[key] = change
+    return changed

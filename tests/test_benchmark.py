@@ -104,6 +104,7 @@ def test_what_is_refused(request):
         time_blocks(request.getfixturevalue("small_work")("kivi:2"))
 
 
+@pytest.mark.nightly
 def test_the_command_writes_the_parts_of_a_benchmark(tmp_path):
     out, small = tmp_path / "figures.json", ["--memory_tokens=256", "--quant=kvarn:k2v2,tile=16,first=8"]
     done = run("quantized", "--model=tiny-llama2", *small, "--parts=memory", f"--out={out}")

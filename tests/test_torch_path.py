@@ -146,6 +146,7 @@ def test_sorting_samplers_choose_on_the_accelerator(monkeypatch):
         assert find_chooser(SAMPLERS[sampler]) is chooser
 
 
+@pytest.mark.nightly
 def test_another_device_may_choose(tmp_path):
     """Two devices of the CPU: arrays pass between the model's host and the one that chooses."""
     variables = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "PYTHONPATH": TESTS}

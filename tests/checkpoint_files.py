@@ -22,7 +22,8 @@ VARIABLES = {
     "JAXKV_SMOLLM2_GGUF": "the GGUF file of SmolLM2-135M-Instruct",
     "JAXKV_GEMMA3_GGUF": "the GGUF file of Gemma-3 270M",
     "JAXKV_QWEN_GGUF": "the GGUF file of Qwen2.5-Coder-0.5B-Instruct",
-    "JAXKV_GSM8K_DIR": "a folder with gsm8k_test.jsonl and gsm8k_train.jsonl",
+    "JAXKV_GSM8K_DIR": "a folder with gsm8k_test.jsonl, gsm8k_train.jsonl, ifeval.jsonl and HumanEval.jsonl.gz",
+    "JAXKV_HUMANEVAL": "HumanEval.jsonl.gz",
 }
 KEY = "tokenizer.ggml."
 WORDS = ["<unk>", "<s>", "</s>", "hello", "world", "go", "<end>"]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import daily
-from quantized_models import wide_arms, wide_config, wide_state
+from quantized_models import weights_of, wide_arms, wide_config
 from small_models import SAMPLERS, make_prompts, same_bits
 from test_record_types import damage
 
@@ -34,7 +34,7 @@ BLOCKS = (1, 5)
 @functools.cache
 def set_up():
     arms = wide_arms("mistral", "fp16", sampler=SAMPLERS["greedy"])
-    state = arms.prepare(wide_state("mistral", "fp16"))
+    state = weights_of(arms)
     runs = Accumulation(
         arms, state, SPEC, [parse_cache_quant(spec) for spec in (PACKED, PLAIN, PROMPT, HISTORY)], BLOCKS
     )

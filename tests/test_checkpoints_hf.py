@@ -10,7 +10,7 @@ import torch
 from checkpoint_files import FP32, assert_same_bits, fails, make_random, new_model, refused, weights
 
 from jaxkv.checkpoints import load
-from jaxkv.checkpoints.fill import RopeLayout, flat_paths, reorder
+from jaxkv.checkpoints.fill import RopeLayout, flat_paths
 from jaxkv.config import make_precision
 from jaxkv.models.families import get_preset, parse_config
 
@@ -203,12 +203,9 @@ def test_tied_and_untied(tmp_path):
     fails(tmp_path, "untied embeddings but lm_head.weight is missing")
 
 
-def test_integer_tensors_and_a_truncated_file(llama):
+def test_integer_tensors(llama):
     rewrite(llama, lambda t: t.update({"model.norm.weight": torch.zeros(32, dtype=torch.int8)}))
     fails(llama, "dtype I8")
-    file = llama / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    fails(llama, "file not fully covered")
 
 
 def test_overflow_names_the_tensor(llama):
@@ -267,26 +264,6 @@ def test_sharding_by_path(saved):
     checkpoint = load(str(saved["llama", "1GB"][0]), precision=FP32, sharding=rule)
     assert dict(asked)["layers/0/attn/q"] == (4, 16, 32)
     assert set(dict(asked)) == set(flat_paths(checkpoint.state))
-
-
-def trained_rows(rng, heads=4, head_dim=32, width=64):
-    """q or k rows as training leaves them: norms that depend on the row's frequency."""
-    norms = np.linspace(2.0, 0.5, head_dim // 2) * np.exp(rng.normal(0, 0.1, (heads, 2, head_dim // 2)))
-    return (rng.normal(size=(heads * head_dim, width)) * norms.reshape(-1, 1)).astype(np.float32)
-
-
-@pytest.mark.parametrize("times", [0, 1, -1, -2])
-def test_rope_layout_is_told_from_the_weights(times):
-    rng = np.random.default_rng(0)
-    layout = RopeLayout(32)
-    for _ in range(12):
-        rows = trained_rows(rng)
-        layout.see(reorder(rows.reshape(4, 32, 64).swapaxes(1, 2), times).swapaxes(1, 2).reshape(rows.shape))
-    if times == 0:
-        layout.check("x")
-    else:
-        with refused("pairs" if times < 0 else "once too often"):
-            layout.check("x")
 
 
 def test_rope_layout_says_nothing_on_random_weights():

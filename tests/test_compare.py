@@ -186,36 +186,26 @@ def audited(family, precision, state=None, lengths=(7, 3), limit=NEW_TOKENS):
     return arms, state, layout, run, rows, audit_rows(arms, state, run, rows)
 
 
-@pytest.mark.parametrize(
-    ("family", "precision"), daily([("gemma2", "fp16")], [("mistral", "fp32"), ("gemma2", "fp16")])
-)
-def test_headroom_is_that_of_a_plain_forward(family, precision):
+@pytest.mark.parametrize(("family", "precision"), [("mistral", "fp32"), ("gemma2", "fp16")])
+def test_magnitudes_and_headroom_are_those_of_a_plain_forward(family, precision):
     arms, state, _, run, rows, findings = audited(family, precision)
-    for row, finding in enumerate(findings):
+    limits, ends = jnp.finfo(arms.precision.activation), rows.prompt + run.lengths - 1
+    passed = arms.audit_pass(state, run.tokens, rows.first, ends)
+    found = {name.split(" ")[1]: np.asarray(magnitudes) for name, magnitudes in passed.items()}
+    for row, (finding, first, end) in enumerate(zip(findings, rows.first.tolist(), ends.tolist(), strict=True)):
         peaks = recorded(arms, state, run, rows, row)
+        assert list(found) == list(peaks)
+        for name, values in peaks.items():
+            rtol = max(4 * float(limits.eps), 1e-4)
+            np.testing.assert_allclose(found[name][row, first:end], values, rtol=rtol, err_msg=name)
+            assert not found[name][row, :first].any()
+            assert not found[name][row, end:].any()
         name, peak = max(((name, values.max()) for name, values in peaks.items()), key=lambda pair: pair[1])
         op, _, layer = name.partition(".")
         assert finding.invalid is None
         assert (finding.headroom["op"], finding.headroom["layer"]) == (op, int(layer) if layer else None)
-        unit = float(jnp.finfo(arms.precision.activation).eps)
-        assert finding.headroom["max_abs"] == pytest.approx(peak, rel=max(4 * unit, 1e-5))
-        assert finding.headroom["limit"] == float(jnp.finfo(arms.precision.activation).max)
-
-
-def test_every_magnitude_is_that_of_a_plain_forward():
-    arms, state, _, run, rows, _ = audited("mistral", "fp32")
-    end = rows.prompt + run.lengths - 1
-    found = {
-        name.split(" ")[1]: np.asarray(p) for name, p in arms.audit_pass(state, run.tokens, rows.first, end).items()
-    }
-    for row in range(2):
-        peaks = recorded(arms, state, run, rows, row)
-        assert list(found) == list(peaks)
-        for name, values in peaks.items():
-            first = int(rows.first[row])
-            np.testing.assert_allclose(found[name][row, first : int(end[row])], values, rtol=1e-4, err_msg=name)
-            assert not found[name][row, :first].any()
-            assert not found[name][row, int(end[row]) :].any()
+        assert finding.headroom["max_abs"] == pytest.approx(peak, rel=max(4 * float(limits.eps), 1e-5))
+        assert finding.headroom["limit"] == float(limits.max)
 
 
 @pytest.mark.parametrize(
@@ -294,12 +284,3 @@ def test_a_last_token_that_nobody_was_fed_is_not_audited():
     ):
         *_, findings = audited("mistral", "fp16", state, limit=limit)
         assert findings[0].invalid == broken
-
-
-def test_an_overflow_that_a_softcap_hides_is_found():
-    state = changed_state(small_state("gemma2", "fp16"), "final_norm/weight", slice(None), 12000.0)
-    _, _, _, run, _, findings = audited("gemma2", "fp16", state)
-    assert run.nonfinite_step.tolist() == [-1, -1]
-    assert np.isfinite(np.asarray(run.logits)).all()
-    for finding in findings:
-        assert (finding.invalid["op"], finding.invalid["layer"], finding.invalid["value"]) == ("head", None, "inf")

@@ -12,7 +12,6 @@ from cases import daily
 from small_models import (
     BUCKET,
     NEW_TOKENS,
-    PRESETS,
     SAMPLERS,
     STOP_IDS,
     VOCAB,
@@ -206,17 +205,6 @@ def test_buckets_and_one_padded_length_agree_in_fp32():
 
 
 # One arm against itself and the other.
-
-
-@pytest.mark.parametrize("family", daily(["gemma3"], PRESETS))  # test_parity.py has the arms of every family agree
-def test_runs_repeat_bit_for_bit_and_arms_agree_in_fp32(family):
-    arms, state = ready(family)
-    layout, tokens, rows = set_up(make_prompts((7, 3, 5)))
-    cached, uncached = (arm(arms, state, tokens, rows, layout) for arm in (Arms.run_cached, step_uncached))
-    assert same_bits(cached, arms.run_cached(state, tokens, rows, layout))
-    assert same_bits(uncached, step_uncached(arms, state, tokens, rows, layout))
-    assert taken(cached, layout) == taken(uncached, layout)
-    np.testing.assert_allclose(cached.logits, uncached.logits, **FP32_LOGITS)
 
 
 @pytest.mark.parametrize(

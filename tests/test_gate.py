@@ -138,12 +138,6 @@ def test_a_planted_bug_is_found_and_named(bug, family, precision):
     assert f"first in {BUGS[bug][1]}" in message
 
 
-@pytest.mark.parametrize(("bug", "family", "precision"), daily(set(OFTEN) & set(STRUCTURAL), STRUCTURAL))
-def test_small_bugs_change_no_token(bug, family, precision):
-    cached, uncached = both_arms(bug, family, precision)
-    np.testing.assert_array_equal(cached.choices, uncached.choices)
-
-
 def both_arms(bug, family, precision):
     """The cached arm with a bug, and the uncached arm along its tokens."""
     clean, state = clean_arms(family, precision, TILE), state_of(family, precision)

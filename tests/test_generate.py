@@ -203,10 +203,7 @@ def random_reference(arms, state, tokens, rows, layout, rng):
 
 @pytest.mark.parametrize(
     ("precision", "sampler"),
-    daily(
-        [("fp16", "top_k")],
-        [*(("fp16", name) for name in SAMPLERS), ("bf16", "greedy"), ("bf16", "temperature")],
-    ),
+    daily([("fp16", "top_k")], [*(("fp16", name) for name in SAMPLERS), ("bf16", "greedy"), ("bf16", "temperature")]),
 )
 def test_drafts_give_the_stepped_free_run(precision, sampler):
     """The first draft is foreign or random and the arms disagree at near ties, so that rows are drafted repeatedly.

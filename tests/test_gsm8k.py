@@ -1,7 +1,6 @@
 import dataclasses
 import hashlib
 import json
-import os
 import sys
 from decimal import Decimal
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+from checkpoint_files import named_file
 from hypothesis import given
 from hypothesis import strategies as st
 from task_files import serve, write_rows
@@ -327,15 +327,13 @@ def test_own_problems_score_correct():
 
 @pytest.mark.weights
 def test_public_test_file():
-    folder = os.environ.get("JAXKV_GSM8K_DIR")
-    if not folder:
-        pytest.skip("set JAXKV_GSM8K_DIR to a folder with gsm8k_test.jsonl and gsm8k_train.jsonl")
-    problems, origin = load_problems(str(Path(folder) / "gsm8k_test.jsonl"))
+    folder = named_file("JAXKV_GSM8K_DIR")
+    problems, origin = load_problems(str(folder / "gsm8k_test.jsonl"))
     assert origin["rows"] == len(problems) == 1319
     golds = [p.solution.rpartition("####")[2] for p in problems]
     assert sum("," in gold for gold in golds) == 14
     assert sum(Decimal(p.answer) < 0 for p in problems) == 2
     assert [p.index for p in problems if not all(r["correct"] for r in score(p.solution, p.answer).values())] == []
-    train, _ = load_problems(str(Path(folder) / "gsm8k_train.jsonl"), "train")
+    train, _ = load_problems(str(folder / "gsm8k_train.jsonl"), "train")
     assert len(train) == 7473
     assert len(choose_shots(PromptSpec("few_shot", 8, seed=0), train, problems)) == 8

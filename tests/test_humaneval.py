@@ -11,6 +11,7 @@ import textwrap
 import time
 
 import pytest
+from checkpoint_files import named_file
 from task_files import serve, write_rows
 
 from jaxkv.errors import UserError
@@ -275,10 +276,7 @@ def test_hub(monkeypatch):
 
 
 def read_public():
-    path = os.environ.get("JAXKV_HUMANEVAL")
-    if not path:
-        pytest.skip("set JAXKV_HUMANEVAL to HumanEval.jsonl.gz")
-    with gzip.open(path) as file:
+    with gzip.open(named_file("JAXKV_HUMANEVAL")) as file:
         return [json.loads(line) for line in file]
 
 

@@ -11,17 +11,7 @@ import pytest
 import torch
 from cases import daily
 from flax import nnx
-from tiny_models import (
-    FAMILIES,
-    TEXT,
-    WINDOW,
-    arm_logits,
-    load_torch,
-    make_text,
-    real_rows,
-    tiny_config,
-    torch_logits,
-)
+from tiny_models import FAMILIES, TEXT, WINDOW, arm_logits, load_torch, make_text, real_rows, tiny_config, torch_logits
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -94,10 +84,7 @@ def test_the_softcaps_bite(tiny):
 
 @pytest.mark.parametrize(
     ("family", "precision"),
-    daily(
-        [("llama", "bf16"), ("gemma2", "fp16")],
-        itertools.product(FAMILIES, ("fp16", "bf16")),
-    ),
+    daily([("llama", "bf16"), ("gemma2", "fp16")], itertools.product(FAMILIES, ("fp16", "bf16"))),
 )
 def test_rounds_as_transformers_does(tiny, family, precision):
     """Our 16-bit logits are as far from float64 as transformers' are, and nearer to theirs than either is to it."""
@@ -168,21 +155,15 @@ def test_llama3_tables_are_those_of_transformers(theta, factor, low, high, lengt
     theirs = LlamaRotaryEmbedding(transformers_config(config))(torch.zeros(1), torch.from_numpy(positions)[None])
     angles = positions[:, None].astype(np.float32) * rope_frequencies(config.layer_rope(0), head_dim, jnp.float32)
     angles = np.concatenate([angles, angles], axis=-1)
-    tables = {
-        kind: rope_table(jnp.asarray(positions)[None], config.layer_rope(0), head_dim, make_precision(kind))
-        for kind in ("fp32", "bf16", "fp16")
-    }
+    table = rope_table(jnp.asarray(positions)[None], config.layer_rope(0), head_dim, make_precision("fp32"))
     for part, name in enumerate(("cos", "sin")):
         expected = theirs[part][0].numpy()
         by_torch = getattr(torch, name)(torch.from_numpy(angles)).numpy()
         np.testing.assert_array_equal(by_torch.view(np.uint32), expected.view(np.uint32))
         right = getattr(np, name)(angles.astype(np.float64)).astype(np.float32)
-        ours = np.asarray(tables["fp32"][part][0, :, 0])
+        ours = np.asarray(table[part][0, :, 0])
         np.testing.assert_array_max_ulp(ours, expected, maxulp=1)
         assert 2 * np.mean(ours != right) < np.mean(expected != right)
-        for kind, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-            rounded = theirs[part][0].to(dtype).float().numpy()
-            assert np.mean(np.asarray(tables[kind][part][0, :, 0].astype(jnp.float32)) != rounded) < 3e-4
 
 
 def test_the_llama3_scaling_bites(tiny):
@@ -267,16 +248,6 @@ def test_every_config_field_has_an_effect(full_config):
             assert after.shape[-1] == value
         else:
             assert np.abs(after.astype(np.float32) - before[name]).max() > 1e-3, field
-
-
-def test_every_number_of_a_rope_scaling_has_an_effect():
-    scaling = RopeScaling(8.0, 1.0, 4.0, 64)
-    before = rope_frequencies((100.0, scaling), 16, np.float64)
-    changes = {"factor": 4.0, "low_freq_factor": 2.0, "high_freq_factor": 8.0, "original_context": 32}
-    assert set(changes) == {field.name for field in dataclasses.fields(RopeScaling)}
-    for field, value in changes.items():
-        after = rope_frequencies((100.0, dataclasses.replace(scaling, **{field: value})), 16, np.float64)
-        assert np.abs(after / before - 1).max() > 0.01, field
 
 
 def test_every_part_of_a_precision_has_an_effect(full_config):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from cases import daily
 from flax import nnx
+from small_models import changed_state
 from tiny_models import (
     SLOTS,
     TEXT,
@@ -24,7 +25,7 @@ from tiny_models import (
 
 from jaxkv.audit import audit_rows
 from jaxkv.cache import EMPTY, empty_cache
-from jaxkv.checkpoints.fill import flat_paths, with_leaves
+from jaxkv.checkpoints.fill import flat_paths
 from jaxkv.checkpoints.tokenizer import ByteTokenizer
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
@@ -272,9 +273,7 @@ def test_two_equal_columns_in_the_head_are_a_tie(tiny, precision):
     unused = [token for token in range(arms.config.vocab_size) if token not in text and token != winner]
     embed = flat_paths(state)["embed"][...]
     for twin in (unused[0], unused[-1], unused[len(unused) // 2]):
-        leaves = {path: leaf[...] for path, leaf in flat_paths(state).items()}
-        leaves["embed"] = embed.at[twin].set(embed[winner])
-        runs = run_arms(arms, with_leaves(state, leaves), text, [0, 0], 1)
+        runs = run_arms(arms, changed_state(state, "embed", twin, embed[winner]), text, [0, 0], 1)
         for run in runs.values():
             np.testing.assert_array_equal(run.logits[..., winner], run.logits[..., twin])
             assert int(run.choices[0, step]) == min(winner, twin)

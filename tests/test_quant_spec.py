@@ -195,12 +195,7 @@ def test_what_is_refused(text, words):
         ("hf:4", 96, None, "do not divide"),
         ("kvarn:2,rotate=off", 100, None, "8 channels"),
         ("kvarn:k2v2,tile=1000", 64, 1024, "kvarn would pack nothing: 128 first and 0 recent tokens that stay exact"),
-        (
-            "kvarn:k2v2,first=1024",
-            64,
-            1024,
-            "1024 first and 0 recent tokens that stay exact and the 128 that",
-        ),
+        ("kvarn:k2v2,first=1024", 64, 1024, "1024 first and 0 recent tokens that stay exact and the 128 that"),
         ("kvarn:k2v2", 64, 255, "exceed the context of 255; make first, recent, tile, window or every smaller"),
         ("kivi:k2v2,window=2048", 64, 1024, "0 first and 0 recent tokens that stay exact and the 2048"),
         ("k=int8;v=kivi:2,window=2048", 64, 1024, "0 first and 2048 recent tokens that stay exact and the 1 that"),

@@ -66,6 +66,7 @@ def test_what_is_masked_must_be_known():
 
 @pytest.mark.parametrize("name", ["e4m3", "e5m2"])
 def test_fp8_is_clipped_and_rounded(name):
+    """Case 16: what lies beyond the format is clipped and counted. JAX's own cast makes it NaN."""
     dtype = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}[name]
     most = float(ml_dtypes.finfo(dtype).max)
     x = np.concatenate([normal(1, 50, 1, 64) * np.float32(scale) for scale in (1e-3, 1, most)], 1)
@@ -83,23 +84,6 @@ def test_fp8_is_clipped_and_rounded(name):
     wide = np.asarray(packed["amax"], np.float32)[..., None]
     codes = np.clip(x * (np.float32(most) / wide), -most, most).astype(dtype)
     assert np.array_equal(np.asarray(packed["codes"]).view(np.uint8), codes.view(np.uint8))
-
-
-def test_fp8_shows_what_it_clips():
-    """Case 16: V with a few outlier channels, unit scale. JAX's own cast would make them NaN."""
-    x = np.array(real_kv()["v"][:1])
-    quantizer = Float8("v", "e4m3", 1.0)
-    assert not np.asarray(quantizer.saturated(jnp.asarray(x))).any()
-    x[..., [3, 40]] *= 1000
-    assert np.isnan(jnp.asarray(x).astype(jnp.float8_e4m3fn).astype(jnp.float32)).any()
-    read = run(quantizer, x)[1]
-    outside = np.abs(x) > 448
-    assert outside.any()
-    assert np.array_equal(read[outside], np.sign(x[outside]) * 448)
-    assert np.asarray(quantizer.saturated(jnp.asarray(x))).sum() == outside.sum()
-    token = Float8("v", "e4m3", None)
-    assert not np.asarray(token.saturated(jnp.asarray(x))).any()
-    assert relative(x, run(token, x)[1]) < 0.05
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -32,18 +32,14 @@ from torch_runs import (
     with_stops,
 )
 
-from jaxkv.checkpoints import load
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
-from jaxkv.experiments.batches import Item, plan_batches
-from jaxkv.experiments.divergence.run import Divergence, run_batch
-from jaxkv.experiments.driver import run_missing
+from jaxkv.experiments.batches import plan_batches
+from jaxkv.experiments.divergence.run import run_batch
 from jaxkv.rollout import GROWING
-from jaxkv.tasks import load_task
-from jaxkv.tasks.gsm8k import PromptSpec
 from jaxkv.torch_model import TorchModel, check_torch, describe_torch, true_fp32
-from jaxkv.torch_path import TorchArms, find_chooser, find_host, segments
+from jaxkv.torch_path import TorchArms, find_chooser, find_host
 
 TESTS = str(pathlib.Path(__file__).parent)
 
@@ -155,19 +151,6 @@ def test_another_device_may_choose(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_shipped_model_says_the_same_in_both():
-    checkpoint = load("tiny-gemma2", precision=FP32)
-    task = load_task("arith", spec=PromptSpec("zero_shot", 0, 0))
-    items = [Item(p.index, tuple(checkpoint.tokenizer.encode(task.prompt(p))), p.answer) for p in task.problems[:3]]
-    spec = dataclasses.replace(QUICK, new_tokens=24, batch_size=3, bucket=64)
-    expected = run_cached_of_ours(checkpoint, "greedy", checkpoint.tokenizer.eos_ids, items, spec)
-    arms = TorchArms(checkpoint, FP32, SAMPLERS["greedy"])
-    ((records, _),) = run_missing(Divergence(arms, None, spec, checkpoint.tokenizer, task), items)
-    for arm in ("cached", "uncached"):
-        assert arm_tokens(records, arm) == expected
-    assert all(record["arms"]["cached"]["text"] for record in records)
-
-
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_model_is_the_one_that_users_load(tiny, family, precision):
@@ -238,14 +221,6 @@ def test_padded_runs_one_length(tiny, calls):
     padded = dataclasses.replace(SPEC, batch_size=1, uncached_length="padded", control_problems=0, stepwise_problems=0)
     run(tiny.checkpoint("llama"), padded, items=ITEMS[:1])
     assert calls[NEW : 2 * NEW] == [(16 + NEW, False, None)] * NEW
-
-
-def test_growing_is_a_bucket_of_one():
-    layout = types.SimpleNamespace(prompt=9, slots=30, new_tokens=3)
-    assert segments(GROWING, layout) == [(9, 10), (10, 11), (11, 12)]
-    assert segments("padded", layout) == [(30, 12)]
-    with pytest.raises(UserError, match="uncached_length"):
-        segments("grown", layout)
 
 
 # What is told and refused.

@@ -1,18 +1,17 @@
 """The PyTorch path's records: those of the study, resumed, and with the faults that they must show."""
 
 import dataclasses
-import functools
 
 import numpy as np
 import pytest
 import torch
+from cases import daily
 from plain_records import summarize
 from small_models import changed_state
 from test_parity import TRANSFORMERS_TOLERANCE
-from tiny_models import FAMILIES
+from tiny_models import FAMILIES, scaled
 from torch_runs import ITEMS, NEW, QUICK, SPEC, STOP_IDS, run
 
-from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.config import make_precision
 from jaxkv.experiments.divergence.record import CONTROLS
 from jaxkv.records import to_record
@@ -22,17 +21,17 @@ from jaxkv.torch_model import TorchModel
 
 @pytest.fixture(scope="module")
 def greedy(tiny):
-    """Records of a greedy fp32 run of each family, made once."""
-    return functools.cache(lambda family: run(tiny.checkpoint(family)))
+    """Records of a greedy fp32 run."""
+    return run(tiny.checkpoint("mistral"))
 
 
 # Records.
 
 
 def test_records_are_those_of_the_study(greedy):
-    records = greedy("mistral")
-    assert [record["problem"] for record in records] == [item.problem for item in ITEMS]
-    for record, item in zip(records, ITEMS, strict=True):
+    assert [record["problem"] for record in greedy] == [item.problem for item in ITEMS]
+    assert {arm["stop"] for record in greedy for arm in record["arms"].values()} == {"eos", "length"}
+    for record, item in zip(greedy, ITEMS, strict=True):
         assert record["framework"] == "torch"
         assert record["attention"] == "eager"
         assert record["versions"]["torch"] == torch.__version__
@@ -43,14 +42,14 @@ def test_records_are_those_of_the_study(greedy):
             assert (arm["stop"] == "eos") == (arm["tokens"][-1] in STOP_IDS)
             assert arm["stop"] == "eos" or len(arm["tokens"]) == NEW
             assert not set(arm["tokens"][:-1]) & set(STOP_IDS)
-    with_controls = [record for record in records if record["controls"]["cached_rerun"]]
+    with_controls = [record for record in greedy if record["controls"]["cached_rerun"]]
     assert [record["problem"] for record in with_controls] == [20, 21]
     for record in with_controls:
         for name in CONTROLS:
             assert record["controls"][name] is not None
         for name in CONTROLS[:2]:
             assert all(record["controls"][name]["bit_equal"])
-    summary = summarize(records, {"config": {"num_problems": 4}, "fingerprint": "x"})
+    summary = summarize(greedy, {"config": {"num_problems": 4}, "fingerprint": "x"})
     assert summary["status"] == "ok"
     assert summary["teacher_forced"]["flips"]["count"] == 0
     assert 0 < summary["teacher_forced"]["kl"]["max"] < 1e-9
@@ -66,12 +65,7 @@ def test_records_are_those_of_the_study(greedy):
 )
 def test_a_record_says_which_framework_it_is_of(greedy, changes, field):
     with pytest.raises(ValueError, match=f"^{field}"):
-        to_record(greedy("mistral")[0] | changes)
-
-
-def test_rows_end_at_stop_tokens(greedy):
-    stops = {arm["stop"] for family in FAMILIES for r in greedy(family) for arm in r["arms"].values()}
-    assert stops == {"eos", "length"}
+        to_record(greedy[0] | changes)
 
 
 @pytest.fixture
@@ -114,7 +108,7 @@ def test_free_runs_are_the_arms_own(tiny, apart, length):
 # Faults.
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", daily(["mistral", "gemma3"], FAMILIES))
 def test_a_cached_arm_off_by_one_position_shows(tiny, monkeypatch, family):
     original = TorchModel.positions
 
@@ -150,10 +144,8 @@ def test_a_broken_sample_is_invalid_and_its_neighbour_is_not(tiny):
 
 def test_an_overflow_that_a_softcap_hides_is_found(tiny):
     checkpoint = tiny.checkpoint("gemma2", precision="fp16")
-    leaves = {path: leaf[...] for path, leaf in flat_paths(checkpoint.state).items()}
-    for name in ("q", "k"):
-        leaves[f"layers/1/attn/{name}"] = leaves[f"layers/1/attn/{name}"] * 90
-    checkpoint = dataclasses.replace(checkpoint, state=with_leaves(checkpoint.state, leaves))
+    state = scaled(checkpoint.state, {"layers/1/attn/q": 90, "layers/1/attn/k": 90})
+    checkpoint = dataclasses.replace(checkpoint, state=state)
     for record in run(checkpoint, QUICK, make_precision("fp16")):
         assert record["status"] == "invalid"
         assert (record["invalid"]["op"], record["invalid"]["layer"]) == ("qk", 1)

@@ -206,20 +206,6 @@ def small_learner(model="tiny-mistral", layers=1, schedule=SCHEDULE, **options):
     return learner.Learner(config, make_precision("fp32"), schedule, question_weight=0.25, bos=BOS, **options)
 
 
-def test_presets_are_of_the_size_to_ship():
-    total = 0
-    for name in TINY:
-        shapes = jax.eval_shape(lambda name=name: learner_of(name).initialize(0)[0])
-        parameters = sum(int(np.prod(value.shape)) for value in shapes.values())
-        assert 3.5e6 < parameters < 4.3e6
-        total += 2 * parameters
-    assert total < 24.5e6
-
-
-def learner_of(name):
-    return learner.Learner(get_preset(name), make_precision("fp32"), SCHEDULE, question_weight=0.1, bos=BOS)
-
-
 @pytest.mark.parametrize("model", daily(["tiny-gemma2"], TINY))
 def test_loss_is_that_of_each_document_alone(rows, model):
     """Packed rows against the plain decoder on one document at a time, as in decoding."""

@@ -49,11 +49,11 @@ def run(checkpoint, spec=SPEC, precision=FP32, sampler="greedy", items=ITEMS, at
     return records
 
 
-def run_cached_of_ours(checkpoint, sampler, stop_ids=STOP_IDS, items=ITEMS, spec=SPEC):
+def run_cached_of_ours(checkpoint, sampler):
     """Tokens of our cached arm, by problem."""
-    arms, tokens = Arms(checkpoint.config, FP32, SAMPLERS[sampler], stop_ids, keep_logits=False), {}
-    for batch in plan_batches(items, spec):
-        layout, buffer, rows = lay_out(batch, spec, checkpoint.config)
+    arms, tokens = Arms(checkpoint.config, FP32, SAMPLERS[sampler], STOP_IDS, keep_logits=False), {}
+    for batch in plan_batches(ITEMS, SPEC):
+        layout, buffer, rows = lay_out(batch, SPEC, checkpoint.config)
         ran = arms.run_cached(arms.prepare(checkpoint.state), buffer, rows, layout)
         taken = np.asarray(ran.tokens[:, layout.prompt :])
         tokens |= {item.problem: taken[row, : ran.lengths[row]].tolist() for row, item in enumerate(batch.items)}

@@ -45,8 +45,9 @@ def weights_of(arms: Arms) -> nnx.State:
     return arms.prepare(random_state(arms.config, arms.precision.name))
 
 
-def run_wide(arms: Arms, change=None, lengths=UNEQUAL, new_tokens=NEW_TOKENS):
-    """A free run over a changed cache with left padding: Rollout and cache, rows and layout."""
-    layout, tokens, rows = set_up([make_prompts((n,), seed)[0] for seed, n in enumerate(lengths)], new_tokens)
+def run_wide(arms: Arms, change=None, lengths=UNEQUAL, seeds=(0, 1, 2), new_tokens=NEW_TOKENS):
+    """A free run over a changed cache with left padding: Rollout and cache, rows and layout. Seeds are the problems."""
+    prompts = [make_prompts((n,), seed)[0] for n, seed in zip(lengths, seeds, strict=False)]
+    layout, tokens, rows = set_up(prompts, new_tokens, list(seeds[: len(prompts)]))
     cache = arms.make_cache(rows, layout, change)
     return arms.run_cached_keeping(weights_of(arms), tokens, rows, layout, cache), rows, layout

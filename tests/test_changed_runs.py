@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 
+import jax
 import numpy as np
 import pytest
 import quantized_models
@@ -25,9 +26,9 @@ wide_arms = functools.partial(quantized_models.wide_arms, layers=1)  # one layer
 
 
 @functools.cache
-def run(family, precision, spec=None, sampler="temperature"):
+def run(family, precision, spec=None, sampler="temperature", seeds=(0, 1, 2)):
     """A free run with left padding."""
-    return run_wide(wide_arms(family, precision, sampler=SAMPLERS[sampler]), quantized(spec))[0]
+    return run_wide(wide_arms(family, precision, sampler=SAMPLERS[sampler]), quantized(spec), seeds=seeds)[0]
 
 
 ALL_16, ALL_32 = "mask:16,first=3,recent=4", "mask:32,first=3,recent=4"
@@ -61,6 +62,16 @@ def test_packing_that_changes_nothing_changes_no_bit(family, precision, spec):
         assert int(cache.packed(0)[0].sum()) == sum(n + NEW_TOKENS - 1 - 7 for n in UNEQUAL)
     if spec != "none":
         assert cache.quant.k.quantizer.of == precision  # whether named or not
+
+
+@pytest.mark.parametrize("spec", daily(["hf:2,every=5"], ["kvarn:2,tile=4,first=2", "hf:2,every=5"]))
+def test_neighbours_change_no_bit(spec):
+    """Of a row's logits and of what is stored of it; the batch has its shape."""
+    (a, cache), (b, other) = (run("gemma2", "fp16", spec, seeds=seeds) for seeds in ((0, 1, 2), (7, 1, 8)))
+    assert not same_bits(a.logits[0], b.logits[0])
+    assert same_bits((a.logits[1], a.tokens[1]), (b.logits[1], b.tokens[1]))
+    for stored, beside in zip(cache.k + cache.v, other.k + other.v, strict=True):
+        assert same_bits(*(jax.tree.map(lambda x: x[1], tree) for tree in (stored, beside)))
 
 
 def test_a_forced_run_follows_the_clean_one():

@@ -1,8 +1,7 @@
 """Records of experiment 'accumulation' for tests of what is made of them; no figure in them is measured."""
 
-from injection_records import SETTING
 from plain_records import summarize_accumulation
-from sample_records import make_sample
+from sample_records import make_setting
 
 LAYERS, PROMPT, STEPS = 2, 20, 13
 KVARN, KIVI = "kvarn:k2v2,tile=32", "kivi:k2v2,window=32"
@@ -63,10 +62,8 @@ def make_record(
         "relative": [0.3 if tokens else None] * LAYERS,
         "norm_share": [norm_share if tokens else None] * LAYERS,
     }
-    own = {name: make_sample(problem)[name] for name in SETTING}
-    return own | {
+    return make_setting(problem) | {
         "experiment": "accumulation",
-        "problem": problem,
         "key": ["accumulation", problem, quantizer, regime],
         "tokens_sha256": f"{problem:064x}",
         "steps": steps,

@@ -2,11 +2,10 @@
 
 import copy
 
-from sample_records import make_sample
+from sample_records import make_sample, make_setting
 
 from jaxkv.experiments.record_parts import CLEAN
 
-SETTING = ("prompt_tokens", "prompt_sha256", "shapes", "sampling", "headroom", "status", "invalid")
 TOKENS = 6
 ERROR = {
     "family": "error", "law": "normal", "numbers": [0.0, 0.5], "bits": None, "mean": 0.0, "std": 0.5,
@@ -44,9 +43,8 @@ def make_record(problem, change=CLEAN, spec=None, seed=0, right=True, kl=0.5, fl
     own = 16.0 if spec is None or spec["family"] == "error" else spec["k"]["bits"]
     run = copy.deepcopy(sample["arms"]["cached"])
     run["scores"]["numeric"]["correct"] = run["scores"]["strict"]["correct"] = right
-    return {name: sample[name] for name in SETTING} | {
+    return make_setting(problem) | {
         "experiment": "injection",
-        "problem": problem,
         "change": change,
         "seed": seed,
         "key": ["injection", problem, change, seed],

@@ -1,9 +1,8 @@
 """Records of drift, patching and attribution for tests of what is made of them; no figure in them is measured."""
 
-import copy
 import itertools
 
-from sample_records import make_sample
+from sample_records import make_setting
 
 from jaxkv.experiments.attribution.record import FENCED, VARIANTS
 from jaxkv.experiments.drift.record import SEGMENTS, TENSORS
@@ -17,24 +16,11 @@ from jaxkv.experiments.patching.record import (
     RESIDUAL_NOW,
 )
 
-KEPT = ("prompt_tokens", "prompt_sha256", "shapes", "sampling", "headroom", "status", "invalid")
 STEPS, PLACES, LAYERS = 10, 9, 3
 
 
-def altered(record, path, value):
-    """A record with the field at a dotted path changed."""
-    record = copy.deepcopy(record)
-    *way, last = path.split(".")
-    place = record
-    for part in way:
-        place = place[int(part) if isinstance(place, list) else part]
-    place[int(last) if isinstance(place, list) else last] = value
-    return record
-
-
 def _setting(problem):
-    sample = make_sample(problem)
-    return {name: sample[name] for name in KEPT} | {"problem": problem, "tokens_sha256": "0" * 64, "steps": STEPS}
+    return make_setting(problem) | {"tokens_sha256": "0" * 64, "steps": STEPS}
 
 
 def _rise(share, problem):

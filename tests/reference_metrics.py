@@ -4,30 +4,24 @@ import ml_dtypes
 import numpy as np
 from scipy.special import log_softmax
 
-COLUMNS = (
-    "flip", "kl", "kl_reverse", "js", "max_abs", "mean_abs", "margin", "margin_other", "shift", "unit", "bit_equal",
-)  # fmt: skip
-
 
 def compare_logits(reference: np.ndarray, other: np.ndarray) -> dict[str, np.ndarray]:
-    """Compares two arms' logits [n, V], of one float dtype, token by token, as `jaxkv.logits.compare_logits` says.
+    """Compares two arms' finite logits [n, V], of one float dtype, token by token, as `jaxkv.logits` says.
 
     The lowest id wins a tie; js is at most log 2 (Lin 1991, eq. 3.4 with equal weights). The reference's top two tokens
-    swap where margin + shift < 0. A token with a non-finite logit in either arm is no agreement: flip is True,
-    bit_equal False, the rest NaN.
+    swap where margin + shift < 0.
     """
     bits = np.dtype(f"u{reference.dtype.itemsize}")
     equal = np.all(np.ascontiguousarray(reference).view(bits) == np.ascontiguousarray(other).view(bits), axis=1)
     a, b = reference.astype(np.float64), other.astype(np.float64)
-    finite = np.all(np.isfinite(a) & np.isfinite(b), axis=1, keepdims=True)
-    a, b, finite = np.where(finite, a, 0.0), np.where(finite, b, 0.0), finite[:, 0]
     log_p, log_q = log_softmax(a, axis=1), log_softmax(b, axis=1)
     order = np.argsort(-a, axis=1, kind="stable")[:, :2]  # the lowest id first among equals
     first, second = (np.take_along_axis(a, order[:, place, None], 1)[:, 0] for place in (0, 1))
     gap = np.subtract(*(np.take_along_axis(b, order[:, place, None], 1)[:, 0] for place in (0, 1)))
     other = np.partition(b, -2, axis=1)
     kind = ml_dtypes.finfo(reference.dtype)
-    numbers = {
+    return {
+        "flip": a.argmax(axis=1) != b.argmax(axis=1),
         "kl": _divergence(log_p, log_q, log_q - log_p),
         "kl_reverse": _divergence(log_q, log_p, log_p - log_q),
         "js": _jensen_shannon(log_p, log_q),
@@ -37,11 +31,8 @@ def compare_logits(reference: np.ndarray, other: np.ndarray) -> dict[str, np.nda
         "margin_other": other[:, -1] - other[:, -2],
         "shift": gap - (first - second),
         "unit": np.ldexp(float(kind.eps), np.frexp(np.maximum(np.abs(first), float(kind.tiny)))[1] - 1),
+        "bit_equal": equal,
     }
-    result = {name: np.where(finite, column, np.nan) for name, column in numbers.items()}
-    result["flip"] = (a.argmax(axis=1) != b.argmax(axis=1)) | ~finite
-    result["bit_equal"] = equal & finite
-    return {name: result[name] for name in COLUMNS}
 
 
 def _divergence(log_p: np.ndarray, log_q: np.ndarray, shift: np.ndarray) -> np.ndarray:

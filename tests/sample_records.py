@@ -6,6 +6,8 @@ import operator
 
 from jaxkv.experiments.divergence.record import CONTROLS
 
+SETTING = ("prompt_tokens", "prompt_sha256", "shapes", "sampling", "headroom", "status", "invalid")
+
 
 def make_sample(problem: int = 3, tokens: int = 4) -> dict:
     comparison = {
@@ -43,14 +45,30 @@ def make_invalid(problem: int = 3) -> dict:
     return sample
 
 
+def make_setting(problem: int, tokens: int = 4) -> dict:
+    """What records of every experiment on problems have."""
+    sample = make_sample(problem, tokens)
+    return {name: sample[name] for name in ("problem", *SETTING)}
+
+
+def grade(sample, right, **labels):
+    """Says of both arms whether they are right, and labels a change of answer."""
+    for arm, correct in zip(("cached", "uncached"), right, strict=True):
+        for score in sample["arms"][arm]["scores"].values():
+            score["correct"] = correct
+    if right[0] != right[1]:
+        sample["label_change"] = dict.fromkeys(sample["label_change"], "answer_changed") | labels
+
+
 def find_at(record, path):
     """What stands at a path of keys and indices."""
     return functools.reduce(operator.getitem, path, record)
 
 
 def damage(record, path, change):
-    """The record with its field replaced, or dropped by `...`."""
-    key, *rest = path
+    """The record with a field replaced, or dropped by `...`. The path may be one text with dots between its parts."""
+    key, *rest = path.split(".") if isinstance(path, str) else path
+    key = int(key) if isinstance(record, list) else key
     changed = record.copy()
     if rest:
         changed[key] = damage(record[key], rest, change)

@@ -3,31 +3,28 @@
 import copy
 
 from layer_records import make_drift
-from sample_records import make_sample
+from sample_records import grade, make_sample, make_setting
 
 from jaxkv.experiments.parity.record import CELLS, PAIRS
 from jaxkv.experiments.report_parts import Run
 from jaxkv.records import RunDirectory
+from jaxkv.reporting.metrics import free_running
 
 SCALES = {"fp16": 1e-2, "bf16": 1e-1, "fp32": 1e-6}  # of the logits' difference
 MODEL = {"name": "tiny", "num_layers": 2, "num_query_heads": 4, "num_kv_heads": 2}
 
 
-def make_config(precision="fp16", **changes):
-    return {
+def make_run(samples, name="fp16", precision="fp16", fingerprint=None, flags="--precision=fp16\n", **changes):
+    """A run as `gather.read_runs` gives it."""
+    config = {
         "experiments": ["divergence"],
         "model": MODEL,
         "precision": {"name": precision, "accumulation": "float32"},
         "held": {"param": "float32", "operand": "float32"},
-        "num_problems": 0,
+        "num_problems": len(samples),
         "decoding": {"new_tokens": 20, "tile": None},
         "device": {"platform": "cpu", "kind": "cpu", "runtime": "cpu"},
     } | changes
-
-
-def make_run(samples, name="fp16", precision="fp16", fingerprint=None, flags="--precision=fp16\n", **changes):
-    """A run as `gather.read_runs` gives it."""
-    config = make_config(precision, **{"num_problems": len(samples)} | changes)
     session = {"started": "2026-01-02T00:00:00+00:00", "git": "f" * 40, "packages": {"jax": "0.10.2"}}
     run = {"format": 1, "config": config, "fingerprint": fingerprint or name, "sessions": [session]}
     return Run(name, run, samples, (), flags)
@@ -53,20 +50,13 @@ def make_samples(
             sample["arms"]["uncached"]["tokens"] = [
                 token + 100 * (step >= min(chosen)) for step, token in enumerate(cached)
             ]
-            after = tokens - min(chosen) - 1
-            sample["free_running"] = {
-                "diverged": True, "first_diverged": min(chosen), "differing_after": after, "compared_after": after,
-            }  # fmt: skip
+            sample["free_running"] = free_running(sample["arms"]["uncached"]["tokens"], cached)
         same = copy.deepcopy(comparison)
         same |= {"flip": [False] * tokens, "bit_equal": [True] * tokens}
         same |= {column: [0.0] * tokens for column in ("kl", "kl_reverse", "js", "max_abs", "mean_abs")}
         for control in ("cached_rerun", "uncached_rerun"):
             sample["controls"][control] = copy.deepcopy(same)
-        for arm, correct in zip(("cached", "uncached"), right(problem), strict=True):
-            for score in sample["arms"][arm]["scores"].values():
-                score["correct"] = correct
-        if len(set(right(problem))) > 1:
-            sample["label_change"] = dict.fromkeys(sample["label_change"], "answer_changed")
+        grade(sample, right(problem))
         samples.append(sample)
     return samples
 
@@ -115,17 +105,13 @@ def make_parity(count=6, tokens=5, framework=1e-2, cache=1e-4, layers=2):
             size = (cache if a.split()[0] == b.split()[0] else framework) * (1 + problem / 10)
             comparison["kl"] = [size] * tokens
             pairs[pair] = comparison
-        kept = ("prompt_tokens", "prompt_sha256", "shapes", "sampling", "headroom", "status", "invalid")
-        records.append(
-            {name: sample[name] for name in kept}
-            | {
-                "experiment": "parity", "problem": problem, "key": ["parity", problem], "attention": "eager",
-                "versions": {"torch": "2.9"}, "torch_uncached": "growing", "tokens": list(range(tokens)),
-                "choices": {cell: list(range(tokens)) for cell in CELLS}, "pairs": pairs, "cosine": [0.5] * tokens,
-                "layers": {
-                    "bit_equal": dict.fromkeys(CELLS, tokens),
-                    "distance": {p: {"mean": [0.0] + [1e-3] * layers, "max": [0.0] + [1e-2] * layers} for p in PAIRS},
-                },
-            }
-        )  # fmt: skip
+        records.append(make_setting(problem) | {
+            "experiment": "parity", "key": ["parity", problem], "attention": "eager",
+            "versions": {"torch": "2.9"}, "torch_uncached": "growing", "tokens": list(range(tokens)),
+            "choices": {cell: list(range(tokens)) for cell in CELLS}, "pairs": pairs, "cosine": [0.5] * tokens,
+            "layers": {
+                "bit_equal": dict.fromkeys(CELLS, tokens),
+                "distance": {p: {"mean": [0.0] + [1e-3] * layers, "max": [0.0] + [1e-2] * layers} for p in PAIRS},
+            },
+        })  # fmt: skip
     return records

@@ -3,7 +3,7 @@
 import copy
 
 import pytest
-from layer_records import altered
+from sample_records import damage
 from shown import as_markdown, on_terminal
 
 from jaxkv.experiments.doctor.report import conclude, write_doctor
@@ -63,7 +63,7 @@ def made_record(dtype="fp16"):
 
 def changed(path, value, dtype="fp16"):
     """What is concluded, in one string, once a value of a clean record is changed."""
-    record = altered(made_record(dtype), path if path == "missing" else f"dtypes.{dtype}.{path}", value)
+    record = damage(made_record(dtype), path if path == "missing" else f"dtypes.{dtype}.{path}", value)
     assert text_of(record)
     assert as_markdown(write(record))
     return " ".join(conclude(record))

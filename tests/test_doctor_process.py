@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from layer_records import altered
+from sample_records import damage
 
 from jaxkv.experiments.doctor.process import child_environment, compare_processes, find_error, start_process
 from jaxkv.experiments.doctor.run import DoctorSpec
@@ -20,8 +20,8 @@ HASHES = {"fp16": {"matmul": {"1": "aa", "4": "cc"}, "layer": {"1": "bb", "4": "
 def test_another_process_is_compared_by_hashes():
     equal = {"fp16": {"matmul": {"1": True, "4": True}, "layer": {"1": True, "4": True}}}
     assert compare_processes(HASHES, lambda: HASHES) == {"status": "ok", "reason": None, "equal": equal}
-    other = altered(HASHES, "fp16.layer.4", "ee")
-    assert compare_processes(HASHES, lambda: other)["equal"] == altered(equal, "fp16.layer.4", False)
+    other = damage(HASHES, "fp16.layer.4", "ee")
+    assert compare_processes(HASHES, lambda: other)["equal"] == damage(equal, "fp16.layer.4", False)
 
 
 def test_a_process_that_says_nothing_is_no_agreement():

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from cases import daily
 from flax import nnx
-from layer_records import altered
 from plain_records import summarize_drift
-from shown import as_markdown, on_terminal
+from sample_records import damage
+from shown import show_by
 from small_models import WINDOWED, make_prompts, run_all, run_broken, small_config, small_state
 
 from jaxkv.cache import empty_cache
@@ -224,6 +224,9 @@ def plain_records():
     return [json.loads(to_line(record)) for record in small_run()]
 
 
+shown, to_markdown, _ = show_by(write_drift)
+
+
 def say(*records):
     return "\n".join(conclude(summarize_drift(records, RUN)))
 
@@ -237,16 +240,16 @@ def test_sentences():
     assert "of that leaves the first layer already" in text
     assert "Watching these values changed no bit of either arm's logits" in text
     assert "over 2 problems is wide and rough" in text
-    watched = altered(first, "instrumented_bit_equal.figures.cached", 0)
+    watched = damage(first, "instrumented_bit_equal.figures.cached", 0)
     assert "made other programs of the watched arms" in say(watched, second)
-    broken = altered(first, "layers.resid_pre.prompt.bit_equal.0", 1)
+    broken = damage(first, "layers.resid_pre.prompt.bit_equal.0", 1)
     assert "THE EMBEDDING DIFFERS at 10 of" in say(broken, second)
 
 
 def test_more_or_less_drift_is_said_only_beyond_the_interval():
     records = []
     for problem in range(6):
-        record = altered(plain_records()[0], "problem", problem) | {"key": ["drift", problem]}
+        record = damage(plain_records()[0], "problem", problem) | {"key": ["drift", problem]}
         for tensor in TENSORS:
             size = 3e-3 if tensor == "k" else 1e-3 + (-1) ** problem * 1e-4
             for layers, value in ((record["layers"], 1e-3), (record["repeated"]["layers"], size)):
@@ -262,15 +265,14 @@ def test_more_or_less_drift_is_said_only_beyond_the_interval():
 
 def test_an_unfinished_run_says_so():
     summary = summarize_drift(plain_records()[:1], {"config": {"num_problems": 5}})
-    assert "UNFINISHED: 4 of 5 problems have no record yet" in as_markdown(write_drift(summary))
-    assert "With one problem there are no intervals." in as_markdown(write_drift(summary))
+    assert "UNFINISHED: 4 of 5 problems have no record yet" in to_markdown(summary)
+    assert "With one problem there are no intervals." in to_markdown(summary)
     assert conclude(summarize_drift([], RUN)) == ["There is no sample yet, so nothing can be said of drift."]
 
 
 def test_tables_show_every_layer_in_80_columns():
     summary = summarize_drift(plain_records(), RUN)
-    text, markdown = on_terminal(write_drift(summary)), as_markdown(write_drift(summary))
+    text, markdown = shown(summary), to_markdown(summary)
     for layer in ("0", "1", "out"):
         assert f"\n{layer} " in text
         assert f"\n| {layer} |" in markdown
-    assert max(map(len, text.splitlines())) <= 80

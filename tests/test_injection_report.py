@@ -8,13 +8,11 @@ import pytest
 from injection_records import ERROR, SEED_SPECS, error, make_change, make_control, make_record, quant, some
 from plain_records import summarize_injection
 from shown import show_by
-from test_record_types import damage
 
 from jaxkv.experiments.figures_changes import draw_injection
 from jaxkv.experiments.injection.claims import compare_specs
 from jaxkv.experiments.injection.report import OWN, SEED_TABLE, show_of_control, write_injection
 from jaxkv.interventions.quantizers.spec import METHODS
-from jaxkv.records import to_record
 from jaxkv.reporting.statistics import clopper_pearson
 
 N, TOKENS = 40, injection_records.TOKENS
@@ -346,46 +344,6 @@ def test_ifeval_has_prompts_and_instructions():
     assert of(summary, "x")["score"]["strict, instructions"]["mean"] == 3 / 6
     assert of(summary, "none")["score"]["strict, instructions"]["mean"] == 3 / 4
     assert of(summary, "x")["score"]["strict"]["mean"] == 1 / 2
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "field"),
-    [
-        (("key",), ["injection", 0, "x", 1], "key"),
-        (("spec",), None, "spec"),
-        (("spec", "family"), "noise", "spec.family"),
-        (("run", "scores"), {}, "run.scores"),
-        (("run", "scores", "strict", "correct"), 1, "run.scores.strict.correct"),
-        (("run", "stop"), "invalid", "run.stop"),
-        (("teacher_forced",), None, "teacher_forced"),
-        (("teacher_forced", "kl", 0), float("nan"), r"teacher_forced.kl\[0\]"),
-        (("free_running",), None, "free_running"),
-        (("cache", "bits"), 0.0, "cache.bits"),
-        (("cache", "packed"), 1.5, "cache.packed"),
-    ],
-)
-def test_a_record_that_breaks_the_schema_is_named(path, value, field):
-    record = make_record(0, "x", ERROR)
-    to_record(record)
-    with pytest.raises(ValueError, match=f"^{field}"):
-        to_record(damage(record, path, value))
-
-
-def test_an_invalid_record_has_no_figures():
-    record = make_record(0, "x", ERROR)
-    broken = injection_records.make_broken(record)
-    to_record(broken)
-    with pytest.raises(ValueError, match=r"^teacher_forced"):
-        to_record(broken | {"teacher_forced": record["teacher_forced"]})
-
-
-def test_the_clean_arm_is_compared_with_nothing():
-    record = make_record(0)
-    to_record(record)
-    with pytest.raises(ValueError, match=r"^teacher_forced"):
-        to_record(record | {"teacher_forced": make_record(0, "x", ERROR)["teacher_forced"]})
-    with pytest.raises(ValueError, match=r"^spec"):
-        to_record(record | {"spec": ERROR})
 
 
 def test_a_ratio_that_is_one_but_for_rounding_reads_100():

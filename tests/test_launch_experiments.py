@@ -1,11 +1,13 @@
 """Other experiments than divergence, changed caches too, from the command: run directories, reports, resumption."""
 
+import collections
+from unittest import mock
+
 import pytest
 from commands import FEW, LAUNCH, SMALL, parse, run_in_process
 from plain_records import read_run
 
 from jaxkv import checkpoints
-from jaxkv.errors import UserError
 from jaxkv.experiments.changes import make_changes
 from jaxkv.experiments.mitigations import run as mitigations
 from jaxkv.interventions.quantizers.spec import METHODS
@@ -16,39 +18,32 @@ TWO = ["--num_problems=2", "--max_new_tokens=3", "--gate=off"]
 SPECS = ["--cache_error=normal:0,0.25;side=k", "--cache_quant=int8"]
 
 
-def test_attribution_and_divergence_share_a_run(tmp_path, cache, capsys):
-    small = ["--num_problems=1", "--max_new_tokens=2", "--gate=off", "--experiments=attribution,divergence"]
-    small.append("--model=test-llama2")
-    run_in_process(*SMALL, cache, f"--out={tmp_path / 'run'}", *small)
-    shown = capsys.readouterr().out
-    records = read_run(tmp_path / "run")[1]
-    assert {record["experiment"] for record in records} == {"attribution", "divergence"}
-    assert f"report: {tmp_path / 'run' / 'report.md'}" in shown
-    page = (tmp_path / "run" / "report.md").read_text()
-    assert all(f"\n## {title}\n" in page for title in ("Attribution", "Divergence"))
-    with pytest.raises(UserError, match=r"decoding\.tile is 8 there, 4 here"):
-        run_in_process(*SMALL, cache, f"--out={tmp_path / 'run'}", *small, "--tile=4")
-    run_in_process(*SMALL, cache, f"--out={tmp_path / 'run'}", *small)
-    again = capsys.readouterr()
-    assert "records of attribution are done already" in again.err
-    assert read_run(tmp_path / "run")[1] == records
+def test_experiments_share_a_run(tmp_path, cache, capsys):
+    names = ("attribution", "divergence", "drift", "patching", "parity")
+    out, few = tmp_path / "run", ["--max_new_tokens=2", f"--experiments={','.join(names)}", "--model=test-llama2"]
+    run_in_process(*SMALL, cache, *FEW, f"--out={out}", *few)
+    assert f"report: {out / 'report.md'}" in capsys.readouterr().out
+    records = read_run(out)[1]
+    counts = collections.Counter(record["experiment"] for record in records)
+    assert counts == {"attribution": 22, "divergence": 1, "drift": 1, "patching": 18, "parity": 1}
+    page = (out / "report.md").read_text()
+    titles = ("Attribution", "Divergence", "Drift by layer", "Activation patching", "JAX beside PyTorch")
+    assert all(f"\n## {title}\n" in page for title in titles)
+    run_in_process(*SMALL, cache, *FEW, f"--out={out}", *few)
+    shown = capsys.readouterr().err
+    assert all(f"{count} of {count} records of {name} are done already" in shown for name, count in counts.items())
+    assert read_run(out)[1] == records
 
 
 def test_mitigations_run_once_whatever_the_precisions(tmp_path, cache, capsys, monkeypatch):
-    loaded = []
-    load = checkpoints.load
-
-    def counting(*args, **kwargs):
-        loaded.append(kwargs["precision"].name)
-        return load(*args, **kwargs)
-
-    monkeypatch.setattr(checkpoints, "load", counting)
+    load = mock.Mock(wraps=checkpoints.load)
+    monkeypatch.setattr(checkpoints, "load", load)
     made = mitigations.make_variants
     few = lambda tile: {name: made(tile)[name] for name in ("bf16", "fp16 aligned")}  # noqa: E731
     monkeypatch.setattr(mitigations, "make_variants", few)
     out = tmp_path / "run"
     run_in_process(*SMALL, cache, *FEW, f"--out={out}", "--precision=fp16,bf16", "--experiments=mitigations")
-    assert loaded == ["fp32"]
+    assert [call.kwargs["precision"].name for call in load.call_args_list] == ["fp32"]
     assert f"report: {out / 'report.md'}" in capsys.readouterr().out
     run, records = read_run(out)
     assert "precision" not in run["config"]
@@ -58,8 +53,6 @@ def test_mitigations_run_once_whatever_the_precisions(tmp_path, cache, capsys, m
     run_in_process(f"--flagfile={out / 'run.flags'}")
     assert "2 of 2 records of mitigations are done already" in capsys.readouterr().err
     assert read_run(out)[1] == records
-    with pytest.raises(UserError, match=r"decoding\.tile is 8 there, 4 here"):
-        run_in_process(f"--flagfile={out / 'run.flags'}", "--tile=4")
 
 
 def test_the_full_gate_tries_the_plain_programs(tmp_path, cache, capsys):
@@ -68,17 +61,6 @@ def test_the_full_gate_tries_the_plain_programs(tmp_path, cache, capsys):
     found = next(entry["gate"] for entry in read_run(out)[0]["sessions"] if "gate" in entry)
     assert found["plain"] == {"passed": True, "tolerance": 0.0, "steps": 3}
     assert "equal in every bit at 3 steps" in " ".join(capsys.readouterr().out.split())
-
-
-def test_drift_patching_and_parity_from_the_command(tmp_path, cache, capsys):
-    out = tmp_path / "run"
-    run_in_process(*SMALL, cache, *FEW, "--max_new_tokens=2", "--experiments=drift,patching,parity", f"--out={out}")
-    records = read_run(out)[1]
-    assert [r["experiment"] for r in records] == ["drift"] + ["patching"] * 18 + ["parity"]
-    shown = capsys.readouterr().out
-    assert f"report: {out / 'report.md'}" in shown
-    page = (out / "report.md").read_text()
-    assert all(f"\n## {title}\n" in page for title in ("Drift by layer", "Activation patching", "JAX beside PyTorch"))
 
 
 def test_injection_replays_from_its_flagfile_and_may_be_asked_for_more(tmp_path, cache, capsys):

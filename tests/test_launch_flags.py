@@ -41,13 +41,20 @@ def test_every_number_has_bounds():
     assert all(math.isfinite(bound) for bounds in NUMBERS.values() for bound in bounds)
 
 
-@pytest.mark.parametrize(
-    "flag",
-    ["--precision=fp16,,fp32", "--precision=", "--model=A,", "--model=,", "--sampler=greedy,", "--experiments=",
-     "--blocks=1,,2", "--problems=", "--framework=,jax", "--conditions=", "--error_seeds=1,"],
-)  # fmt: skip
-def test_an_empty_item_is_refused(flag):
-    assert refuse(flag).startswith(f"flag {flag}: an item is empty")
+LISTS = {
+    "an item is empty": (
+        "--precision=fp16,,fp32", "--precision=", "--model=A,", "--model=,", "--sampler=greedy,", "--experiments=",
+        "--blocks=1,,2", "--problems=", "--framework=,jax", "--conditions=", "--error_seeds=1,",
+    ),
+    "names a value twice": (
+        "--error_seeds=-3,4,-03", "--blocks=8,8", "--experiments=drift,drift", "--precision=fp16,fp16",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("flag", "said"), [(flag, said) for said, listed in LISTS.items() for flag in listed])
+def test_an_empty_item_and_one_that_stands_twice_are_refused(flag, said):
+    assert refuse(flag).startswith(f"flag {flag}: {said}")
 
 
 INJECT, PERPLEX, ACCUMULATE, MITIGATE = (
@@ -156,9 +163,8 @@ FLAGFILES = {
 
 
 @pytest.mark.parametrize("by", ["--flagfile", "--conditions"])
-@pytest.mark.parametrize("name", FLAGFILES)
-def test_a_flagfile_that_is_none_is_one_line(tmp_path, by, name):
-    content, said = FLAGFILES[name]
+@pytest.mark.parametrize(("content", "said"), FLAGFILES.values(), ids=FLAGFILES)
+def test_a_flagfile_that_is_none_is_one_line(tmp_path, by, content, said):
     (tmp_path / "a.flags").write_bytes(content)
     found = refuse(f"{by}={tmp_path / 'a.flags'}")
     assert said in found
@@ -191,10 +197,3 @@ def test_what_fails_while_it_loads_leaves_no_directory(tmp_path, monkeypatch):
     monkeypatch.setattr("jaxkv.checkpoints.load", load_checkpoint)
     assert "does not exist" in refuse(*SMALL, "--checkpoint=./nowhere", "--compilation_cache=none")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    "flag", ["--error_seeds=-3,4,-03", "--blocks=8,8", "--experiments=drift,drift", "--precision=fp16,fp16"]
-)
-def test_a_value_that_stands_twice_is_refused(flag):
-    assert refuse(flag).startswith(f"flag {flag}: names a value twice")

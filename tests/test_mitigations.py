@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from plain_records import summarize_mitigations
-from small_models import make_prompts, small_config
+from small_models import changed_state, make_prompts, random_state, small_config
 
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
@@ -21,7 +20,6 @@ from jaxkv.experiments.driver import run_missing
 from jaxkv.experiments.mitigations import run as mitigations
 from jaxkv.experiments.mitigations.run import Mitigations, hold, make_variants
 from jaxkv.logits import DISTANCE_FIELDS, measure_distance
-from jaxkv.models.decoder import Decoder
 from jaxkv.records import RunDirectory, read_lines, to_line, to_plain, to_record
 
 SPEC = RunSpec(new_tokens=7, seed=3, bucket=8)  # 15 slots, and 16 in tiles
@@ -31,15 +29,7 @@ PROBLEMS = (10, 11, 12)
 CONFIG = dataclasses.replace(small_config(), num_layers=1, window_pattern=(False,))
 
 
-@functools.cache
-def make_state():
-    """Weights so large that the next token depends on the whole text."""
-    rng = np.random.default_rng(2)
-    state = nnx.split(Decoder(CONFIG, make_precision("fp32"), nnx.Rngs(1)))[1]
-    return jax.tree.map(
-        lambda leaf: jnp.asarray((leaf if leaf.ndim == 1 else 0) + rng.normal(size=leaf.shape) * 0.3, jnp.float32),
-        state,
-    )
+make_state = functools.cache(lambda: random_state(CONFIG, "fp32"))
 
 
 def choose(*names):
@@ -235,9 +225,8 @@ def test_a_perturbed_arm_is_the_farther_one(monkeypatch, method, nearer):
 
 def test_numbers_that_break_are_no_agreement():
     """A weight that fp16 cannot hold breaks fp16 and leaves fp32 alone."""
-    leaves = jax.tree.map(lambda leaf: leaf, make_state())
-    leaves["embed"].set_value(leaves["embed"][...].at[:, 0].set(1e5))
-    records, _ = run(["fp16", "fp32"], make_items(2), state=leaves)
+    broken = changed_state(make_state(), "embed", (slice(None), 0), 1e5)
+    records, _ = run(["fp16", "fp32"], make_items(2), state=broken)
     for record in records:
         to_record(record)
         assert record["status"] == ("invalid" if record["variant"] == "fp16" else "ok")

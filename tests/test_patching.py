@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import daily
-from layer_records import STEPS, altered, make_patched
+from layer_records import STEPS, make_patched
 from plain_records import summarize_patching
-from shown import as_markdown, on_terminal
+from sample_records import damage
+from shown import show_by
 from small_models import (
     changed_state,
     make_prompts,
@@ -99,35 +100,24 @@ FAMILIES = ("llama", "mistral", "gemma2")
 
 
 @pytest.mark.parametrize(
-    ("family", "precision"), daily([("gemma2", "fp32")], itertools.product(FAMILIES, ("fp16", "bf16", "fp32")))
+    ("family", "precision"),
+    daily([("mistral", "fp16"), ("gemma2", "fp32")], itertools.product(FAMILIES, ("fp16", "bf16", "fp32"))),
 )
 def test_everything_gives_the_other_arm_and_itself_changes_nothing(family, precision):
+    """Also in arms that differ on any CPU; those of one model may round alike."""
     bench = make_bench(family, precision)
     assert bench.rows.first.tolist() == [3, 0]
     assert bench.text[:, bench.layout.prompt :].any()
-    everything = bench.masks(PATCHES[EVERYTHING])
-    for recipient, donor in (("cached", "uncached"), ("uncached", "cached")):
-        base, other = bench.bare[recipient], bench.bare[donor]
-        assert same_logits(bench.run(recipient, other.values, everything), other)
-        assert same_logits(bench.run(recipient, base.values, everything), base)
-
-
-@pytest.mark.parametrize(
-    ("family", "precision"),
-    daily([("mistral", "fp16"), ("gemma2", "fp32")], itertools.product(FAMILIES, ("fp16", "fp32"))),
-)
-def test_everything_gives_the_donor_also_from_far_away(family, precision):
-    """In arms that differ on any CPU; those of one model may round alike."""
-    bench = make_bench(family, precision)
+    everything, state_alone = (bench.masks(PATCHES[name]) for name in (EVERYTHING, KEYS_VALUES))
     leaf = flat_paths(bench.state)["layers/0/mlp/up"][...]
     other = changed_state(bench.state, "layers/0/mlp/up", slice(None), -leaf)
-    for arm, donor in (("cached", "uncached"), ("uncached", "cached")):
-        far = bench.run(arm, state=other)
-        assert not same_logits(far, bench.bare[donor])
-        found = bench.run(arm, bench.bare[donor].values, bench.masks(PATCHES[EVERYTHING]), state=other)
-        assert same_logits(found, bench.bare[donor])
-        state_alone = bench.run(arm, bench.bare[donor].values, bench.masks(PATCHES[KEYS_VALUES]), state=other)
-        assert not same_logits(state_alone, bench.bare[donor])
+    for recipient, donor in itertools.permutations(("cached", "uncached")):
+        base, given = bench.bare[recipient], bench.bare[donor]
+        assert same_logits(bench.run(recipient, base.values, everything), base)
+        assert same_logits(bench.run(recipient, given.values, everything), given)
+        assert not same_logits(bench.run(recipient, state=other), given)
+        assert same_logits(bench.run(recipient, given.values, everything, state=other), given)
+        assert not same_logits(bench.run(recipient, given.values, state_alone, state=other), given)
 
 
 # Where a patch acts. One model serves all tests here.
@@ -137,8 +127,7 @@ def shifted(values, name):
     return values | {name: values[name] + 1}
 
 
-def bench_of_two():
-    return make_bench("mistral", "fp32", 2)
+bench_of_two = functools.partial(make_bench, "mistral", "fp32", 2)
 
 
 def at(bench, *slots):
@@ -328,7 +317,10 @@ def samples(problems=8, trajectories=True, control=True, **left):
 
 def with_patch(records, patch, path, value):
     """The records with a field of one patch changed."""
-    return [altered(record, path, value) if record["patch"] == patch else record for record in records]
+    return [damage(record, path, value) if record["patch"] == patch else record for record in records]
+
+
+shown, to_markdown, _ = show_by(write_patching)
 
 
 def say(records):
@@ -388,7 +380,7 @@ def test_only_trajectories_that_the_control_brings_back_are_judged():
 
 def test_trajectories_that_need_no_patch_are_not_judged():
     records = samples(residual_now=0.0)
-    records[:THREE] = [altered(record, "gap.flips", 0) for record in records[:THREE]]
+    records[:THREE] = [damage(record, "gap.flips", 0) for record in records[:THREE]]
     back = count_back(records)
     assert (back[EVERYTHING], back[RESIDUAL_NOW]) == ((8, 8), (5, 5))
 
@@ -415,21 +407,20 @@ def test_no_verdict_without_a_gap_controls_or_enough_problems():
 
 def test_sentences_and_an_unfinished_run():
     summary = summarize_patching(samples(residual=0.1, K_and_V=0.4)[:-3], {"config": {"num_problems": 9}})
-    text = as_markdown(write_patching(summary))
+    text = to_markdown(summary)
     assert "UNFINISHED: 1 of 9 problems have no record yet, 3 samples are missing" in text
     assert f"{INTO_CACHED}: residual closes more of the gap than K and V, by 30 % [30, 30] of it" in text
     assert "no proof of anything by itself" in text
-    moved = [altered(record, "instrumented_bit_equal.cached", 2) for record in samples()]
+    moved = [damage(record, "instrumented_bit_equal.cached", 2) for record in samples()]
     assert "have the bits of the arms at 16 (cached) and 80 (uncached) of 80 steps" in say(moved)
     assert say([]) == "There is no sample yet, so nothing was patched."
 
 
 def test_tables_show_every_patch_in_80_columns():
     summary = summarize_patching(planted_run("k.0"), RUN)
-    text, markdown = on_terminal(write_patching(summary)), as_markdown(write_patching(summary))
+    text, markdown = shown(summary), to_markdown(summary)
     cells = [line.split("|")[1].strip() for line in markdown.splitlines() if line.startswith("|")]
     for patch, kind in PATCHES.items():
         name = f"{patch} (control)" if kind.through else patch
         assert cells.count(name) == 2
         assert sum(line.startswith(f"{name} ") for line in text.splitlines()) >= 2
-    assert max(map(len, text.splitlines())) <= 80

@@ -7,7 +7,6 @@ import pathlib
 import msgspec
 import pytest
 from sample_records import damage, find_at
-from sealing import reseal
 
 from jaxkv.experiments.report_parts import Run
 from jaxkv.experiments.reports import REPORTS
@@ -132,15 +131,3 @@ def test_every_figure_of_a_record_is_in_its_summary(name):
             lost.add(where)
     unread = UNREAD[record["experiment"]]
     assert not {where for where in lost if not any(fnmatch.fnmatch(where, name) for name in unread)}
-
-
-def test_a_fault_is_named_down_to_the_key(tmp_path):
-    """Keys of mappings too, which msgspec writes as [...]."""
-    record = next(r for r in KEPT.values() if r["experiment"] == "parity")
-    with RunDirectory.open(tmp_path, {}) as run:
-        run.append(record)
-    broken = damage(record, ("pairs", "jax uncached | jax cached", "kl", 0), -1.0)
-    (tmp_path / "samples.jsonl").write_bytes(to_line(broken))
-    reseal(tmp_path)
-    with pytest.raises(ValueError, match=r"^pairs\.jax uncached \| jax cached\.kl\[0\]: expected `float` >= 0\.0$"):
-        to_record(broken)

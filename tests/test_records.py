@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sample_records import damage, find_at, make_invalid, make_sample
+from sample_records import make_invalid, make_sample
 from sealing import reseal
 
 from jaxkv import provenance, records
@@ -200,10 +200,11 @@ def test_an_unwritable_place_is_one_line(tmp_path, monkeypatch):
         RunDirectory.open(tmp_path / "run", CONFIG)
 
 
-BAD_RUNS = [b"", b"{", b"[]", b'{"format": 1}', b'{"format": 99, "config": {}, "sessions": []}']
-
-
-@pytest.mark.parametrize("content", [*BAD_RUNS, b"\xff\xfe\x00", b"[" * 100000, b'{"format": 1, "format"'])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b'{"format": 1}', b'{"format": 99, "config": {}, "sessions": []}', b"\xff\xfe\x00",
+     b"[" * 100000, b'{"format": 1, "format"'],
+)  # fmt: skip
 def test_a_bad_run_json_is_one_line(tmp_path, content):
     fill(tmp_path, [1])
     (tmp_path / "run.json").write_bytes(content)
@@ -284,43 +285,6 @@ def test_valid_samples_pass_and_are_written(tmp_path):
         assert run.done_keys() == {("divergence", 1), ("divergence", 2)}
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "field"),
-    [
-        ("problem", "3", "problem"),
-        ("problem", True, "problem"),
-        ("key", ["divergence", 4], "key"),
-        ("shapes.slots", -1, "shapes.slots"),
-        ("sampling.sampler", "beam", "sampling.sampler"),
-        ("sampling.top_k", 1.5, "sampling.top_k"),
-        ("status", "fine", "status"),
-        ("invalid", {"arm": "cached"}, "invalid.layer"),
-        ("headroom.max_abs", float("inf"), "headroom.max_abs"),
-        ("headroom.limit", 0, "headroom.limit"),
-        ("arms.cached.tokens", [1, 2.0], r"arms\.cached\.tokens\[1\]"),
-        ("arms.cached.stop", "invalid", "arms.cached.stop"),
-        ("arms.uncached.scores.strict.correct", None, "arms.uncached.scores.strict.correct"),
-        ("teacher_forced.js", [0.0], "teacher_forced.js"),
-        ("teacher_forced.flip", [0, 0, 0, 0], r"teacher_forced\.flip\[0\]"),
-        ("teacher_forced.bit_equal", [True] * 4, r"teacher_forced\.bit_equal\[0\]"),
-        ("free_running.diverged", True, "free_running.first_diverged"),
-        ("free_running.differing_after", 2, "free_running.differing_after"),
-        ("controls.uncached_rerun", {}, r"controls\.uncached_rerun\.flip"),
-        ("label_change.numeric", "changed", "label_change.numeric"),
-    ],
-)
-def test_a_broken_sample_is_refused_by_field(path, value, field):
-    with pytest.raises(ValueError, match=rf"^{field}: "):
-        to_record(damage(make_sample(), path.split("."), value))
-
-
-@pytest.mark.parametrize("name", ["teacher_forced", "free_running", "controls.cached_rerun"])
-def test_an_invalid_sample_states_no_agreement(name):
-    path = name.split(".")
-    with pytest.raises(ValueError, match="no agreement"):
-        to_record(damage(make_invalid(), path, find_at(make_sample(), path)))
-
-
 # Files that were changed by hand.
 
 
@@ -346,9 +310,8 @@ RUN_JSON = {
 }
 
 
-@pytest.mark.parametrize("name", RUN_JSON)
-def test_a_changed_run_json_is_one_line(tmp_path, name):
-    change, said = RUN_JSON[name]
+@pytest.mark.parametrize(("change", "said"), RUN_JSON.values(), ids=RUN_JSON)
+def test_a_changed_run_json_is_one_line(tmp_path, change, said):
     write_samples(tmp_path)
     run = json.loads((tmp_path / "run.json").read_text())
     change(run)
@@ -363,23 +326,14 @@ def test_binary_run_flags_are_one_line(tmp_path):
         read_runs([tmp_path])
 
 
-RECORDS = {
-    "an experiment of no name": (lambda r: r.update(experiment=[]), "experiment"),
-    "tokens shortened": (lambda r: r["arms"]["cached"]["tokens"].pop(), "4 entries, expected 3"),
-    "both arms shortened": (lambda r: [a["tokens"].pop() for a in r["arms"].values()], "4 entries, expected 3"),
-    "a negative kl": (lambda r: r["teacher_forced"]["kl"].__setitem__(1, -1e-3), r"teacher_forced\.kl\[1\]"),
-    "NaN as text": (lambda r: r["teacher_forced"]["js"].__setitem__(1, "nan"), r"teacher_forced\.js\[1\]"),
-    "a negative token": (lambda r: r["arms"]["cached"]["tokens"].append(-1), r"tokens\[4\]: expected `int` >= 0"),
-    "a token changed": (lambda r: r["arms"]["uncached"]["tokens"].__setitem__(0, 77), "tokens that say True"),
-    "a control shortened": (lambda r: [c.pop() for c in r["controls"]["cached_rerun"].values()], "cached_rerun"),
-    "no temperature": (lambda r: r["sampling"].update(temperature=0.0), r"sampling\.temperature"),
-    "a negative problem": (lambda r: r.update(problem=-1, key=["divergence", -1]), "problem"),
-}
-
-
-@pytest.mark.parametrize("name", RECORDS)
-def test_a_record_that_contradicts_itself_is_refused_when_read(tmp_path, name):
-    change, said = RECORDS[name]
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda r: r.update(experiment=[]), "experiment"),
+        (lambda r: [arm["tokens"].pop() for arm in r["arms"].values()], "4 entries, expected 3"),
+    ],
+)
+def test_a_record_that_contradicts_itself_is_refused_when_read(tmp_path, change, said):
     write_samples(tmp_path)
     lines = (tmp_path / "samples.jsonl").read_text().splitlines()
     record = json.loads(lines[1])

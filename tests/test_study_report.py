@@ -12,7 +12,7 @@ import pytest
 import scipy.stats
 from layer_records import make_drift, make_patching
 from plain_records import divergence_over_tokens, margin_points, summarize_study, write_blocks
-from sample_records import make_invalid
+from sample_records import grade, make_invalid
 from sealing import reseal
 from study_records import align, as_torch, make_parity, make_run, make_samples, write_run
 
@@ -20,7 +20,7 @@ from jaxkv import records
 from jaxkv.errors import UserError
 from jaxkv.overview.curves import bin_steps
 from jaxkv.overview.gather import describe_command, find_runs, name_runs, read_runs
-from jaxkv.overview.page import report_run, write_study
+from jaxkv.overview.page import FILES, report_run, write_study
 from jaxkv.report import main
 from jaxkv.reporting.document import to_markdown
 from jaxkv.reporting.html import to_html
@@ -78,18 +78,12 @@ def take(sample, arm, step, token):
     sample["free_running"] = free_running(*(sample["arms"][name]["tokens"] for name in ("uncached", "cached")))
 
 
-def fail(sample):
-    """The cached arm's answer is wrong, and the label says so."""
-    sample["arms"]["cached"]["scores"]["numeric"]["correct"] = False
-    sample["label_change"]["numeric"] = "answer_changed"
-
-
 CHANGES = {
     "a flip": lambda s: s[1]["teacher_forced"]["flip"].__setitem__(3, True),
     "a KL": lambda s: s[1]["teacher_forced"]["kl"].__setitem__(3, 0.25),
     "a margin": lambda s: s[1]["teacher_forced"]["margin"].__setitem__(3, 2e-3),
     "a tie": lambda s: s[1]["teacher_forced"]["margin"].__setitem__(2, 1.0),
-    "an answer": lambda s: fail(s[1]),
+    "an answer": lambda s: grade(s[1], (False, True)),
     "a token": lambda s: take(s[1], "cached", 6, 77),
     "a divergence": lambda s: take(s[0], "uncached", 5, s[0]["arms"]["cached"]["tokens"][5]),
     "a rerun": lambda s: s[1]["controls"]["cached_rerun"]["bit_equal"].__setitem__(0, False),
@@ -244,16 +238,26 @@ class Block:
         if name.split(".")[0] in ("jax", "jaxlib", "flax", "orbax", "transformers", "torch", "absl", "matplotlib"):
             raise ImportError(name + " is blocked")
 sys.meta_path.insert(0, Block())
-sys.argv = ["report", {str(sweep)!r}, "--out={tmp_path}", "--claims=2604.15409"]
-runpy.run_module("jaxkv.report", run_name="__main__")"""
+study = {str(sweep)!r}, "--out={tmp_path}", "--claims=2604.15409"
+for wanted, *arguments in ((0, *study), (0, {str(sweep / "fp32")!r}), (2, "nowhere")):
+    sys.argv = ["report", *arguments]
+    try:
+        runpy.run_module("jaxkv.report", run_name="__main__")
+    except SystemExit as ended:
+        assert ended.code == wanted"""
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (child.returncode, child.stderr) == (0, "")
+    assert child.returncode == 0
+    assert re.fullmatch("error: nowhere.* not a directory.*\n", child.stderr)
+    assert "argmax flips" in child.stdout
     assert "not seen on tiny" in " ".join(child.stdout.split())
-    assert {path.name for path in tmp_path.iterdir()} == {"report.html", "report.md", "summary.json"}
+    assert {path.name for path in tmp_path.iterdir()} == set(FILES)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert [c["name"] for c in summary["conditions"]] == ["aligned", "fp16", "fp32", "parity", "torch"]
     assert summary["conditions"][0]["origin"]["commands"] == ["python -m jaxkv.launch --precision=fp16"]
-    assert not any(str(sweep) in (tmp_path / name).read_text() for name in ("report.html", "report.md", "summary.json"))
+    assert not any(str(sweep) in (tmp_path / name).read_text() for name in FILES)
+    made = [(sweep / "fp32" / name).read_bytes() for name in FILES]
+    report_run(sweep / "fp32")
+    assert [(sweep / "fp32" / name).read_bytes() for name in FILES] == made
 
 
 def test_several_runs_go_where_they_are_told(sweep, tmp_path, monkeypatch, capsys):
@@ -282,13 +286,11 @@ def test_one_run_gets_a_report_with_a_section_for_each_experiment(tmp_path, caps
     assert "torch uncached" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("name", "said"), [("missing", "not a directory"), ("empty", "holds none")])
-def test_no_runs_are_one_line(tmp_path, capsys, name, said):
-    (tmp_path / "empty").mkdir()
-    assert main([str(tmp_path / name)]) == 2
+def test_no_runs_are_one_line(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
-    assert said in error
+    assert "holds none" in error
     assert error.count("\n") == 1
 
 

@@ -20,7 +20,6 @@ from jaxkv.cache import empty_cache
 from jaxkv.checkpoints.fill import flat_paths
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
-from jaxkv.errors import UserError
 from jaxkv.experiments.batches import Item, RunSpec, plan_batches
 from jaxkv.experiments.drift import run as drift
 from jaxkv.experiments.drift.record import SEGMENTS, TENSORS
@@ -210,11 +209,6 @@ def test_a_problem_that_overflows_has_no_figures():
     summary = summarize_drift(alone, RUN)
     assert summary["status"] == "invalid"
     assert conclude(summary) == ["There is no sample with finite numbers, so nothing can be said of drift."]
-
-
-def test_an_uncached_arm_of_several_lengths_is_refused():
-    with pytest.raises(UserError, match="--uncached_length"):
-        Drift(*make_arms(), dataclasses.replace(SPEC, uncached_length="bucket:8"))
 
 
 # What is said of them.

@@ -110,6 +110,8 @@ MISTAKES = [
     (["--experiments=attribution", "--regime=aligned"], "attribution explains the plain regime"),
     (["--experiments=attribution", "--uncached_length=bucket:8"], "attribution looks at one padded length"),
     (["--experiments=drift", "--uncached_length=bucket:64"], "drift looks at one padded length"),
+    (["--experiments=patching", "--uncached_length=bucket:64"], "patching looks at one padded length"),
+    (["--experiments=accumulation", "--uncached_length=bucket:64"], "accumulation looks at one padded length"),
     (["--experiments=patching", "--regime=aligned"], "patching explains the plain regime"),
     (["--experiments=parity", "--regime=aligned"], "parity explains the plain regime"),
     ([INJECT, "--regime=aligned"], "no aligned regime"),

@@ -12,18 +12,18 @@ from jaxkv.experiments.batches import Item, RunSpec
 from jaxkv.experiments.divergence.wording import describe_invalid
 from jaxkv.experiments.overflow import find_remedy
 
-CONFIG, STATE = small_config("llama"), small_state("llama")
+CONFIG = small_config("llama")
 ITEM = Item(3, tuple(np.random.default_rng(0).integers(12, VOCAB, 9).tolist()), "a")
 SPEC = RunSpec(new_tokens=4, bucket=8)
 
 
 def scaled(factors: dict[str, float]):
     """Weights in fp16, those whose path ends so multiplied."""
-    leaves = {}
-    for path, leaf in flat_paths(STATE).items():
+    state, leaves = small_state("llama"), {}
+    for path, leaf in flat_paths(state).items():
         factor = next((f for end, f in factors.items() if path.endswith(end)), 1.0)
         leaves[path] = jnp.asarray(leaf[...] * factor, jnp.float16)
-    return with_leaves(STATE, leaves)
+    return with_leaves(state, leaves)
 
 
 def search(factors: dict[str, float], precision: str = "fp16"):

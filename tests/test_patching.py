@@ -1,6 +1,5 @@
 """Patching everything gives the donor's logits, with itself nothing; a planted cause is undone by its own patch."""
 
-import dataclasses
 import functools
 import itertools
 import json
@@ -28,7 +27,6 @@ from small_models import (
 from jaxkv.checkpoints.fill import flat_paths
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
-from jaxkv.errors import UserError
 from jaxkv.experiments.batches import Item, RunSpec
 from jaxkv.experiments.patching import run as patching
 from jaxkv.experiments.patching.record import (
@@ -290,14 +288,6 @@ def test_a_problem_that_overflows_has_no_figures():
     assert records[0]["invalid"]["op"] == "resid_pre"
     assert say(alone) == "There is no sample with finite numbers, so nothing was patched."
     assert summarize_patching(records, RUN)["problems"] == {"asked": 2, "total": 2, "ok": 1, "invalid": 1}
-
-
-def test_other_regimes_are_refused():
-    arms = Arms(small_config("llama"), make_precision("fp16"), tile=4)
-    with pytest.raises(UserError, match="plain regime"):
-        Patching(arms, small_state("llama"), SPEC)
-    with pytest.raises(UserError, match="--uncached_length"):
-        Patching(*make_arms(), dataclasses.replace(SPEC, uncached_length="bucket:8"))
 
 
 # What is said of them.

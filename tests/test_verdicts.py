@@ -1,6 +1,7 @@
 """Every statement that a report judges comes out each way, with the right answer, on planted records."""
 
 import copy
+import functools
 
 import numpy as np
 import pytest
@@ -17,6 +18,12 @@ from jaxkv.reporting import rules, statistics
 from jaxkv.reporting.rules import OPEN, RULES, Evidence, hold_all
 
 
+def later(make):
+    """Records that are made when they are asked for, not when the tests are collected."""
+    return functools.partial(functools.partial, make)
+
+
+@later
 def part(count, agreeing=0, stop="eos"):
     samples = make_samples(count=count, flips=lambda p: (3,) if p >= agreeing else ())
     for sample in samples:
@@ -25,10 +32,12 @@ def part(count, agreeing=0, stop="eos"):
     return [make_run(samples)]
 
 
+@later
 def score(problems, arm, precision):
     return [make_run(make_samples(precision, count=40, right=lead(problems, arm)), precision=precision)]
 
 
+@later
 def fall(kl):
     """FP16 with KL 1e-4, FP32 with what is told for each problem."""
     wide = make_samples("fp32")
@@ -37,6 +46,7 @@ def fall(kl):
     return [make_run(make_samples("fp16")), make_run(wide, name="fp32", precision="fp32")]
 
 
+@later
 def flip(wide, count=80, tokens=250):
     """FP16 that flips once a sequence, FP32 that flips where told."""
     narrow = make_samples("fp16", count, tokens, flips=lambda p: (4,))
@@ -44,14 +54,17 @@ def flip(wide, count=80, tokens=250):
     return [make_run(narrow), make_run(found, name="fp32", precision="fp32")]
 
 
+@later
 def drift(**shares):
     return [drift_run(family, *ends) for family, ends in shares.items()]
 
 
+@later
 def patch(**changes):
     return [make_run(make_patching(**changes), experiments=["patching"])]
 
 
+@later
 def through_one_program(count=12, still=False):
     """Plain arms that differ at every step, and aligned ones that do not, or still do."""
     aligned = align(make_samples(count=count, tokens=20 if count > 1 else 1))
@@ -61,6 +74,7 @@ def through_one_program(count=12, still=False):
     return [make_run(make_samples()), make_run(aligned, name="aligned")]
 
 
+@later
 def rerun(runs, differing=0):
     """Runs of one problem whose arms were run again, of other bits in some."""
     made = []
@@ -71,6 +85,7 @@ def rerun(runs, differing=0):
     return made
 
 
+@later
 def again(others, arm=0, builds=False):
     """A run and others of its configuration, in each of which six problems are right in one arm alone."""
     made = []
@@ -168,7 +183,7 @@ PLANTED = CLAIMS | CHANGES | QUANTIZERS
 
 def judge(name, records):
     if name in CLAIMS:
-        return judge_study(*records, name=name)
+        return judge_study(*records(), name=name)
     config = {"config": {"num_problems": N, "task": "arith"}, "fingerprint": "f"}
     summary = summarize_injection(records, config) if name in CHANGES else summarize_quantizers(records)
     return next(claim for claim in summary["claims"] if claim["id"] == name)

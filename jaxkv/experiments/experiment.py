@@ -71,7 +71,7 @@ _ALL = (  # in the order in which a run's report shows them
     Experiment("parity", plain=True, one_length=True, torch="beside"),
     Experiment("perplexity", of="text", changes=("cache_error", "cache_quant", "error_seeds")),
     Experiment("injection", changes=("cache_error", "cache_quant", "error_seeds")),
-    Experiment("accumulation", changes=("cache_quant",)),
+    Experiment("accumulation", one_length=True, changes=("cache_quant",)),
     Experiment("doctor", of="device"),
     Experiment("foreign", of="elsewhere"),
 )

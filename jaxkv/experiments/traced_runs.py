@@ -10,7 +10,6 @@ from flax import nnx
 
 from jaxkv.audit import Finding, audit_rows
 from jaxkv.decode import Arms
-from jaxkv.errors import UserError
 from jaxkv.experiments import batches
 from jaxkv.experiments.batches import Batch, Item, RunSpec, describe_setting, lay_out
 from jaxkv.logits import bits
@@ -42,14 +41,6 @@ class Reference:
     def broken(self) -> bool:
         """Whether no row has finite numbers all through."""
         return all(find_fault(self, row, {}) for row in range(self.layout.batch))
-
-
-def require_one_length(arms: Arms, spec: RunSpec, name: str, plain: bool) -> None:
-    """Raises UserError where an experiment on traced arms cannot be run as asked."""
-    if spec.uncached_length != "padded":
-        raise UserError(f"{name} sets row beside row at one padded length; leave --uncached_length at padded")
-    if plain and arms.tile is not None:
-        raise UserError(f"{name} is of the plain regime: in the aligned one there is no gap; leave --regime at plain")
 
 
 def run_reference(arms: Arms, state: nnx.State, batch: Batch, spec: RunSpec) -> Reference:

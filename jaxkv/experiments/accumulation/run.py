@@ -133,7 +133,7 @@ class Begun:
 class Accumulation(ArmsRunner[Begun, tuple[CacheQuant, str], Ran]):
     """Every problem under every quantizer and regime; programs are compiled once for a quantizer and a batch's shapes.
 
-    Raises UserError for arms of the aligned regime, a quantizer that does not suit the model, a block of no tokens.
+    Arms are of the plain regime. Raises UserError for a quantizer that does not suit the model, a block of no tokens.
     """
 
     name = "accumulation"
@@ -141,7 +141,6 @@ class Accumulation(ArmsRunner[Begun, tuple[CacheQuant, str], Ran]):
     def __init__(
         self, arms: Arms, state: nnx.State, spec: RunSpec, quants: Sequence[CacheQuant], blocks: Sequence[int] = (128,)
     ):
-        traced_runs.require_one_length(arms, spec, self.name, plain=True)
         self.regimes = list_regimes(blocks)
         variants: dict[Key, tuple[CacheQuant, str]]
         variants = {(str(quant), regime): (quant, regime) for quant in quants for regime in self.regimes}

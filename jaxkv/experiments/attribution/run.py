@@ -59,7 +59,7 @@ class Begun:
 class Attribution(ArmsRunner[Begun, str, Pair]):
     """Every variant (of record.VARIANTS) of every problem, in tiles of `tile` rows.
 
-    Raises UserError on arms of the aligned regime, and on an uncached arm of several lengths.
+    Arms are of the plain regime, the uncached one of one padded length (Experiment.plain, one_length).
     """
 
     name = "attribution"
@@ -67,7 +67,6 @@ class Attribution(ArmsRunner[Begun, str, Pair]):
     def __init__(
         self, arms: Arms, state: nnx.State, spec: RunSpec, tile: int, variants: Sequence[str] = tuple(VARIANTS)
     ):
-        traced_runs.require_one_length(arms, spec, self.name, plain=True)
         super().__init__(arms, state, spec, {(name,): name for name in variants})
         self.tile = tile
 

@@ -239,14 +239,12 @@ class Patching(ArmsRunner[Begun, tuple[str, str], Patched | None]):
     """Every patch of every problem, in both directions.
 
     At most `max_layers` are patched one at a time, spread evenly if there are more. The grid has half as many, and
-    `position_bins` columns; 0 is no grid. Raises UserError on arms of the aligned regime, and on an uncached arm of
-    several lengths.
+    `position_bins` columns; 0 is no grid. Arms are of the plain regime, the uncached one of one padded length.
     """
 
     name = "patching"
 
     def __init__(self, arms: Arms, state: nnx.State, spec: RunSpec, max_layers: int = 16, position_bins: int = 4):
-        traced_runs.require_one_length(arms, spec, self.name, plain=True)
         super().__init__(arms, state, spec, {pair: pair for pair in itertools.product(DIRECTIONS, PATCHES)})
         self.max_layers, self.position_bins = max_layers, position_bins
 

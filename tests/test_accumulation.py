@@ -176,5 +176,5 @@ def test_bins_and_regimes():
     with pytest.raises(UserError, match="blocks of 0 tokens"):
         list_regimes((64, 0))
     arms = Arms(wide_config(), make_precision("fp16"), tile=8)
-    with pytest.raises(UserError, match="plain regime"):
+    with pytest.raises(ValueError, match="plain regime"):
         Accumulation(arms, None, SPEC, [parse_cache_quant(PACKED)])

@@ -8,13 +8,10 @@ from attribution_runs import ITEMS, SPEC, TILE, small_run
 from layer_records import make_attribution
 from plain_records import summarize_attribution
 from shown import as_markdown, on_terminal
-from small_models import run_all, run_broken, small_config, small_state
+from small_models import run_all, run_broken
 from test_divergence import Scoring
 
 from jaxkv.checkpoints import ByteTokenizer
-from jaxkv.config import make_precision
-from jaxkv.decode import Arms
-from jaxkv.errors import UserError
 from jaxkv.experiments.attribution.record import ALL, ALL_BUT, ALONE, OP_CLASSES, PLAIN, VARIANTS
 from jaxkv.experiments.attribution.report import conclude, write_attribution
 from jaxkv.experiments.attribution.run import Attribution
@@ -86,12 +83,6 @@ def test_a_problem_that_overflows_has_no_figures():
     summary = summarize_attribution(alone, RUN)
     assert summary["status"] == "invalid"
     assert conclude(summary) == ["There is no sample with finite numbers, so nothing can be attributed."]
-
-
-def test_the_aligned_regime_is_refused():
-    arms = Arms(small_config(), make_precision("fp16"), tile=TILE)
-    with pytest.raises(UserError, match="plain regime"):
-        Attribution(arms, small_state(), SPEC, TILE)
 
 
 # What is said of them.

@@ -48,6 +48,7 @@ def test_memory_is_counted_and_compiled(small_work):
     assert saved == pytest.approx(found["plain"]["counted"] - found["packed"]["counted"], abs=64)
 
 
+@pytest.mark.nightly
 def test_steps_and_blocks_are_timed(small_work):
     work, config = small_work(tiles=("4",)), wide_config()
     plain, packed, tile = time_steps(work), time_steps(small_work(), packed=True), time_blocks(work)

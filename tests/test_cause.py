@@ -193,7 +193,7 @@ OTHER = {
 @pytest.mark.parametrize(
     ("family", "setting"),
     daily(
-        [(family, OTHER[family]) for family in ("gemma2", "qwen3")],
+        [(family, OTHER[family]) for family in ("qwen3",)],
         [(family, setting) for family in PRESETS | OTHERS for setting in ({}, OTHER[family])],
     ),
 )

@@ -35,6 +35,7 @@ def test_a_system_that_does_not_say_is_left_alone(monkeypatch):
     assert not programs.release_programs()
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("one_layer")
 def test_a_run_whose_programs_are_dropped_has_the_same_records(tmp_path, cache, monkeypatch):
     few = ["--cache_error=normal:0.1,0", "--num_problems=2", "--gate=off"]

@@ -52,8 +52,8 @@ class Header:
 class _Bytes:
     """A file read from its start; a length past its end is an error, not an allocation."""
 
-    def __init__(self, data: mmap.mmap):
-        self.data, self.place = data, 0
+    def __init__(self, data: mmap.mmap, stored: np.ndarray):
+        self.data, self.stored, self.place = data, stored, 0
 
     def skip(self, count: int) -> int:
         start, self.place = self.place, self.place + count
@@ -74,7 +74,7 @@ class _Bytes:
         return self.data[start : start + size].decode()
 
     def value(self, kind: int) -> Any:
-        """A number, a string, or a list of either."""
+        """A number, a string, a list of strings, or numbers as they lie in the file."""
         if kind == _STRING:
             return self.text()
         if kind != _ARRAY:
@@ -82,7 +82,9 @@ class _Bytes:
         item, count = self.number("I"), self.number("Q")
         if item == _STRING:
             return [self.text() for _ in range(count)]
-        return list(self.numbers(_NUMBERS[item], count))
+        dtype = np.dtype("<" + _NUMBERS[item])
+        start = self.skip(count * dtype.itemsize)
+        return self.stored[start : self.place].view(dtype)
 
 
 def read_header(path: pathlib.Path) -> Header:
@@ -93,7 +95,7 @@ def read_header(path: pathlib.Path) -> Header:
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _walk(_Bytes(data), np.memmap(path, mode="r"))
+            return _walk(_Bytes(data, np.memmap(path, mode="r")))
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); check the path") from error
     except KeyError as error:
@@ -102,7 +104,7 @@ def read_header(path: pathlib.Path) -> Header:
         raise UserError(f"{path} is truncated or no GGUF file ({error}); {AGAIN}") from error
 
 
-def _walk(data: _Bytes, stored: np.ndarray) -> Header:
+def _walk(data: _Bytes) -> Header:
     if data.data[:4] != _MAGIC:
         raise ValueError(f"it begins with {data.data[:4]!r}")
     data.skip(4)
@@ -117,12 +119,14 @@ def _walk(data: _Bytes, stored: np.ndarray) -> Header:
             raise ValueError(f"{key} occurs twice")
         fields[key] = data.value(data.number("I"))
     alignment = fields.get("general.alignment", 32)
-    if alignment not in [1 << bit for bit in range(32)]:
+    if not isinstance(alignment, int) or alignment not in [1 << bit for bit in range(32)]:
         raise ValueError(f"an alignment of {alignment} bytes")
     places, end = _walk_tensors(data, tensors, alignment)
-    begin = data.place + -data.place % alignment
+    begin, stored = data.place + -data.place % alignment, data.stored
     if begin + end > len(stored):
         raise ValueError(f"{len(stored)} bytes of {begin + end}")
+    # Only now: a damaged count may span the whole file, and Python's numbers take several times its bytes.
+    fields = {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in fields.items()}
     found = []
     for name, (shape, kind, offset, rows) in places.items():
         held = stored[begin + offset : begin + offset + math.prod(rows)].reshape(rows)

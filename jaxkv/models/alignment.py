@@ -21,13 +21,16 @@ import jax.numpy as jnp
 # scale, masks, residual additions) rounds each element by itself.
 CLASSES = ("norms", "qkv", "rope", "scores", "attention", "output", "mlp", "head")
 
+IN_TILES, AT_ONCE = "in_tiles", "at_once"  # names that a compiled program gives the two forms of a class
+
 Rowwise = Callable[..., Any]  # (op_class, fn, *arrays, rows_in=axis of rows in arrays, rows_out=that in the results)
 
 
 def direct(op_class: str, fn: Callable[..., Any], *arrays: Any, rows_in: int = 1, rows_out: int = 1) -> Any:
     """Calls fn on all rows at once."""
-    del op_class, rows_in, rows_out
-    return fn(*arrays)
+    del rows_in, rows_out
+    with jax.named_scope(op_class):
+        return fn(*arrays)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["on"], meta_fields=["tile"])
@@ -110,6 +113,8 @@ def _in_tiles(
 
     aligned = alignment.on[CLASSES.index(op_class)]
     results = jax.tree.map(lambda y: make_buffer(y, rows_out), jax.eval_shape(fn, *arrays))
-    results = run(jnp.where(aligned, (offset + T + tile - 1) // tile, 0), tile, 0, results)
-    results = run(jnp.where(aligned, 0, 1), T, offset, results)
+    with jax.named_scope(op_class), jax.named_scope(IN_TILES):
+        results = run(jnp.where(aligned, (offset + T + tile - 1) // tile, 0), tile, 0, results)
+    with jax.named_scope(op_class), jax.named_scope(AT_ONCE):
+        results = run(jnp.where(aligned, 0, 1), T, offset, results)
     return jax.tree.map(lambda y: jax.lax.dynamic_slice_in_dim(y, offset, T, rows_out), results)

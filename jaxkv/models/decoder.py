@@ -109,7 +109,8 @@ class Decoder(nnx.Module):
         written = []
         for index, layer in enumerate(self.layers):
             table = tables[config.layer_rope(index)]
-            resid, after = layer(resid, positions, call.layer(index), call.positions, slot, table, hook, rows)
+            with jax.named_scope(f"layer.{index}"):
+                resid, after = layer(resid, positions, call.layer(index), call.positions, slot, table, hook, rows)
             written.append(after)
         resid = hook(f"resid_pre.{config.num_layers}", resid)
         hidden = hook("final_norm", rows("norms", lambda resid: self.final_norm(resid, precision.activation), resid))

@@ -111,6 +111,8 @@ def check_condition(options: Options) -> None:
     preset = get_preset(options.model.name) if options.model.name else None
     if preset is not None and not is_of(options, "device"):
         check_lengths(options, preset)
+    if is_of(options, "programs") and (preset is None or options.model.checkpoint is not None):
+        raise UserError("lowering takes its shapes from a preset and needs no weights; give --model=PRESET alone")
     if any(one.changes for one in asked(options)):
         from jaxkv.experiments.changes import make_changes
 
@@ -132,7 +134,7 @@ def check_data(conditions: Sequence[Options]) -> None:
     seen = set()
     for one in conditions:
         data = (one.run.experiments, one.data)
-        if data not in seen and not is_of(one, "device"):
+        if data not in seen and not is_of(one, "device", "programs"):
             seen.add(data)
             _check_files(one)
             _read_data(one)

@@ -35,9 +35,9 @@ def asked(options: Options) -> list[Experiment]:
     return [EXPERIMENTS[name] for name in options.run.experiments]
 
 
-def is_of(options: Options, what: str) -> bool:
-    """Whether what is run is of a text or a device rather than of problems; it is then the only one."""
-    return any(one.of == what for one in asked(options))
+def is_of(options: Options, *what: str) -> bool:
+    """Whether what is run is of a text, programs or a device rather than of problems; it is then the only one."""
+    return any(one.of in what for one in asked(options))
 
 
 def needs_torch(options: Options) -> bool:
@@ -63,6 +63,12 @@ def run_path(options: Options) -> pathlib.Path:
         return pathlib.Path(options.output.out).expanduser()
     if is_of(options, "device"):
         return pathlib.Path("runs", *options.run.experiments)
+    if is_of(options, "programs"):
+        target = options.run.target.replace(":", "-")
+        return pathlib.Path("runs") / "-".join(
+            [*options.run.experiments, name_model(options), read_precision(options.precision).name, target,
+             fingerprint(name_values(options))[:8]]
+        )  # fmt: skip
     return pathlib.Path("runs") / f"{name_condition(options)}-{fingerprint(name_values(options))[:8]}"
 
 

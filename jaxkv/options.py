@@ -103,6 +103,9 @@ class RunOptions:
     attention: str = option(None, "With torch: eager or sdpa; eager if not set.")
     experiments: tuple[str, ...] = option(
         ("divergence",), "Which experiments: {choices}.", choices="jaxkv.experiments.experiment:NAMES")
+    target: str = option(
+        "here", "Lowering: what to compile for: here, cpu, or a TPU that need not be there, e.g. tpu:v5e:2x2.",
+        incidental=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +135,7 @@ class DataOptions:
         "all", "With ifeval: all, or no_length_128: 128 without length instructions.",
         choices="jaxkv.tasks.task:SUBSETS")
     allow_code_execution: bool = option(False, "With humaneval: run the code that the model wrote.")
-    context: int = option(256, "Perplexity: tokens that a window of the text is given.", 2, MOST_TOKENS)
+    context: int = option(256, "Perplexity: tokens that a window of the text is given. Lowering: tokens of the prompt.", 2, MOST_TOKENS)
     data: str | None = option(
         None, "File with the problems, JSONL or Parquet, or with the text of next_string and perplexity; the hub's "
         "test split if not set.", path=True)
@@ -195,6 +198,9 @@ class ControlOptions:
         None, "The doctor begins no compilation after this, and 12 s sooner none that only fills a table up; what is "
         "missing then is listed. Chosen for a minute in all if not set: where kernels are autotuned, on a GPU, a whole "
         "table takes minutes.", 0.0, 86400.0, incidental=True)
+    tree_seconds: float = option(
+        60.0, "Lowering: no order of a sum is looked for after so long; 0 for none at all.", 0.0, 86400.0,
+        incidental=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ from jaxkv.loading import load_condition
 from jaxkv.options import Options, to_flagfile
 from jaxkv.pieces import write_pieces
 from jaxkv.programs import release_programs
-from jaxkv.provenance import describe_device, environment, git_revision, hash_tokens
+from jaxkv.provenance import environment, git_revision, hash_tokens
 from jaxkv.records import RunDirectory, check_place, read_run
 from jaxkv.writing import check_writable
 
@@ -39,7 +39,7 @@ def run_study(options: Options, alone: bool = True) -> pathlib.Path:
     check_writable(path)
     _set_up_jax(options)
     replayed = dataclasses.replace(options, output=dataclasses.replace(options.output, out=str(path.resolve())))
-    run = _run_doctor if is_of(options, "device") else _run_experiments
+    run = _examine if is_of(options, "device", "programs") else _run_experiments
     run(options, path, to_flagfile(replayed), console)
     _show(path, alone, options.output.verbose)
     check_valid(path)
@@ -199,22 +199,11 @@ def _record(
             bars.update(bar, advance=len(records), rate=f"{', '.join(rates)} tokens/s" if rates else "")
 
 
-def _run_doctor(options: Options, path: pathlib.Path, flags: str, console: Console) -> None:
-    from jaxkv.decode import COMPILER_OPTIONS
-    from jaxkv.experiments.doctor.run import DoctorSpec, run_doctor
-
-    spec, seconds = DoctorSpec(), options.controls.doctor_seconds
-    if seconds is not None:
-        spec = dataclasses.replace(spec, seconds=seconds, child_seconds=max(spec.child_seconds, seconds))
-    here = environment()
-    config = {
-        "experiments": options.run.experiments,
-        "device": describe_device(),
-        "versions": {package: here["packages"][package] for package in ("jax", "jaxlib")},
-        "compiler_options": COMPILER_OPTIONS,
-        "spec": spec.to_json(),
-    }
-    with RunDirectory.open(path, config, flags, here | {"git": git_revision()}) as run:
+def _examine(options: Options, path: pathlib.Path, flags: str, console: Console) -> None:
+    """Runs an experiment that gives one record."""
+    (name,) = options.run.experiments
+    found = EXPERIMENTS[name].examine(options, read_precision(options.precision))
+    with RunDirectory.open(path, found.config, flags, environment() | {"git": git_revision()}) as run:
         if not run.done_keys():
-            with console.status("examining the device, a minute or two"):
-                run.append(run_doctor(spec))
+            with console.status(found.doing):
+                run.append(found.run())

@@ -37,6 +37,8 @@ VERBS = {
     "run": Verb("jaxkv.launch:start", "a study of many problems, with controls, records and a report"),
     "report": Verb("jaxkv.report:main", "reports from the records of runs", slow=False),
     "doctor": Verb("jaxkv.launch:start", "what changes a row's bits on this device", ("--experiments=doctor",)),
+    "lowering": Verb("jaxkv.launch:start", "what each arm is compiled to here or on a TPU: which kernels, which order",
+                     ("--experiments=lowering",)),
     "convert": Verb("jaxkv.checkpoints.convert:start", "a checkpoint to our own format", lost=_NOTHING),
     "export": Verb("jaxkv.checkpoints.export:start", "a checkpoint to a directory for transformers", lost=_NOTHING),
     "bench": Verb("jaxkv.benchmark:start", "speed and memory of the arms", lost=_NOTHING),
@@ -78,6 +80,14 @@ COMPARE_OPTIONS = ASK_OPTIONS + tuple(
     if one.flag in _SHARED
 )
 
+_FLAGS_OF = {
+    "doctor": ("doctor_seconds", "out", "compilation_cache"),
+    "lowering": (
+        "model", "precision", "residual", "accumulation", "cache", "scores", "target", "context", "max_new_tokens",
+        "batch_size", "bucket", "regime", "tile", "tree_seconds", "out",
+    ),
+}  # fmt: skip
+
 _EXAMPLES = {
     "compare": """\
 jaxkv compare "Natalia sold clips to 48 of her friends. How many are left?"
@@ -98,6 +108,10 @@ replays a run.""",
     "doctor": """\
 jaxkv doctor
 jaxkv doctor --doctor-seconds=150 --out=doctor-h100""",
+    "lowering": """\
+jaxkv lowering --model=gemma2-2b --precision=fp16
+jaxkv lowering --model=gemma2-2b --precision=bf16 --target=tpu:v5e:2x2
+No weights, no device of that kind and no data are needed.""",
 }
 
 
@@ -121,7 +135,7 @@ def verb_help(name: str) -> str:
     head = f"jaxkv {name}: {VERBS[name].brief}\n\n{textwrap.indent(_EXAMPLES[name], '  ')}\n"
     shown = {"compare": COMPARE_OPTIONS, "run": OPTIONS}.get(name)
     if shown is None:
-        shown = tuple(one for one in OPTIONS if one.flag in ("doctor_seconds", "out", "compilation_cache"))
+        shown = tuple(one for one in OPTIONS if one.flag in _FLAGS_OF[name])
     return "\n".join([head, *_explain(shown)])
 
 

@@ -7,7 +7,7 @@ undisturbed run.
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 from flax import nnx
@@ -100,6 +100,21 @@ class Took:
     seconds: Mapping[str, float]
     tokens: Mapping[str, int] = dataclasses.field(default_factory=dict)
     more: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Examination:
+    """An experiment that gives one record, of programs or a device, before it is run.
+
+    Attributes:
+      config: all that decides its figures, for run.json.
+      run: makes the record.
+      doing: what it does, for who waits.
+    """
+
+    config: dict[str, Any]
+    run: Callable[[], Line]
+    doing: str
 
 
 class Runner(Generic[Begun, Variant, Ran]):

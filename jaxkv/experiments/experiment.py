@@ -3,7 +3,7 @@
 An experiment is a folder beside this file and a line in EXPERIMENTS. The folder has
 
     record.py  its record type, called NAMERecord;
-    run.py     `make_runner`: runs a condition (jaxkv.experiments.driver);
+    run.py     `make_runner`: runs a condition (jaxkv.experiments.driver), or `examine`: gives its one record;
     report.py  REPORT: what is said of its records.
 
 A part is imported when it is asked for, so that records and reports are read without JAX.
@@ -14,9 +14,11 @@ import pkgutil
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from jaxkv.experiments.driver import Condition, Runner
+    from jaxkv.config import Precision
+    from jaxkv.experiments.driver import Condition, Examination, Runner
     from jaxkv.experiments.record_parts import Record
     from jaxkv.experiments.report_parts import Report
+    from jaxkv.options import Options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Experiment:
     Attributes:
       name: of its folder, and in its records.
       of: what it is run on. One of anything but problems is run by itself; one of elsewhere is not run here at all.
+        Programs need a model's shapes, but no weights and no data; a device not even that.
       plain: whether it explains the plain regime, and has no aligned one.
       one_length: whether it sets rows beside rows at one padded length.
       policies: whether it compares precision policies of its own, so that its conditions have none.
@@ -34,7 +37,7 @@ class Experiment:
     """
 
     name: str
-    of: Literal["problems", "text", "device", "elsewhere"] = "problems"
+    of: Literal["problems", "text", "programs", "device", "elsewhere"] = "problems"
     plain: bool = False
     one_length: bool = False
     policies: bool = False
@@ -61,6 +64,11 @@ class Experiment:
         made: Runner[Any, Any, Any] = self._find("run:make_runner")(condition)
         return made
 
+    def examine(self, options: "Options", precision: "Precision") -> "Examination":
+        """Prepares it where it gives one record, without weights or problems. Raises UserError."""
+        made: Examination = self._find("run:examine")(options, precision)
+        return made
+
 
 _ALL = (  # in the order in which a run's report shows them
     Experiment("divergence", torch="instead"),
@@ -72,6 +80,7 @@ _ALL = (  # in the order in which a run's report shows them
     Experiment("perplexity", of="text", changes=("cache_error", "cache_quant", "error_seeds")),
     Experiment("injection", changes=("cache_error", "cache_quant", "error_seeds")),
     Experiment("accumulation", one_length=True, changes=("cache_quant",)),
+    Experiment("lowering", of="programs"),
     Experiment("doctor", of="device"),
     Experiment("foreign", of="elsewhere"),
 )

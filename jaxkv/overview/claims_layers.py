@@ -11,6 +11,7 @@ from jaxkv.experiments.divergence.wording import LABELS
 from jaxkv.experiments.report_parts import base_precision
 from jaxkv.overview.contrasts import ASKED, by_model, select
 from jaxkv.overview.gather import Study, select_valid
+from jaxkv.overview.orders import explain_orders
 from jaxkv.reporting.format import format_counted_share, format_interval, format_number, format_part, say_count
 from jaxkv.reporting.rules import DOUBLE, FAMILY, HALF, Evidence, hold_all, lies_above, lies_below
 from jaxkv.reporting.shares import share, take_rest
@@ -81,7 +82,7 @@ def judge_c4(study: Study) -> Claim:
     if missing := [kind for kind, parts in sides.items() if not parts]:
         evidence = Evidence(1.0, evidence.refutes)
         lines.append(f"no model of the kind {' or '.join(missing)} to set beside")
-    return Claim(evidence, lines, control)
+    return Claim(evidence, lines, [*control, *explain_orders(study, found)])
 
 
 def judge_c4b(study: Study) -> Claim:
@@ -241,7 +242,8 @@ def judge_c5b(study: Study) -> Claim:
         fault = "makes the arms part: a fault, or it keeps other numbers than it was given"
         shapes = "does not make most of it: it takes other shapes too"
         lines.append(f"in these programs a cache alone {fault if evidence.holds else shapes}")
-    control = [*_describe_lengths(study), *describe_aligned(study)]
+    plain = [c for name in NARROW for c in select(study, name)]
+    control = [*_describe_lengths(study), *describe_aligned(study), *explain_orders(study, plain)]
     return Claim(evidence, lines or ["no valid 16-bit run of the plain regime"], control)
 
 

@@ -14,7 +14,7 @@ from jaxkv.experiments.figures import draw_divergence
 from jaxkv.experiments.record_parts import CLEAN
 from jaxkv.experiments.report_parts import Run
 from jaxkv.experiments.reports import REPORTS
-from jaxkv.overview import sections
+from jaxkv.overview import orders, sections
 from jaxkv.overview.examples import count_parted, show_examples
 from jaxkv.overview.first_screen import describe
 from jaxkv.overview.gather import Condition, Study, drop_copies, join_parts, list_values, name_conditions, read_runs
@@ -187,7 +187,9 @@ def write_blocks(study: Study, runs: Sequence[Run], asked: Collection[str] = ())
         sections.write_accuracy(study, names),
         *(_write_section(study, name) for name in ("mitigations", "drift", "patching")),
         _write_section(study, "parity", write_free_parity(study)),
-        *(_write_section(study, name) for name in ("attribution", *CHANGED, "doctor")),
+        _write_section(study, "attribution"),
+        _write_section(study, "lowering", orders.write_predictions(study)),
+        *(_write_section(study, name) for name in (*CHANGED, "doctor")),
         write_claims(study, asked),
         _write_run(study, runs),
         [Heading("Method", name="method"), Bullets(CHANGES_METHOD if changes_alone(study) else METHOD)],

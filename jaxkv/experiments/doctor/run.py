@@ -33,6 +33,8 @@ from jaxkv.experiments.doctor.shapes import (
     hash_array,
     merge_figures,
 )
+from jaxkv.experiments.driver import Examination
+from jaxkv.options import Options
 from jaxkv.provenance import describe_device, environment
 
 Answers = dict[str, dict[str, Any]]  # operation -> count -> figure
@@ -199,10 +201,10 @@ def run_doctor(
     begin = time.monotonic()
     spec = spec or DoctorSpec()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        return _examine(spec, pool.submit(start, spec.to_json(), spec.child_seconds), begin)
+        return _measure(spec, pool.submit(start, spec.to_json(), spec.child_seconds), begin)
 
 
-def _examine(spec: DoctorSpec, other: concurrent.futures.Future[Hashes], begin: float) -> dict[str, Any]:
+def _measure(spec: DoctorSpec, other: concurrent.futures.Future[Hashes], begin: float) -> dict[str, Any]:
     tasks, spare = plan(spec, open_bench(spec))
     programs = compile_all(tasks, spec.workers, spec.seconds, spare)
     measured = {dtype: measure_shapes(spec, programs.of(dtype)) for dtype in spec.dtypes}
@@ -232,3 +234,20 @@ def _examine(spec: DoctorSpec, other: concurrent.futures.Future[Hashes], begin: 
         "compile_seconds": programs.seconds,
         "seconds": round(time.monotonic() - begin, 1),
     }
+
+
+def examine(options: Options, precision: Precision) -> Examination:
+    """The examination of this process's default device, in each dtype."""
+    del precision
+    spec, seconds = DoctorSpec(), options.controls.doctor_seconds
+    if seconds is not None:
+        spec = dataclasses.replace(spec, seconds=seconds, child_seconds=max(spec.child_seconds, seconds))
+    here = environment()["packages"]
+    config = {
+        "experiments": options.run.experiments,
+        "device": describe_device(),
+        "versions": {package: here[package] for package in ("jax", "jaxlib")},
+        "compiler_options": COMPILER_OPTIONS,
+        "spec": spec.to_json(),
+    }
+    return Examination(config, lambda: run_doctor(spec), "examining the device, a minute or two")

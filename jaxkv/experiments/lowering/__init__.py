@@ -1,1 +1,1 @@
-"""Which kernel adds each sum of the decoder, and in which order: read off compiled programs, and recovered from bits."""
+"""Which kernel adds each sum of the decoder, and in which order: read off programs, and recovered from bits."""

@@ -1,0 +1,114 @@
+"""The record of experiment 'lowering': what a condition's programs were compiled to. Imports neither jax nor flax."""
+
+from typing import Any, ClassVar, Literal
+
+from jaxkv.experiments import record_parts as parts
+from jaxkv.experiments.record_parts import Amount, Count, require
+
+Order = Literal["same", "different", "not told"]
+Kind = Literal["product", "multiply and add", "sum of parts", "sum"]
+
+
+class Kernel(parts.Part, frozen=True):
+    """What a sum was compiled to, as far as the program says.
+
+    Attributes:
+      kind: a product of matrices in a kernel for them; one that is multiplied and added element by element; the adding
+        up of the parts of a product that was split; or another sum.
+      by: whose kernel: a library, Triton, the compiler's own loops, or a TPU's matrix unit.
+      operands: dtype of what is multiplied or added.
+      sums_in: dtype of the sum as the program states it; a kernel may be more exact inside.
+      writes: dtype in which the result leaves the kernel.
+      summed: terms of an element; of each part if it is split.
+      shape: of the result.
+      blocks: what the program says of them, by its own names.
+      program: of which.
+      instruction: its name there.
+      line: what it says, without where it came from and how it is tuned.
+    """
+
+    kind: Kind
+    by: str
+    operands: str
+    sums_in: str
+    writes: str
+    summed: Count
+    shape: list[Count]
+    blocks: dict[str, str]
+    program: str
+    instruction: str
+    line: str
+
+
+class Row(parts.Part, frozen=True):
+    """A class of operation in layers whose programs have the same kernels; no layers for what stands outside of them.
+
+    `kernels` are those of each program, and `orders` what is said of pairs of programs.
+    """
+
+    operation: str
+    layers: list[Count]
+    kernels: dict[str, list[Kernel]]
+    orders: dict[str, Order]
+
+
+class ProgramFacts(parts.Part, frozen=True):
+    """A compiled program, for one of `chips` devices. Bytes; `flops` and `accessed` count the body of a loop once.
+
+    `fits` says whether arguments, results and temporaries are less than the device's memory, None if that is not known;
+    `sha256` is that of the text in which its lines stand.
+    """
+
+    chips: Count
+    arguments: Count
+    outputs: Count
+    aliased: Count
+    temporaries: Count
+    code: Count
+    flops: Amount | None
+    accessed: Amount | None
+    fits: bool | None
+    seconds: Amount
+    sha256: str
+
+
+class Shapes(parts.Part, frozen=True):
+    """Rows of the batch, tokens of the prompt, rows of the prefill, slots of the cache."""
+
+    batch: Count
+    prompt: Count
+    prefill: Count
+    slots: Count
+
+
+class LoweringRecord(parts.Record, frozen=True):
+    """What the programs of a condition were compiled to for one target.
+
+    `forms` are rows of the fenced programs, of a layer of each kind, where they were compiled. `unplaced` are lines of
+    sums whose class of operation could not be told; the map lacks them.
+    """
+
+    KEY: ClassVar = ("target", "regime")
+
+    target: str
+    regime: Literal["plain", "aligned"]
+    device: dict[str, Any]
+    environment: dict[str, Any]
+    compiler_options: dict[str, Any]
+    model: dict[str, Any]
+    precision: dict[str, Any]
+    held: dict[str, str]
+    shapes: Shapes
+    tile: Count
+    programs: dict[str, ProgramFacts]
+    rows: list[Row]
+    forms: list[Row]
+    unplaced: list[str]
+    seconds: Amount
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field in ("rows", "forms"):
+            for index, row in enumerate(getattr(self, field)):
+                odd = {name.partition(":")[0] for name in row.kernels} - self.programs.keys()
+                require(f"{field}[{index}].kernels", not odd, f"of no program: {', '.join(sorted(odd))}")

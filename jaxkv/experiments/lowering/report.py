@@ -1,0 +1,215 @@
+"""What the map says: which kernel each arm has for each class of operation, and whether they add in the same order."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from msgspec import to_builtins
+
+from jaxkv.errors import UserError
+from jaxkv.experiments.lowering.record import Kernel, LoweringRecord, Order, ProgramFacts, Row
+from jaxkv.experiments.report_parts import Report, Run, Summary
+from jaxkv.reporting.document import Block, Brief, Bullets, Cell, Code, Fold, Heading, Paragraph, Table, make_table
+from jaxkv.reporting.format import format_number
+
+COLUMNS = {"prefill": "cached, prompt", "decode": "cached, a step", "recompute": "uncached"}
+PAIRS = {"prompt": ("prefill", "recompute"), "step": ("decode", "recompute")}
+NOTE = (
+    "Of each kernel: whose it is, with the blocks that the program names; dtypes of what is multiplied, of the sum and "
+    "of what is written; terms that are added up. order: of the cached arm beside the uncached one, prompt and step. "
+    "Kernels of one kind and depth of blocks whose number of rows differs may or may not add in one order: not told."
+)
+SHORT = {"float32": "fp32", "f32": "fp32", "f16": "fp16", "bf16": "bf16", "f64": "fp64"}
+
+
+def name_layers(layers: Sequence[int]) -> str:
+    """``0-3, 5``; "-" for none."""
+    spans: list[list[int]] = []
+    for layer in layers:
+        if spans and layer == spans[-1][1] + 1:
+            spans[-1][1] = layer
+        else:
+            spans.append([layer, layer])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans) or "-"
+
+
+def describe_kernel(kernel: Kernel) -> str:
+    """``cuBLASLt (algorithm 0): fp16, fp32, fp16; 4096``."""
+    blocks = ", ".join(f"{name} {value}" for name, value in kernel.blocks.items())
+    dtypes = ", ".join(SHORT.get(one, one) for one in (kernel.operands, kernel.sums_in, kernel.writes))
+    what = {"product": "", "sum": " sum", "multiply and add": " multiply and add", "sum of parts": " sum of parts"}
+    return f"{kernel.by}{what[kernel.kind]}{f' ({blocks})' if blocks else ''}: {dtypes}; {kernel.summed}"
+
+
+def _show_kernels(row: Row, program: str) -> Cell:
+    found = row.kernels.get(program, [])
+    lines = tuple(dict.fromkeys(describe_kernel(one) for one in found))
+    names = dict.fromkeys(f"{one.by}{' loop' if one.kind == 'multiply and add' else ''}" for one in found)
+    if len(lines) < 2:
+        return Brief(lines[0] if lines else "-", ", ".join(names) or "-")
+    return lines
+
+
+def join_orders(orders: Iterable[Order]) -> Order:
+    """What is said of several sums together: one that differs is enough, and one that is not told."""
+    found = set(orders)
+    return "different" if "different" in found else "not told" if "not told" in found else "same"
+
+
+def summarize_lowering(run: Run) -> dict[str, Any]:
+    """The record with what follows from it. Raises UserError where there is none."""
+    if not (found := run.of(LoweringRecord)):
+        raise UserError(f"{run.name}: the programs were not compiled to the end; run the same command again")
+    (record,) = found
+    plain: dict[str, Any] = to_builtins(record)
+    return plain | {"record": plain, "conclusions": conclude(record)}
+
+
+def _restore(summary: Summary) -> LoweringRecord:
+    import msgspec
+
+    return msgspec.convert(summary["record"], LoweringRecord)
+
+
+def conclude(record: LoweringRecord) -> list[str]:
+    """What the map says of the arms, a sentence each."""
+    if record.regime == "aligned":
+        return ["Both arms are one program, so that every sum has one order in both, whatever it is."]
+    lines = []
+    for pair, said in (
+        ("step", "One row of a step against all rows"),
+        ("prompt", "The prompt's rows against all rows"),
+    ):
+        by = list_orders(record, pair)
+        told = [f"{order}: {', '.join(by[order])}" for order in ("different", "not told", "same") if order in by]
+        lines.append(f"{said}: {'; '.join(told)}.")
+    narrow = sorted({row.operation for row in record.rows for one in _all_kernels(row) if _is_narrow(one)})
+    wide = record.precision.get("accumulation") == "float32"
+    if wide and narrow:
+        lines.append(f"Sums that are taken in 16 bits where fp32 is asked for: {', '.join(narrow)}.")
+    elif wide:
+        lines.append("No program takes a sum in 16 bits.")
+    if record.unplaced:
+        lines.append(f"{len(record.unplaced)} sums of the programs could not be told to be of a class.")
+    return lines
+
+
+def list_orders(record: LoweringRecord, pair: str) -> dict[Order, list[str]]:
+    """The classes by what is said of their order in a pair of programs."""
+    by: dict[Order, list[str]] = {}
+    for operation in dict.fromkeys(row.operation for row in record.rows):
+        orders = [row.orders[pair] for row in record.rows if row.operation == operation and pair in row.orders]
+        if orders:
+            by.setdefault(join_orders(orders), []).append(operation)
+    return by
+
+
+def _all_kernels(row: Row) -> list[Kernel]:
+    return [one for kernels in row.kernels.values() for one in kernels]
+
+
+def _is_narrow(kernel: Kernel) -> bool:
+    return kernel.sums_in in ("f16", "bf16")
+
+
+def _write_map(record: LoweringRecord) -> Table:
+    shown = [name for name in COLUMNS if name in record.programs]
+    rows: list[list[Cell]] = [
+        [
+            row.operation,
+            name_layers(row.layers),
+            *(_show_kernels(row, program) for program in shown),
+            tuple(f"{pair}: {row.orders[pair]}" for pair in PAIRS if pair in row.orders) or "-",
+        ]
+        for row in record.rows
+    ]
+    return Table(["operation", "layers", *(COLUMNS[name] for name in shown), "order"], rows, kind="wrap")
+
+
+def find_evidence(record: LoweringRecord, operation: str, pair: str = "step") -> tuple[Kernel, Kernel] | None:
+    """The kernels of a class, of the cached arm and of the uncached one, whose orders differ; None where none do."""
+    one, other = PAIRS[pair]
+    for row in record.rows:
+        if row.operation == operation and row.orders.get(pair) == "different":
+            sides = [sorted(row.kernels[name], key=lambda k: -k.summed) for name in (one, other)]
+            return sides[0][0], sides[1][0]
+    return None
+
+
+def show_lines(kernels: tuple[Kernel, Kernel]) -> Code:
+    """The two lines of the programs, one below the other."""
+    return Code("\n".join(f"{one.program}: {one.line}" for one in kernels))
+
+
+def _write_lines(record: LoweringRecord) -> list[Block]:
+    blocks: list[Block] = []
+    for operation in dict.fromkeys(row.operation for row in record.rows):
+        if (found := find_evidence(record, operation)) is not None:
+            blocks += [Paragraph(f"{operation}: {found[0].by} for one row, {found[1].by} for all."), show_lines(found)]
+    return [Fold("The lines of the programs beside each other", blocks)] if blocks else []
+
+
+def _write_forms(record: LoweringRecord) -> list[Block]:
+    """What aligning a class alone can change, as its two forms in the fenced programs predict."""
+    if not record.forms:
+        return []
+    said = {"same": "no bit", "different": "bits", "not told": "not told"}
+    names = {"prompt": "cached, prompt", "step": "cached, a step", "uncached": "uncached"}
+    table = []
+    for operation in dict.fromkeys(row.operation for row in record.forms):
+        mine = [row for row in record.forms if row.operation == operation]
+        orders = [join_orders(row.orders[name] for row in mine if name in row.orders) for name in names]
+        table.append([operation, *(said[order] for order in orders)])
+    title = f"what aligning a class alone can change, in tiles of {record.tile} rows"
+    return [Table(["operation", *names.values()], table, title)]
+
+
+def _gib(count: int) -> str:
+    return format_number(count / 2**30, 3)
+
+
+def _write_programs(programs: Mapping[str, ProgramFacts]) -> Table:
+    fits = {None: "not known", True: "yes", False: "no"}
+    columns = {
+        "program": lambda item: item[0],
+        "weights, cache, batch (GiB)": lambda item: _gib(item[1].arguments),
+        "temporaries (GiB)": lambda item: _gib(item[1].temporaries),
+        "GFLOP": lambda item: "-" if item[1].flops is None else format_number(item[1].flops / 1e9, 3),
+        "GB read and written": lambda item: (
+            "-" if item[1].accessed is None else format_number(item[1].accessed / 1e9, 3)
+        ),
+        "chips": lambda item: str(item[1].chips),
+        "fits": lambda item: fits[item[1].fits],
+        "compiled in (s)": lambda item: format_number(item[1].seconds, 3),
+    }
+    title = "programs, on each chip; of a loop one step counts"
+    return make_table(columns, programs.items(), title)
+
+
+def describe_target(record: LoweringRecord) -> str:
+    """Model, precision, target, versions and shapes in one sentence."""
+    shapes, packages = record.shapes, record.environment["packages"]
+    kind = record.device.get("kind")
+    chips = max(facts.chips for facts in record.programs.values())
+    over = f", over {chips} chips" if chips > 1 else ""
+    return (
+        f"{record.model['name']} for {kind}{over}, jax {packages['jax']}: a prompt of {shapes.prompt} tokens in "
+        f"{shapes.prefill} rows, {shapes.slots} slots, batch of {shapes.batch}."
+    )
+
+
+def write_lowering(summary: Summary) -> list[Block]:
+    """The map, what follows from it, its lines, and what the programs take."""
+    record = _restore(summary)
+    return [
+        Paragraph(describe_target(record)),
+        Bullets(summary["conclusions"]),
+        _write_map(record),
+        Paragraph(NOTE, "note"),
+        *_write_lines(record),
+        *_write_forms(record),
+        Heading("Memory and work", 4),
+        _write_programs(record.programs),
+    ]
+
+
+REPORT = Report("The order of sums", summarize_lowering, write_lowering)

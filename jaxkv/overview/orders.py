@@ -1,0 +1,125 @@
+"""The map of a condition's programs beside what was measured of them: where the order of sums is what differs."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from jaxkv.experiments.attribution.record import ALONE
+from jaxkv.experiments.lowering.record import LoweringRecord
+from jaxkv.experiments.lowering.report import find_evidence, join_orders, list_orders, name_layers
+from jaxkv.overview.gather import Condition, Study
+from jaxkv.reporting.document import Block, Bullets, Heading, Table
+
+ALIKE = ("model", "precision", "device")  # what a map and a run share
+ARMS = {"cached": ("prompt", "step"), "uncached": ("uncached",)}  # of which programs an arm is made
+PREDICTED = {"same": "no bit", "different": "bits", "not told": "not told"}
+SHOWN = 160  # letters of a program's line
+
+
+class Prediction(msgspec.Struct, frozen=True):
+    """What the map says of aligning a class alone, for one arm, and at how many steps bits changed."""
+
+    operation: str
+    arm: str
+    order: str
+    moved: int
+    steps: int
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether it came so; None if nothing was predicted."""
+        return None if self.order == "not told" else (self.order == "different") == bool(self.moved)
+
+
+def find_map(study: Study, like: Condition) -> LoweringRecord | None:
+    """The map of the programs of a condition's model, precision and device, if one of the runs has it."""
+    for condition in study["conditions"]:
+        if condition.get("lowering") and all(condition[name] == like[name] for name in ALIKE):
+            record = msgspec.convert(condition["lowering"]["record"], LoweringRecord)
+            if record.regime == "plain":
+                return record
+    return None
+
+
+def explain_orders(study: Study, conditions: Sequence[Condition]) -> list[str]:
+    """For each model and precision with a map, which sums one row adds in another order than all rows, and two lines."""
+    found = []
+    for like in {tuple(c[name] for name in ALIKE): c for c in conditions}.values():
+        if (record := find_map(study, like)) is None:
+            continue
+        by = list_orders(record, "step")
+        if not by.get("different"):
+            continue
+        said = f"order of sums, {like['model']} {like['precision']}: the program of one row adds in another order than "
+        said += f"that of all rows in {', '.join(by['different'])}{_say_layers(record, by['different'])}"
+        if not_told := by.get("not told"):
+            said += f"; not told of {', '.join(not_told)}"
+        operation = next((one for one in by["different"] if one != "norms"), by["different"][0])
+        kernels = find_evidence(record, operation)
+        if kernels is not None:
+            lines = " beside ".join(f"`{one.program}: {one.line[:SHOWN]}`" for one in kernels)
+            said += f". In {operation}, {kernels[0].by} beside {kernels[1].by}: {lines}"
+        found.append(said)
+    return found
+
+
+def _say_layers(record: LoweringRecord, operations: Sequence[str]) -> str:
+    """Whether that is so in all layers alike."""
+    layers = int(record.model["num_layers"])
+    groups = [row.layers for row in record.rows if row.operation in operations and row.layers]
+    if groups and all(len(group) == layers for group in groups):
+        return f", in all {layers} layers alike"
+    return f", by kinds of layers ({'; '.join(dict.fromkeys(map(name_layers, groups)))})" if groups else ""
+
+
+def predict(record: LoweringRecord, attribution: Mapping[str, Any]) -> list[Prediction]:
+    """What the fenced programs' forms say of each class, beside what the attribution experiment measured."""
+    found = []
+    for operation, variant in ALONE.items():
+        rows = [row for row in record.forms if row.operation == operation]
+        figures = attribution["variants"].get(variant)
+        if not rows or figures is None:
+            continue
+        for arm, forms in ARMS.items():
+            order = join_orders(row.orders[form] for row in rows for form in forms if form in row.orders)
+            found.append(Prediction(operation, arm, order, figures["moved"][arm], figures["tokens"]))
+    return found
+
+
+def write_predictions(study: Study) -> list[Block]:
+    """Prediction against measurement, for each run of the attribution experiment with a map beside it."""
+    blocks: list[Block] = []
+    for condition in study["conditions"]:
+        attribution = condition.get("attribution")
+        if not attribution or not attribution["variants"] or (record := find_map(study, condition)) is None:
+            continue
+        made = predict(record, attribution)
+        rows = [
+            [one.operation, one.arm, PREDICTED[one.order], f"{one.moved} of {one.steps}", _say(one)] for one in made
+        ]
+        title = f"{condition['name']}: bits that change when a class alone is aligned"
+        blocks += [
+            Heading(f"Prediction and measurement: {condition['name']}", 3),
+            Table(["operation", "arm", "predicted", "steps with other bits", "holds"], rows, title),
+            Bullets(_conclude(made)),
+        ]
+    return blocks
+
+
+def _say(one: Prediction) -> str:
+    return {None: "-", True: "yes", False: "no"}[one.holds]
+
+
+def _conclude(made: Sequence[Prediction]) -> list[str]:
+    told = [one for one in made if one.holds is not None]
+    wrong = [one for one in told if not one.holds]
+    lines = [
+        f"{len(told) - len(wrong)} of {len(told)} predictions hold; of {len(made) - len(told)} nothing was predicted."
+    ]
+    lines += [
+        f"{one.operation}, {one.arm} arm: the map says {PREDICTED[one.order]}, and {one.moved} of {one.steps} steps "
+        "changed: the map or its reading is wrong there."
+        for one in wrong
+    ]
+    return lines

@@ -10,8 +10,11 @@ import numpy as np
 
 from jaxkv.config import Precision
 from jaxkv.decode import COMPILER_OPTIONS
-from jaxkv.experiments.lowering.trees import NoTreeError, Term, add_up, count_below, make_tests, recover_tree
+from jaxkv.experiments.lowering.replay import RULES, Rule, adds_at_once, replay
+from jaxkv.experiments.lowering.trees import NoTreeError, Numbers, Term, find_sizes, measure_sizes, recover_tree
 from jaxkv.models.layers import product
+
+CHECKS = 1024  # pairs, drawn at random, of which each tree must give the sizes that are measured
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,13 +43,23 @@ class Recovered:
 
     Attributes:
       tree: how an element is added up.
+      numbers: what told it.
       again: whether a second recovery, with tests in other columns, gave the same tree.
-      reproduced: elements of a product of random numbers that have the bits of this tree's sums, of how many.
+      reproduced: for each rule of rounding that was tried, the columns of a product of random numbers whose bits, in
+        every row, are those of this tree's sums.
+      columns: of how many.
     """
 
     tree: Term
+    numbers: Numbers
     again: bool
-    reproduced: tuple[int, int]
+    reproduced: dict[Rule, int]
+    columns: int
+
+    @property
+    def rounding(self) -> str:
+        """The rules that give all bits, e.g. 'fused', or 'fused or rounded' where products are exact, or 'neither'."""
+        return " or ".join(rule for rule, equal in self.reproduced.items() if equal == self.columns) or "neither"
 
 
 class Bench:
@@ -62,72 +75,97 @@ class Bench:
         shapes = [jax.ShapeDtypeStruct(shape, held.operand) for shape in (of.x, of.w)]
         program = jax.jit(functools.partial(product, of.spec, precision=held), compiler_options=COMPILER_OPTIONS)
         self.compiled = program.lower(*shapes).compile()
+        self._ones = jnp.ones(of.x, held.operand)
+        self._write = jax.jit(self._write_tests, static_argnames="numbers")
+        self._place = jax.jit(self._place_columns)
 
-    def run(self, x: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        """The product of x and a w that has columns [summands, width] for all that it is batched over.
-
-        Returns [rows, width] float64, of the rows of all batches.
-        """
+    def _place_columns(self, columns: jax.Array) -> jax.Array:
+        """The w that has columns [summands, width] for all that it is batched over."""
         letters = {self.of.summed: 0, self._columns: 1}
-        kept = [letter for letter in self._w if letter in letters]
-        w = columns.transpose([letters[letter] for letter in kept])
+        w = columns.transpose([letters[letter] for letter in self._w if letter in letters])
         shape = [size if letter in letters else 1 for letter, size in zip(self._w, self.of.w, strict=True)]
-        w = np.broadcast_to(w.reshape(shape), self.of.w)
-        out = self.compiled(jnp.asarray(x, self.held.operand), jnp.asarray(w, self.held.operand))
-        return np.moveaxis(np.asarray(out, np.float64), self._out.index(self._columns), -1).reshape(-1, self._width)
+        return jnp.broadcast_to(w.reshape(shape), self.of.w).astype(self.held.operand)
 
-    def measure(self, pairs: np.ndarray, shift: int = 0) -> np.ndarray:
-        """Summands below what has both of each pair; tests are moved on by `shift` columns.
+    def _write_tests(self, pairs: jax.Array, first: jax.Array, numbers: Numbers) -> jax.Array:
+        """On the device, since they are larger by far than their pairs."""
+        return self._place_columns(numbers.write(pairs, first, self.of.count, jnp))
 
-        Raises NoTreeError if rows do not agree.
+    def run(self, x: jax.Array, w: jax.Array) -> np.ndarray:
+        """Returns their product as [rows, width] float64, of the rows of all batches."""
+        out = np.asarray(self.compiled(x, w), np.float64)
+        return np.moveaxis(out, self._out.index(self._columns), -1).reshape(-1, self._width)
+
+    def measure(self, pairs: np.ndarray, numbers: Numbers, shift: int = 0) -> np.ndarray:
+        """Summands [pairs] below what has both of each pair [pairs, 2]; tests are moved on by `shift` columns.
+
+        Raises NoTreeError if results are those of no such sum, or rows do not agree.
         """
-        count, found = self.of.count, []
-        large, unit, most = find_numbers(self.held)
-        ones = np.ones(self.of.x, np.float32)
-        for begin in range(0, len(pairs), self._width):
-            some = pairs[begin : begin + self._width]
-            left = []
-            for first in range(0, count, most):
-                chunk = slice(first, first + most)
-                tests = np.zeros((count, self._width), np.float32)
-                tests[:, : len(some)] = make_tests(some, count, large, unit, chunk)
-                rows = np.roll(self.run(ones, np.roll(tests, shift, axis=1)), -shift, axis=1)[:, : len(some)] / unit
-                if not np.all(rows == rows[:1]):  # NaN neither
-                    raise NoTreeError("rows are not added up alike")
-                left.append((chunk, rows[0]))
-            found.append(count_below(some, count, left))
-        return np.concatenate(found) if found else np.empty(0, np.int64)
+
+        def add(some: np.ndarray, first: int) -> np.ndarray:
+            full = np.roll(np.resize(some, (self._width, 2)), shift, axis=0)
+            rows = self.run(self._ones, self._write(full, first, numbers=numbers))
+            return np.roll(rows, -shift, axis=1)[:, : len(some)]
+
+        parts = [pairs[begin : begin + self._width] for begin in range(0, len(pairs), self._width)]
+        sizes = [measure_sizes(part, self.of.count, numbers, add) for part in parts]
+        return np.concatenate(sizes) if sizes else np.empty(0, np.int64)
 
     def recover(self) -> Recovered:
-        """The tree of an element, and what speaks for it. Raises NoTreeError."""
-        tree = recover_tree(self.of.count, self.measure)
-        shift = max(1, self._width // 3)
-        again = tree == recover_tree(self.of.count, functools.partial(self.measure, shift=shift))
-        return Recovered(tree, again, self._reproduce(tree))
+        """The tree of an element, and what speaks for it. Raises NoTreeError, which names all that was tried."""
+        faults = []
+        for numbers in choose_numbers(self.held):
+            try:
+                return self.recover_with(numbers)
+            except NoTreeError as error:
+                faults.append(f"with {numbers}: {error}")
+        raise NoTreeError("; ".join(faults))
 
-    def _reproduce(self, tree: Term) -> tuple[int, int]:
+    def recover_with(self, numbers: Numbers) -> Recovered:
+        """As `recover`, with these numbers alone."""
+        count, shift = self.of.count, max(1, self._width // 3)
+        tree = recover_tree(count, functools.partial(self.measure, numbers=numbers))
+        pairs = np.random.default_rng(1).integers(0, count, (CHECKS, 2))
+        pairs = pairs[pairs[:, 0] != pairs[:, 1]]
+        wrong = np.flatnonzero(self.measure(pairs, numbers, 2 * shift) != find_sizes(tree, pairs))
+        if len(wrong):
+            a, b = pairs[wrong[0]].tolist()
+            raise NoTreeError(f"{len(wrong)} of {len(pairs)} pairs do not fit the tree of others, first {a} and {b}")
+        again = tree == recover_tree(count, functools.partial(self.measure, numbers=numbers, shift=shift))
+        return Recovered(tree, numbers, again, self._reproduce(tree), self._width)
+
+    def _reproduce(self, tree: Term) -> dict[Rule, int]:
         rng = np.random.default_rng(0)
-        columns = rng.standard_normal((self.of.count, self._width), np.float32)
-        row = rng.standard_normal(self.of.count, np.float32)
-        columns, row = (np.asarray(jnp.asarray(v, self.held.activation), np.float32) for v in (columns, row))
-        letters = self.of.spec.split(",")[0]
-        shape = [self.of.count if letter == self.of.summed else 1 for letter in letters]
-        found = self.run(np.broadcast_to(row.reshape(shape), self.of.x), columns)
+        w = jnp.asarray(rng.standard_normal((self.of.count, self._width), np.float32), self.held.activation)
+        x = jnp.asarray(rng.standard_normal(self.of.count, np.float32), self.held.activation)
+        shape = [self.of.count if letter == self.of.summed else 1 for letter in self.of.spec.split(",")[0]]
+        rows = jnp.broadcast_to(x.reshape(shape), self.of.x).astype(self.held.operand)
+        found = self.run(rows, self._place(w))
         wide = jnp.promote_types(self.held.accumulation, jnp.float32)
-        sums = add_up(tree, row[:, None].astype(np.float64) * columns, wide)
-        rounded = np.asarray(jnp.asarray(sums, self.held.activation), np.float64)
-        return int(np.sum(np.all(found == rounded, axis=0))), self._width
+        values = [np.asarray(v, np.promote_types(np.float32, wide)) for v in (x, w)]
+        least = int(jnp.finfo(self.held.activation).minexp)
+        equal: dict[Rule, int] = {}
+        for rule in RULES:
+            if rule in ("fused", "rounded") or (adds_at_once(tree) and wide == jnp.float32):
+                sums = jnp.asarray(replay(tree, *values, wide, rule, least), self.held.accumulation)
+                rounded = np.asarray(sums.astype(self.held.activation), np.float64)
+                equal[rule] = int(np.sum(np.all(found == rounded, axis=0)))
+        return equal
 
 
-def find_numbers(held: Precision) -> tuple[float, float, int]:
-    """A large number, a unit, and how many units a test may have so that the large one absorbs them, and all are told."""
-    operand, out = jnp.finfo(held.operand), jnp.finfo(held.activation)
-    most = 2 ** (out.nmant + 1)
-    if jnp.finfo(held.accumulation).dtype == jnp.float64:
-        return 2.0**100, 1.0, 2**20
-    if operand.maxexp <= 16:
-        return 2.0**15, 2.0**-20, min(most, 2048)
-    return 2.0**45, 1.0, min(most, 2**20)
+def choose_numbers(held: Precision) -> tuple[Numbers, ...]:
+    """Numbers that tell a tree, those that take the fewest tests first.
+
+    An accumulator that is aligned to M keeps bits beyond its last: two on an H200, where 1024 units of 2^-20 outlive
+    2^15. fp16 has 2^39 from its largest power to its smallest, which is subnormal; its normal numbers leave room for few.
+    """
+    most = 2 ** (min(jnp.finfo(dtype).nmant for dtype in (held.activation, held.accumulation)) + 1)
+    fp16 = (Numbers(2.0**15, 2.0**-24, min(most, 2048)), Numbers(2.0**15, 2.0**-14, 8))
+    if jnp.finfo(held.operand).maxexp <= 16:
+        return fp16
+    numbers = Numbers(2.0**100, 1.0, min(most, 2**20))
+    # M must not pass the largest number of a dtype that partial sums may be rounded to.
+    narrow = any(jnp.finfo(dtype).maxexp <= 16 for dtype in (held.activation, held.accumulation))
+    return (numbers, *fp16) if narrow else (numbers,)
 
 
 Recover = Callable[[Product, Precision], Recovered]

@@ -135,7 +135,8 @@ class DataOptions:
         "all", "With ifeval: all, or no_length_128: 128 without length instructions.",
         choices="jaxkv.tasks.task:SUBSETS")
     allow_code_execution: bool = option(False, "With humaneval: run the code that the model wrote.")
-    context: int = option(256, "Perplexity: tokens that a window of the text is given. Lowering: tokens of the prompt.", 2, MOST_TOKENS)
+    context: int = option(
+        256, "Perplexity: tokens that a window of the text is given. Lowering: tokens of the prompt.", 2, MOST_TOKENS)
     data: str | None = option(
         None, "File with the problems, JSONL or Parquet, or with the text of next_string and perplexity; the hub's "
         "test split if not set.", path=True)

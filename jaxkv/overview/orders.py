@@ -7,7 +7,7 @@ import msgspec
 
 from jaxkv.experiments.attribution.record import ALONE
 from jaxkv.experiments.lowering.record import LoweringRecord
-from jaxkv.experiments.lowering.report import find_evidence, join_orders, list_orders, name_layers
+from jaxkv.experiments.lowering.report import find_evidence, join_orders, judge, list_orders, name_layers
 from jaxkv.overview.gather import Condition, Study
 from jaxkv.reporting.document import Block, Bullets, Heading, Table
 
@@ -43,7 +43,7 @@ def find_map(study: Study, like: Condition) -> LoweringRecord | None:
 
 
 def explain_orders(study: Study, conditions: Sequence[Condition]) -> list[str]:
-    """For each model and precision with a map, which sums one row adds in another order than all rows, and two lines."""
+    """Of each model and precision with a map, what one row adds in another order than all rows, and two lines of it."""
     found = []
     for like in {tuple(c[name] for name in ALIKE): c for c in conditions}.values():
         if (record := find_map(study, like)) is None:
@@ -77,12 +77,11 @@ def predict(record: LoweringRecord, attribution: Mapping[str, Any]) -> list[Pred
     """What the fenced programs' forms say of each class, beside what the attribution experiment measured."""
     found = []
     for operation, variant in ALONE.items():
-        rows = [row for row in record.forms if row.operation == operation]
         figures = attribution["variants"].get(variant)
-        if not rows or figures is None:
+        if figures is None or not any(row.operation == operation for row in record.forms):
             continue
         for arm, forms in ARMS.items():
-            order = join_orders(row.orders[form] for row in rows for form in forms if form in row.orders)
+            order = join_orders(o for form in forms if (o := judge(record, record.forms, operation, form)) is not None)
             found.append(Prediction(operation, arm, order, figures["moved"][arm], figures["tokens"]))
     return found
 

@@ -3,6 +3,7 @@
 from typing import Any, ClassVar, Literal
 
 from jaxkv.experiments import record_parts as parts
+from jaxkv.experiments.lowering.shapes import TreeShape
 from jaxkv.experiments.record_parts import Amount, Count, require
 
 Order = Literal["same", "different", "not told"]
@@ -81,6 +82,32 @@ class Shapes(parts.Part, frozen=True):
     slots: Count
 
 
+class Recovery(parts.Part, frozen=True):
+    """The order in which a product of a class adds for so many rows, recovered from its outputs on this device.
+
+    Attributes:
+      operation: the class.
+      weight: which product of it.
+      rows: of the product.
+      kernels: what it was compiled to by itself.
+      shape: of the tree; None if there is none, or it was not looked for to the end.
+      again: whether a second recovery, with tests in other columns, gave the same tree.
+      rounding: the rules of rounding under which the tree gives all bits of a product of random numbers.
+      columns: elements of a row of that product.
+      fault: why there is no tree.
+    """
+
+    operation: str
+    weight: str
+    rows: Count
+    kernels: list[Kernel]
+    shape: TreeShape | None
+    again: bool | None = None
+    rounding: str | None = None
+    columns: Count = 0
+    fault: str | None = None
+
+
 class LoweringRecord(parts.Record, frozen=True):
     """What the programs of a condition were compiled to for one target.
 
@@ -103,6 +130,7 @@ class LoweringRecord(parts.Record, frozen=True):
     programs: dict[str, ProgramFacts]
     rows: list[Row]
     forms: list[Row]
+    recovered: list[Recovery]
     unplaced: list[str]
     seconds: Amount
 

@@ -6,7 +6,7 @@ from typing import Any
 from msgspec import to_builtins
 
 from jaxkv.errors import UserError
-from jaxkv.experiments.lowering.record import Kernel, LoweringRecord, Order, ProgramFacts, Row
+from jaxkv.experiments.lowering.record import Kernel, LoweringRecord, Order, ProgramFacts, Recovery, Row
 from jaxkv.experiments.report_parts import Report, Run, Summary
 from jaxkv.reporting.document import Block, Brief, Bullets, Cell, Code, Fold, Heading, Paragraph, Table, make_table
 from jaxkv.reporting.format import format_number
@@ -17,6 +17,12 @@ NOTE = (
     "Of each kernel: whose it is, with the blocks that the program names; dtypes of what is multiplied, of the sum and "
     "of what is written; terms that are added up. order: of the cached arm beside the uncached one, prompt and step. "
     "Kernels of one kind and depth of blocks whose number of rows differs may or may not add in one order: not told."
+)
+TREES = (
+    "Recovered from outputs alone (FPRev, arXiv 2411.00442): where a large number and its negative cancel, the small ones "
+    "that are left tell which summands had come together before. The last column says under which rule of rounding sums "
+    "in that order have the bits of the product of random numbers, in all columns: products fused with the sum or rounded "
+    "before it."
 )
 SHORT = {"float32": "fp32", "f32": "fp32", "f16": "fp16", "bf16": "bf16", "f64": "fp64"}
 
@@ -97,10 +103,56 @@ def list_orders(record: LoweringRecord, pair: str) -> dict[Order, list[str]]:
     """The classes by what is said of their order in a pair of programs."""
     by: dict[Order, list[str]] = {}
     for operation in dict.fromkeys(row.operation for row in record.rows):
-        orders = [row.orders[pair] for row in record.rows if row.operation == operation and pair in row.orders]
-        if orders:
-            by.setdefault(join_orders(orders), []).append(operation)
+        if (order := judge(record, record.rows, operation, pair)) is not None:
+            by.setdefault(order, []).append(operation)
     return by
+
+
+def count_rows(record: LoweringRecord, pair: str, forms: bool = False) -> tuple[int, int]:
+    """Rows of the products whose orders are compared: of two arms, or of the two forms of a class."""
+    shapes = record.shapes
+    one = {"prompt": shapes.prefill, "step": 1, "uncached": shapes.slots}[pair]
+    return one, record.tile if forms else shapes.slots
+
+
+def judge(record: LoweringRecord, rows: Sequence[Row], operation: str, pair: str) -> Order | None:
+    """What is said of a class's order in all layers together: by the programs, and where they do not tell by its trees.
+
+    None if no row of the class has this pair. `rows` are those of the record, or its forms.
+    """
+    mine = [row for row in rows if row.operation == operation and pair in row.orders]
+    if not mine:
+        return None
+    told = join_orders(row.orders[pair] for row in mine)
+    if told != "not told":
+        return told
+    kernels = [one for row in mine for found in row.kernels.values() for one in found]
+    counts = count_rows(record, pair, rows is record.forms)
+    trees = compare_trees(record.recovered, operation, counts, kernels)
+    sums = any(one.kind == "sum" for one in kernels)
+    return "not told" if trees == "same" and sums else trees
+
+
+def compare_trees(
+    recovered: Sequence[Recovery], operation: str, rows: tuple[int, int], kernels: Sequence[Kernel]
+) -> Order:
+    """Whether the products of a class have the same trees at two numbers of rows; not told if one has none.
+
+    A tree counts where the product by itself was compiled to a kernel that the program has too.
+    """
+    known = {_outline(one) for one in kernels}
+    by: dict[str, list[str]] = {}
+    for one in recovered:
+        if one.operation == operation and one.rows in rows:
+            fits = one.shape is not None and {_outline(kernel) for kernel in one.kernels} <= known
+            by.setdefault(one.weight, []).append(one.shape.key if fits and one.shape is not None else "")
+    if not by or any(len(keys) < 2 or "" in keys for keys in by.values()):
+        return "not told"
+    return "same" if all(len(set(keys)) == 1 for keys in by.values()) else "different"
+
+
+def _outline(kernel: Kernel) -> tuple[object, ...]:
+    return kernel.kind, kernel.by, kernel.summed, kernel.sums_in, tuple(sorted(kernel.blocks.items()))
 
 
 def _all_kernels(row: Row) -> list[Kernel]:
@@ -118,11 +170,17 @@ def _write_map(record: LoweringRecord) -> Table:
             row.operation,
             name_layers(row.layers),
             *(_show_kernels(row, program) for program in shown),
-            tuple(f"{pair}: {row.orders[pair]}" for pair in PAIRS if pair in row.orders) or "-",
+            tuple(f"{pair}: {_say_order(record, row, pair)}" for pair in PAIRS if pair in row.orders) or "-",
         ]
         for row in record.rows
     ]
     return Table(["operation", "layers", *(COLUMNS[name] for name in shown), "order"], rows, kind="wrap")
+
+
+def _say_order(record: LoweringRecord, row: Row, pair: str) -> str:
+    if row.orders[pair] == "not told" and (found := judge(record, record.rows, row.operation, pair)) != "not told":
+        return f"{found} (recovered)"
+    return row.orders[pair]
 
 
 def find_evidence(record: LoweringRecord, operation: str, pair: str = "step") -> tuple[Kernel, Kernel] | None:
@@ -156,11 +214,26 @@ def _write_forms(record: LoweringRecord) -> list[Block]:
     names = {"prompt": "cached, prompt", "step": "cached, a step", "uncached": "uncached"}
     table = []
     for operation in dict.fromkeys(row.operation for row in record.forms):
-        mine = [row for row in record.forms if row.operation == operation]
-        orders = [join_orders(row.orders[name] for row in mine if name in row.orders) for name in names]
-        table.append([operation, *(said[order] for order in orders)])
+        orders = [judge(record, record.forms, operation, name) for name in names]
+        table.append([operation, *(said[order] if order else "-" for order in orders)])
     title = f"what aligning a class alone can change, in tiles of {record.tile} rows"
     return [Table(["operation", *names.values()], table, title)]
+
+
+def _write_trees(record: LoweringRecord) -> list[Block]:
+    """The orders that were recovered, one of a kind."""
+    if not record.recovered:
+        return []
+    found: dict[tuple[str, ...], list[str]] = {}
+    for one in record.recovered:
+        by = ", ".join(dict.fromkeys(kernel.by for kernel in one.kernels))
+        said = one.shape.text if one.shape is not None else f"none: {one.fault}"
+        seen = "-" if one.shape is None else f"{one.rounding}, {one.columns} columns"
+        summed = "-" if one.shape is None else str(one.shape.summands)
+        found.setdefault((str(one.rows), summed, by, said, "yes" if one.again else "no", seen), []).append(one.weight)
+    rows = [[*key[:2], ", ".join(weights), *key[2:]] for key, weights in found.items()]
+    head = ["rows", "summands", "products", "kernel", "order", "again the same", "its sums have all bits"]
+    return [Heading("The order in which this device adds", 4), Table(head, rows, kind="wrap"), Paragraph(TREES, "note")]
 
 
 def _gib(count: int) -> str:
@@ -207,6 +280,7 @@ def write_lowering(summary: Summary) -> list[Block]:
         Paragraph(NOTE, "note"),
         *_write_lines(record),
         *_write_forms(record),
+        *_write_trees(record),
         Heading("Memory and work", 4),
         _write_programs(record.programs),
     ]

@@ -23,9 +23,12 @@ from jaxkv.decode import COMPILER_OPTIONS, Arms
 from jaxkv.experiments.driver import Examination, Line
 from jaxkv.experiments.lowering import targets
 from jaxkv.experiments.lowering.kernels import find_kernels
-from jaxkv.experiments.lowering.record import ProgramFacts, Row
+from jaxkv.experiments.lowering.record import ProgramFacts, Recovery, Row
 from jaxkv.experiments.lowering.rows import Sums, make_rows
+from jaxkv.experiments.lowering.shapes import describe
+from jaxkv.experiments.lowering.summation import Bench, Product
 from jaxkv.experiments.lowering.targets import Program, Target
+from jaxkv.experiments.lowering.trees import NoTreeError
 from jaxkv.models.alignment import AT_ONCE, CLASSES, IN_TILES, Alignment
 from jaxkv.models.families import get_preset
 from jaxkv.options import Options
@@ -156,6 +159,7 @@ def make_map(asked: Asked, arms: Arms, placing: targets.Placing | None) -> Line:
         "programs": to_builtins(facts),
         "rows": to_builtins(list_rows(sums, asked.aligned)),
         "forms": to_builtins(list_forms(sums)),
+        "recovered": to_builtins(recover_orders(asked, arms) if asked.here else []),
         "unplaced": [one.kernel.line for found in sums.values() for one in found if one.place is None],
         "seconds": round(time.monotonic() - begin, 1),
     }
@@ -172,6 +176,48 @@ def list_forms(sums: Sums) -> list[Row]:
     """The rows of the fenced programs: both forms of each class beside each other, for each arm."""
     forms = {arm: (f"{name}:{AT_ONCE}", f"{name}:{IN_TILES}") for arm, name in FENCED.items()}
     return make_rows({name: sums[name] for name in FENCED.values() if name in sums}, forms)
+
+
+def recover_orders(asked: Asked, arms: Arms) -> list[Recovery]:
+    """The orders of the products, of one row and of all rows first; those for which there is no time are left out."""
+    begin, layout = time.monotonic(), asked.layout
+    found: list[Recovery] = []
+    for rows in dict.fromkeys((1, layout.slots, asked.tile, layout.prefill)):
+        for operation, weight, of in list_products(asked.config, layout.batch, rows, layout.slots):
+            if time.monotonic() - begin > asked.tree_seconds:
+                return found
+            found.append(_recover(operation, weight, rows, of, arms.held))
+    return found
+
+
+def _recover(operation: str, weight: str, rows: int, of: Product, held: Precision) -> Recovery:
+    bench = Bench(of, held)
+    sums = find_kernels(bench.compiled.as_text(), "alone", 0)
+    kernels = [one.kernel for one in sums]
+    try:
+        tree = bench.recover()
+    except NoTreeError as error:
+        return Recovery(operation, weight, rows, kernels, None, fault=str(error))
+    shape = describe(tree.tree)
+    return Recovery(operation, weight, rows, kernels, shape, tree.again, tree.rounding, tree.columns)
+
+
+def list_products(config: ModelConfig, batch: int, rows: int, slots: int) -> list[tuple[str, str, Product]]:
+    """The products of a layer and the head for so many rows of each text: class, weight, shapes."""
+    D, F, V = config.model_dim, config.mlp_dim, config.vocab_size
+    N, K, H = config.num_query_heads, config.num_kv_heads, config.head_dim
+    G, one = N // K, "btd,fd->btf"
+    found = [
+        ("qkv", "q", Product(one, (batch, rows, D), (N * H, D))),
+        ("mlp", "down", Product(one, (batch, rows, F), (D, F))),
+        ("scores", "k", Product("btkgh,bskh->bkgts", (batch, rows, K, G, H), (batch, slots, K, H))),
+        ("attention", "v", Product("bkgts,bskh->btkgh", (batch, K, G, rows, slots), (batch, slots, K, H))),
+        ("output", "o", Product(one, (batch, rows, N * H), (D, N * H))),
+        ("mlp", "gate", Product(one, (batch, rows, D), (F, D))),
+        ("qkv", "k", Product(one, (batch, rows, D), (K * H, D))),
+        ("head", "head", Product(one, (batch, rows, D), (V, D))),
+    ]
+    return [product for product in found if product[0] != "head" or rows == 1]
 
 
 def _compile(program: Program) -> tuple[Any, str, float]:

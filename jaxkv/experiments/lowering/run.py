@@ -11,6 +11,7 @@ change. And the orders of summation of the products are recovered from their out
 import concurrent.futures
 import dataclasses
 import hashlib
+import threading
 import time
 from typing import Any
 
@@ -38,6 +39,7 @@ from jaxkv.rollout import Layout, make_layout
 ARMS_OF = {"prompt": ("prefill", "recompute"), "step": ("decode", "recompute")}  # cached beside uncached
 FENCED = {"prompt": "fenced prefill", "step": "fenced decode", "uncached": "fenced recompute"}
 WORKERS = 2
+_LOCK = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,11 +228,13 @@ def _compile(program: Program) -> tuple[Any, str, float]:
     if "/layer.0/" not in compiled.as_text():
         # It lay in the cache, from before programs had scopes, which are no part of its key.
         name = "jax_compilation_cache_include_metadata_in_key"
-        jax.config.update(name, True)
-        try:
-            compiled = program.compile()
-        finally:
-            jax.config.update(name, False)
+        with _LOCK:
+            jax.config.update(name, True)
+            try:
+                jax.clear_caches()
+                compiled = program.compile()
+            finally:
+                jax.config.update(name, False)
     return compiled, compiled.as_text(), time.monotonic() - begin
 
 

@@ -140,13 +140,13 @@ class Bench:
         shape = [self.of.count if letter == self.of.summed else 1 for letter in self.of.spec.split(",")[0]]
         rows = jnp.broadcast_to(x.reshape(shape), self.of.x).astype(self.held.operand)
         found = self.run(rows, self._place(w))
-        wide = jnp.promote_types(self.held.accumulation, jnp.float32)
-        values = [np.asarray(v, np.promote_types(np.float32, wide)) for v in (x, w)]
+        wide = np.dtype(jnp.promote_types(self.held.accumulation, jnp.float32))
+        factors = np.asarray(x, wide), np.asarray(w, wide)
         least = int(jnp.finfo(self.held.activation).minexp)
         equal: dict[Rule, int] = {}
         for rule in RULES:
             if rule in ("fused", "rounded") or (adds_at_once(tree) and wide == jnp.float32):
-                sums = jnp.asarray(replay(tree, *values, wide, rule, least), self.held.accumulation)
+                sums = jnp.asarray(replay(tree, *factors, wide, rule, least), self.held.accumulation)
                 rounded = np.asarray(sums.astype(self.held.activation), np.float64)
                 equal[rule] = int(np.sum(np.all(found == rounded, axis=0)))
         return equal
@@ -156,7 +156,7 @@ def choose_numbers(held: Precision) -> tuple[Numbers, ...]:
     """Numbers that tell a tree, those that take the fewest tests first.
 
     An accumulator that is aligned to M keeps bits beyond its last: two on an H200, where 1024 units of 2^-20 outlive
-    2^15. fp16 has 2^39 from its largest power to its smallest, which is subnormal; its normal numbers leave room for few.
+    2^15. fp16 has 2^39 from its largest power to its smallest, which is subnormal; normal ones leave room for few.
     """
     most = 2 ** (min(jnp.finfo(dtype).nmant for dtype in (held.activation, held.accumulation)) + 1)
     fp16 = (Numbers(2.0**15, 2.0**-24, min(most, 2048)), Numbers(2.0**15, 2.0**-14, 8))

@@ -1,16 +1,16 @@
 """The order of a sum, recovered from its results alone (FPRev, arXiv 2411.00442). Imports neither jax nor flax.
 
-Two summands are a large M and -M, the others a unit so small that M absorbs any number of them. The units that are left
-in the result are those that did not meet M before -M did: the result tells how many summands there are below the
-smallest partial sum that has both. These sizes, of enough pairs, give the tree of partial sums. Where a tensor core adds
-several summands at once, several join the sum in one step.
+Two summands are a large M and -M, the others a unit so small that M absorbs any number of them. The units that are
+left in the result are those that did not meet M before -M did: the result tells how many summands there are below the
+smallest partial sum that has both. These sizes, of enough pairs, give the tree of partial sums. Where a tensor core
+adds several summands at once, several join the sum in one step.
 """
 
 import dataclasses
 import math
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Union
+from typing import Any
 
 import numpy as np
 
@@ -47,7 +47,7 @@ class Sum:
                     yield term
 
 
-Term = Union[int, Sum]  # a summand by its number, or a partial sum
+Term = int | Sum  # a summand by its number, or a partial sum
 
 
 class _Growing:

@@ -269,7 +269,7 @@ def _say_run(part: Part) -> str:
     if part.summands == 1:
         return "1 summand"
     if part.stride in (0, -1):
-        place = "from the last to the first" if part.stride else f"in the order {_say_order(part)}"
+        place = "from the last to the first" if part.stride else f"in another order {_say_order(part)}"
         return f"{part.summands} summands, {_say_steps(part)}, {place}"
     if part.stride == 1:
         return f"{part.summands} summands, {_say_steps(part)}"
@@ -277,7 +277,7 @@ def _say_run(part: Part) -> str:
 
 
 def _say_order(part: Part) -> str:
-    return ", ".join(map(str, part.order)) + ", ..." * (part.summands > FEW)
+    return f"({', '.join(map(str, part.order))}{', ...' * (part.summands > FEW)})"
 
 
 def _say_steps(part: Part) -> str:
@@ -291,7 +291,7 @@ def _say_steps(part: Part) -> str:
 
 def _say_place(part: Part) -> str:
     if not part.stride:
-        return f"summands in the order {_say_order(part)}"
+        return f"summands in another order {_say_order(part)}"
     if part.block > 1:
         return f"{part.block} neighbours of every {part.stride} summands"
     if part.stride == 1:

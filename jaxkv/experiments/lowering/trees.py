@@ -225,13 +225,14 @@ def measure_sizes(pairs: np.ndarray, count: int, numbers: Numbers, add: Add) -> 
     """
     below = np.full(len(pairs), count, np.int64)
     for first in range(0, count, numbers.most):
-        rows = add(pairs, first) / numbers.unit
-        if not np.all(np.isfinite(rows)):
+        rows = add(pairs, first)
+        units = rows[0] / numbers.unit
+        if not np.all(np.isfinite(units)):
             raise NoTreeError("results are not finite: a partial sum has fewer bits of exponent than its summands")
-        if not np.all(rows == rows[:1]):
+        if not np.array_equal(rows, np.broadcast_to(rows[:1], rows.shape)):
             raise NoTreeError("rows are not added up alike")
-        left = np.rint(rows[0])
-        if not np.array_equal(left, rows[0]):
+        left = np.rint(units)
+        if not np.array_equal(left, units):
             raise NoTreeError("units are left in parts: the sum is not taken over these summands alone")
         below -= left.astype(np.int64)
     return below

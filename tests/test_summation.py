@@ -1,0 +1,467 @@
+"""Orders of summation: trees of known sums, what is said and drawn of them, and a product's own on this device."""
+
+import fractions
+import functools
+import math
+from xml.etree import ElementTree as ET
+
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxkv.config import make_precision
+from jaxkv.experiments.lowering import summation
+from jaxkv.experiments.lowering.figures import draw_tree, draw_trees
+from jaxkv.experiments.lowering.replay import replay
+from jaxkv.experiments.lowering.shapes import TreeShape, describe, same_order
+from jaxkv.experiments.lowering.summation import Bench, Product, choose_numbers, recover
+from jaxkv.experiments.lowering.trees import (
+    NoTreeError,
+    Numbers,
+    Sum,
+    find_sizes,
+    make_sum,
+    measure_sizes,
+    recover_tree,
+)
+from jaxkv.reporting.drawing import draw
+
+WIDE = Numbers(2.0**100, 1.0, 2**20)  # of fp32
+FP16 = choose_numbers(make_precision("fp16"))[0]
+K, N = 576, 256
+ROW, ROWS = Product("btd,fd->btf", (1, 1, K), (N, K)), Product("btd,fd->btf", (1, 16, K), (N, K))
+
+
+def chain(terms):
+    return functools.reduce(make_sum, terms)
+
+
+def pairwise(terms):
+    while len(terms) > 1:
+        terms = [make_sum(*terms[at : at + 2]) for at in range(0, len(terms), 2)]
+    return terms[0]
+
+
+def core(leaves, step=16):
+    """Steps of a tensor core."""
+    return functools.reduce(lambda tree, at: make_sum(tree, *leaves[at : at + step]), range(step, len(leaves), step),
+                            make_sum(*leaves[:step]))  # fmt: skip
+
+
+def lanes(count, width):
+    return [chain(range(lane, count, width)) for lane in range(width)]
+
+
+def blocks(count, length):
+    return [chain(range(at, at + length)) for at in range(0, count, length)]
+
+
+def add_all(values):
+    return functools.reduce(np.add, values)
+
+
+def add_pairs(values):
+    while len(values) > 1:
+        values = [values[at] + values[at + 1] for at in range(0, len(values), 2)]
+    return values[0]
+
+
+def add_core(values, spare=2, step=16, exponents=None):
+    """As a tensor core: what is added at once is cut at the bits of its largest and some, and the sum to fp32."""
+    exponents = find_exponents(values) if exponents is None else np.where(values == 0, -126, exponents)
+    total = np.zeros(values.shape[1])
+    for at in range(0, len(values), step):
+        terms = np.concatenate([values[at : at + step].astype(np.float64), total[None]])
+        most = np.maximum(exponents[at : at + step].max(axis=0), find_exponents(total))
+        last = np.exp2(most - 23.0 - spare)
+        exact = np.trunc(terms / last).sum(axis=0) * last
+        near = exact.astype(np.float32)
+        total = np.where(np.abs(near) > np.abs(exact), np.nextafter(near, np.float32(0)), near).astype(np.float64)
+    return total.astype(np.float32)
+
+
+def find_exponents(values):
+    return np.frexp(np.where(values == 0, 2.0**-126, values))[1] - 1
+
+
+def tree_of(add, count, numbers=WIDE):
+    """The tree of a sum, from its results alone."""
+
+    def run(pairs, first):
+        return add(numbers.write(pairs, first, count).astype(np.float32))[None]
+
+    return recover_tree(count, lambda pairs: measure_sizes(pairs, count, numbers, run))
+
+
+def np_sum(values):
+    return np.ascontiguousarray(values.T).sum(axis=1)
+
+
+KNOWN = {
+    "one": (1, lambda v: v[0], 0),
+    "two": (2, add_all, make_sum(0, 1)),
+    "in sequence": (100, add_all, chain(range(100))),
+    "from the last": (100, lambda v: add_all(v[::-1]), chain(range(99, -1, -1))),
+    "lanes": (96, lambda v: add_pairs([add_all(v[lane::8]) for lane in range(8)]), pairwise(lanes(96, 8))),
+    "lanes and rest": (
+        99,
+        lambda v: add_all([add_pairs([add_all(v[lane:96:8]) for lane in range(8)]), *v[96:]]),
+        chain([pairwise(lanes(96, 8)), 96, 97, 98]),
+    ),
+    "pairwise": (64, lambda v: add_pairs(list(v)), pairwise(list(range(64)))),
+    "blocks": (128, lambda v: add_all([add_all(v[at : at + 32]) for at in range(0, 128, 32)]), chain(blocks(128, 32))),
+    # vdpbf16ps adds the second of two products first: no result tells which of the first two was.
+    "pairs": (32, lambda v: add_all(v[[at ^ 1 for at in range(32)]]), chain(at ^ 1 for at in range(32))),
+    # numpy/_core/src/umath/loops_utils.h.src: eight sums of every eighth number, joined pairwise; halves beyond 128.
+    "numpy, 128": (128, np_sum, pairwise(lanes(128, 8))),
+    "numpy, 256": (
+        256,
+        np_sum,
+        make_sum(pairwise(lanes(128, 8)), pairwise([chain(range(128 + lane, 256, 8)) for lane in range(8)])),
+    ),
+    "tensor core": (128, add_core, core(range(128))),
+    "two accumulators": (
+        128,
+        lambda v: (
+            add_core(v.reshape(4, 2, 16, -1)[:, 0].reshape(64, -1))
+            + add_core(v.reshape(4, 2, 16, -1)[:, 1].reshape(64, -1))
+        ),
+        make_sum(*(core([at + i for at in range(begin, 128, 32) for i in range(16)]) for begin in (0, 16))),
+    ),
+    "split tensor core": (
+        256,
+        lambda v: add_pairs([add_core(v[at : at + 64]) for at in range(0, 256, 64)]),
+        pairwise([core(range(at, at + 64)) for at in range(0, 256, 64)]),
+    ),
+    "all at once": (24, lambda v: add_core(v, step=24), make_sum(*range(24))),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_known_order_is_recovered(name):
+    count, add, tree = KNOWN[name]
+    assert tree_of(add, count) == tree
+
+
+@pytest.mark.parametrize("spare", [0, 2, 4])
+def test_fp16_tells_a_tensor_core_that_keeps_more_bits(spare):
+    """Of units of 2^-20, of which 2^15 absorbs 2048 in fp32, 1024 outlive it where two bits more are kept."""
+    add, old = functools.partial(add_core, spare=spare), Numbers(2.0**15, 2.0**-20, 2048)
+    assert tree_of(add, 1152, FP16) == core(range(1152))
+    if spare:
+        with pytest.raises(NoTreeError, match=r"; summand 576 meets 0 to .* at "):
+            tree_of(add, 1152, old)
+    else:
+        assert tree_of(add, 1152, old) == core(range(1152))
+
+
+@pytest.mark.parametrize("spare", [0, 3])
+def test_normal_numbers_of_fp16_tell_it_too(spare):
+    numbers = choose_numbers(make_precision("fp16"))[1]
+    assert numbers.unit >= float(jnp.finfo(jnp.float16).tiny)
+    assert tree_of(functools.partial(add_core, spare=spare), 256, numbers) == core(range(256))
+
+
+@st.composite
+def random_trees(draw):
+    """A tree as nested lists, of some of which more than two are added at once."""
+    terms = list(draw(st.permutations(range(draw(st.integers(2, 24))))))
+    while len(terms) > 1:
+        begin, several = draw(st.integers(0, len(terms) - 2)), draw(st.integers(2, 4))
+        terms[begin : begin + several] = [terms[begin : begin + several]]
+    return terms[0]
+
+
+def listed(tree):
+    return [tree] if isinstance(tree, int) else [leaf for one in tree for leaf in listed(one)]
+
+
+def sum_listed(tree, values):
+    """What is added at once is cut at the last bit of the largest."""
+    if isinstance(tree, int):
+        return values[tree]
+    return add_core(np.stack([sum_listed(one, values) for one in tree]), spare=0, step=len(tree))
+
+
+def met(tree, a, b):
+    """Summands of the smallest list that has both."""
+    inner = next((one for one in tree if not isinstance(one, int) and {a, b} <= set(listed(one))), None)
+    return len(listed(tree)) if inner is None else met(inner, a, b)
+
+
+@settings(max_examples=60, deadline=None)
+@given(random_trees())
+def test_random_trees_are_recovered(nested):
+    count = len(listed(nested))
+    tree = tree_of(functools.partial(sum_listed, nested), count)
+    assert tree == make_sum(*nested)
+    assert sorted(tree.leaves()) == list(range(count))
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    assert find_sizes(tree, np.asarray(pairs)).tolist() == [met(nested, a, b) for a, b in pairs]
+
+
+def test_equal_trees_alone_have_one_key():
+    trees = {name: tree for name, (count, _, tree) in KNOWN.items() if count == 128}
+    trees["other lanes"] = pairwise([lanes(128, 8)[lane] for lane in (0, 4, 2, 6, 1, 5, 3, 7)])
+    keys = {name: describe(tree).key for name, tree in trees.items()}
+    assert len(set(keys.values())) == len(trees)
+    turned = make_sum(*reversed([chain(reversed(range(at, at + 64))) for at in (0, 64)]))
+    again = make_sum(*[chain(reversed(range(at, at + 64))) for at in (0, 64)])
+    assert same_order(describe(turned), describe(again))
+    assert not same_order(describe(trees["blocks"]), describe(trees["tensor core"]))
+    with pytest.raises(ValueError, match="128 and of 2 summands"):
+        same_order(describe(again), describe(make_sum(0, 1)))
+
+
+def exact(values):
+    return np.asarray([math.fsum(column) for column in values.T])
+
+
+def shuffled(values, rng=np.random.default_rng(0)):  # noqa: B008  # its state goes on from call to call
+    return add_all(rng.permutation(values))
+
+
+@pytest.mark.parametrize(
+    ("add", "fault"),
+    [
+        (exact, "64 summands come together with summand 32 where 2 are counted; summand 32 meets 0 to 63 at 2"),
+        (shuffled, "come together|said to meet"),
+        (lambda v: add_all(v * np.float32(0.3)), "units are left in parts"),
+        (lambda v: add_all(v.astype(np.float16)), "results are not finite"),
+        (lambda v: add_all(np.concatenate([v, np.ones_like(v)])), "partial sums of -"),
+    ],
+)
+def test_what_has_no_order_is_refused(add, fault):
+    with np.errstate(over="ignore", invalid="ignore"), pytest.raises(NoTreeError, match=fault):
+        tree_of(add, 64)
+
+
+def test_many_at_once_end_in_an_error():
+    with pytest.raises(NoTreeError, match="not found in"):
+        recover_tree(600, lambda pairs: np.full(len(pairs), 600))
+
+
+@pytest.mark.parametrize(
+    ("tree", "text", "depth"),
+    [
+        (0, "1 summand", 0),
+        (chain(range(512)), "512 summands, in sequence", 511),
+        (chain(range(9, -1, -1)), "10 summands, in sequence, from the last to the first", 9),
+        (chain(at ^ 1 for at in range(32)), "32 summands, in sequence, in another order (0, 1, 3, 2, 5, 4, ...)", 31),
+        (pairwise(lanes(96, 8)), "8 partial sums of every 8th summand, 12 each, in sequence; joined pairwise", 14),
+        (chain(lanes(96, 3)), "3 partial sums of every 3rd summand, 32 each, in sequence; joined in sequence", 33),
+        (
+            chain([*blocks(128, 32), 128, 129]),
+            "4 partial sums of neighbouring summands, 32 each, in sequence; joined in sequence; "
+            "then 2 summands, in sequence",
+            36,
+        ),
+        (chain([*blocks(64, 64), make_sum(64, 65)]),
+         "64 summands, in sequence; then a partial sum of 2 summands, in sequence", 64),
+        (core(range(128)), "128 summands, in 8 steps of 16 at once", 8),
+        (make_sum(*range(9)), "9 summands, 9 at once", 1),
+        (
+            pairwise([core(range(at, at + 32)) for at in range(0, 256, 32)]),
+            "8 partial sums of neighbouring summands, 32 each, in 2 steps of 16 at once; joined pairwise",
+            5,
+        ),
+        (
+            pairwise([chain([at + far + i for far in (0, 64) for i in range(8)]) for at in range(0, 64, 8)]),
+            "8 partial sums of 8 neighbours of every 64 summands, 16 each, in sequence; joined pairwise",
+            18,
+        ),
+        (
+            pairwise([chain([chain(range(at + i, at + i + 8)) for i in range(0, 32, 8)]) for at in range(0, 256, 32)]),
+            "4 partial sums of neighbouring summands, 8 each, in sequence; joined in sequence; "
+            "8 of these joined pairwise",
+            13,
+        ),
+        (make_sum(*blocks(32, 8)), "4 partial sums of neighbouring summands, 8 each, in sequence; joined at once", 8),
+        (chain([*blocks(20, 4), chain(range(20, 23)), make_sum(23, 24), chain(range(25, 35))]),
+         "4 parts of 2 to 20 summands, one after the other", 10),
+    ],
+)  # fmt: skip
+def test_a_tree_is_told_in_a_line(tree, text, depth):
+    shape = describe(tree)
+    assert (shape.text, shape.depth) == (text, depth)
+    assert shape.summands == (len(tree) if isinstance(tree, Sum) else 1)
+
+
+def test_a_tree_is_kept_in_figures():
+    shape = describe(chain([*[core(range(at, at + 64)) for at in range(0, 192, 64)], 192]))
+    found = (shape.summands, shape.partial_sums, shape.lengths, shape.at_once, shape.strides, shape.joined)
+    assert found == (193, 3, (64,), (16,), (1,), "in turn")
+    assert (shape.order, shape.stretches) == ((0, 1, 2), ((0, 64), (1, 64), (2, 64), (0, 1)))
+    kept = msgspec.json.encode(describe(pairwise([chain(range(at, 4096, 256)) for at in range(256)])))
+    assert len(kept) < 1500
+    shape = msgspec.json.decode(kept, type=TreeShape)
+    assert (shape.partial_sums, shape.lengths, shape.joined, len(shape.order)) == (256, (16,), "pairwise", 16)
+    assert msgspec.json.encode(shape) == kept
+
+
+def words_of(shape):
+    drawing = draw(draw_tree("Order", shape))
+    assert "Order" in ET.tostring(drawing, encoding="unicode")
+    return [e.text for e in drawing.iter("text")], [e.get("data-tip") for e in drawing.iter() if e.get("data-tip")]
+
+
+def test_pictures_show_partial_sums_and_their_joins():
+    figure = draw_trees([("One row", describe(pairwise(lanes(96, 8)))), ("Many", describe(core(range(96))))])
+    assert [chart.title for chart in figure.charts] == ["One row", "Many"]
+    words, tips = words_of(describe(pairwise(lanes(96, 8))))
+    assert (words.count("12"), words.count("96")) == (8, 1)
+    assert {"summands 0 to 15, of 96", "8 partial sums, summands one by one"} <= set(words)
+    assert tips[9] == "summands 9 to 9: partial sum 2 of 8"
+    pair, chained = (draw_tree("t", describe(f(lanes(96, 8)))) for f in (pairwise, chain))
+    assert [len({line[-1][1] for line in chart.lines}) for chart in (pair, chained)] == [2 * 3 + 1, 2 * 7 + 1]
+    words, _ = words_of(describe(core(range(96))))
+    assert words.count("96") == 2
+    assert "1 partial sum, 16 summands at once, in 6 steps" in words
+    words, _ = words_of(describe(pairwise([chain(blocks(128, 8)[at : at + 4]) for at in (0, 4, 8, 12)])))
+    assert {"16 partial sums, summands one by one", "4 joined in sequence", "4 joined pairwise", "..."} <= set(words)
+    words, _ = words_of(describe(chain([*blocks(64, 32), 64, 65])))
+    assert {"32", "+ 2", "66"} <= set(words)
+
+
+def exact_core(x, w, bits):
+    """A tensor core's sum of 16 products at once, in whole numbers: MMA-Sim's fused_dot_add, arXiv 2511.10909."""
+    total = 0.0
+    for at in range(0, len(x), 16):
+        terms = [(fractions.Fraction(a) * fractions.Fraction(b), math.frexp(a)[1] + math.frexp(b)[1] - 2)
+                 for a, b in zip(x[at : at + 16], w[at : at + 16], strict=True)]  # fmt: skip
+        terms.append((fractions.Fraction(total), math.frexp(total)[1] - 1 if total else -126))
+        unit = fractions.Fraction(2) ** (max(exponent for _, exponent in terms) - bits)
+        exact = sum(math.trunc(value / unit) for value, _ in terms) * unit
+        size = fractions.Fraction(2) ** (math.frexp(float(exact))[1] - 24)
+        total = float(math.trunc(exact / size) * size)
+    return total
+
+
+@pytest.mark.parametrize("bits", [23, 24, 25])
+def test_cut_sums_are_a_tensor_cores(bits):
+    rng = np.random.default_rng(bits)
+    x = rng.standard_normal(64).astype(np.float16).astype(np.float32)
+    w = rng.standard_normal((64, 40)).astype(np.float16).astype(np.float32)
+    expected = [exact_core(x.tolist(), column.tolist(), bits) for column in w.T]
+    assert replay(core(range(64)), x, w, np.dtype(np.float32), f"cut{bits}").tolist() == expected
+    others = replay(core(range(64)), x, w, np.dtype(np.float32), "fused").tolist()
+    assert others != expected
+
+
+def test_fused_and_rounded_products():
+    """Of 1 + 2^-12 squared, 2^-24 is lost if it is rounded, and kept if it is added to -1 first."""
+    x, w = np.float32([1, 1 + 2.0**-12]), np.float32([[-1], [1 + 2.0**-12]])
+    tree, kind = make_sum(0, 1), np.dtype(np.float32)
+    assert replay(tree, x, w, kind, "fused").tolist() == [2.0**-11 + 2.0**-24]
+    for rule in ("rounded", "fused second"):
+        assert replay(tree, x, w, kind, rule).tolist() == [2.0**-11]
+    assert replay(tree, x[::-1], w[::-1], kind, "fused second").tolist() == [2.0**-11 + 2.0**-24]
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16", "fp32", "fp64"])
+def test_large_numbers_outweigh_all_units(name):
+    """By all bits of the accumulator and three or four more; and the number of units is told exactly by the result."""
+    held = make_precision(name)
+    for numbers in choose_numbers(held):
+        bits = jnp.finfo(held.accumulation).nmant + (3 if numbers.unit == 2.0**-14 else 4)
+        assert numbers.large / (numbers.most * numbers.unit) > 2.0**bits
+        assert numbers.most <= 2 ** (jnp.finfo(held.activation).nmant + 1)
+        assert float(np.asarray(numbers.unit).astype(held.operand)) == numbers.unit
+        assert numbers.large < float(jnp.finfo(held.operand).max)
+
+
+@pytest.mark.parametrize("of", [ROW, ROWS], ids=["row", "rows"])
+@pytest.mark.parametrize("name", ["fp16", "bf16", "fp32"])
+def test_a_product_on_this_device(name, of):
+    found = recover(of, make_precision(name).widened())
+    assert sorted(found.tree.leaves()) == list(range(K))
+    assert (found.again, found.columns, found.reproduced["fused"]) == (True, N, N)
+    assert found.rounding == ("fused" if name == "fp32" else "either")  # 16-bit products are exact in fp32
+
+
+def test_units_may_be_subnormal():
+    found = recover(ROWS, make_precision("fp16"))
+    assert (found.numbers, found.again, found.rounding) == (FP16, True, "either")
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_another_tree_has_other_bits(name):
+    """Though results are rounded to 16 bits."""
+    equal = Bench(ROW, make_precision(name).widened())._reproduce(chain(range(K)))
+    assert max(equal.values()) < N / 4
+
+
+class TensorCore(Bench):
+    """Adds 16 at once, as a Hopper GPU."""
+
+    def run(self, x, w):
+        row, columns = np.asarray(x, np.float64)[0, 0, :, None], np.asarray(w, np.float64).T
+        exponents = np.frexp(row)[1] + np.frexp(columns)[1] - 2
+        return add_core(row * columns, exponents=exponents).astype(np.float16).astype(np.float64)[None]
+
+
+def test_a_tensor_core_is_told_by_its_bits():
+    found = TensorCore(Product("btd,fd->btf", (1, 1, 128), (64, 128)), make_precision("fp16")).recover()
+    assert (found.tree, found.again, found.rounding) == (core(range(128)), True, "cut25")
+
+
+def test_a_product_of_batches():
+    heads = Product("bth,bsh->bts", (2, 3, 64), (2, 32, 64))
+    found = recover(heads, make_precision("fp32"))
+    assert found.again
+    assert found.rounding == "fused"
+
+
+PERMUTATION = np.random.default_rng(3).permutation(K)
+
+
+def relabel(tree, numbers):
+    if not isinstance(tree, Sum):
+        return numbers[tree]
+    begin, *steps = tree.steps
+    return functools.reduce(
+        lambda total, step: make_sum(total, *(relabel(one, numbers) for one in step)), steps, relabel(begin[0], numbers)
+    )
+
+
+class Permuted(Bench):
+    """The same program, whose operands are in another order."""
+
+    def run(self, x, w):
+        return super().run(x[..., PERMUTATION], w[..., PERMUTATION])
+
+
+def test_another_order_is_seen():
+    plain = recover(ROW, make_precision("fp32")).tree
+    moved = Permuted(ROW, make_precision("fp32")).recover()
+    assert not same_order(describe(plain), describe(moved.tree))
+    assert moved.tree == relabel(plain, PERMUTATION.tolist())
+    assert moved.again
+
+
+def test_rows_in_different_orders_have_no_tree(monkeypatch):
+    own = summation.product
+    monkeypatch.setattr(
+        summation,
+        "product",
+        lambda spec, x, w, precision: jnp.concatenate(
+            [own(spec, x[:, :1], w, precision), own(spec, x[:, 1:], w[..., ::-1], precision)], axis=1
+        ),
+    )
+    with pytest.raises(NoTreeError, match="rows are not added up alike"):
+        Bench(ROWS, make_precision("fp32")).recover()
+
+
+def test_other_numbers_are_tried(monkeypatch):
+    """Against units of 1, 2^20 absorbs none in fp32."""
+    bad, good = Numbers(2.0**20, 1.0, 2**20), choose_numbers(make_precision("fp32"))[0]
+    monkeypatch.setattr(summation, "choose_numbers", lambda held: (bad, good))
+    found = Bench(ROW, make_precision("fp32")).recover()
+    assert found.numbers == good
+    assert found.tree == recover(ROW, make_precision("fp32")).tree
+    monkeypatch.setattr(summation, "choose_numbers", lambda held: (bad, bad))
+    with pytest.raises(NoTreeError, match=r"with 2\^20 against units of 2\^0, 1048576 in a test: .* with 2\^20"):
+        Bench(ROW, make_precision("fp32")).recover()

@@ -1,22 +1,20 @@
-"""Orders of summation: trees of known sums, what is said and drawn of them, and a product's own on this device."""
+"""Orders of summation: trees of known sums, and of a product on this device."""
 
 import fractions
 import functools
 import math
-from xml.etree import ElementTree as ET
 
 import jax.numpy as jnp
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from summation_trees import blocks, chain, core, lanes, pairwise
 
 from jaxkv.config import make_precision
 from jaxkv.experiments.lowering import summation
-from jaxkv.experiments.lowering.figures import draw_tree, draw_trees
 from jaxkv.experiments.lowering.replay import replay
-from jaxkv.experiments.lowering.shapes import TreeShape, describe, same_order
+from jaxkv.experiments.lowering.shapes import describe, same_order
 from jaxkv.experiments.lowering.summation import Bench, Product, choose_numbers, recover
 from jaxkv.experiments.lowering.trees import (
     NoTreeError,
@@ -27,36 +25,11 @@ from jaxkv.experiments.lowering.trees import (
     measure_sizes,
     recover_tree,
 )
-from jaxkv.reporting.drawing import draw
 
 WIDE = Numbers(2.0**100, 1.0, 2**20)  # of fp32
 FP16 = choose_numbers(make_precision("fp16"))[0]
 K, N = 576, 256
 ROW, ROWS = Product("btd,fd->btf", (1, 1, K), (N, K)), Product("btd,fd->btf", (1, 16, K), (N, K))
-
-
-def chain(terms):
-    return functools.reduce(make_sum, terms)
-
-
-def pairwise(terms):
-    while len(terms) > 1:
-        terms = [make_sum(*terms[at : at + 2]) for at in range(0, len(terms), 2)]
-    return terms[0]
-
-
-def core(leaves, step=16):
-    """Steps of a tensor core."""
-    return functools.reduce(lambda tree, at: make_sum(tree, *leaves[at : at + step]), range(step, len(leaves), step),
-                            make_sum(*leaves[:step]))  # fmt: skip
-
-
-def lanes(count, width):
-    return [chain(range(lane, count, width)) for lane in range(width)]
-
-
-def blocks(count, length):
-    return [chain(range(at, at + length)) for at in range(0, count, length)]
 
 
 def add_all(values):
@@ -203,19 +176,6 @@ def test_random_trees_are_recovered(nested):
     assert find_sizes(tree, np.asarray(pairs)).tolist() == [met(nested, a, b) for a, b in pairs]
 
 
-def test_equal_trees_alone_have_one_key():
-    trees = {name: tree for name, (count, _, tree) in KNOWN.items() if count == 128}
-    trees["other lanes"] = pairwise([lanes(128, 8)[lane] for lane in (0, 4, 2, 6, 1, 5, 3, 7)])
-    keys = {name: describe(tree).key for name, tree in trees.items()}
-    assert len(set(keys.values())) == len(trees)
-    turned = make_sum(*reversed([chain(reversed(range(at, at + 64))) for at in (0, 64)]))
-    again = make_sum(*[chain(reversed(range(at, at + 64))) for at in (0, 64)])
-    assert same_order(describe(turned), describe(again))
-    assert not same_order(describe(trees["blocks"]), describe(trees["tensor core"]))
-    with pytest.raises(ValueError, match="128 and of 2 summands"):
-        same_order(describe(again), describe(make_sum(0, 1)))
-
-
 def exact(values):
     return np.asarray([math.fsum(column) for column in values.T])
 
@@ -242,88 +202,6 @@ def test_what_has_no_order_is_refused(add, fault):
 def test_many_at_once_end_in_an_error():
     with pytest.raises(NoTreeError, match="not found in"):
         recover_tree(600, lambda pairs: np.full(len(pairs), 600))
-
-
-@pytest.mark.parametrize(
-    ("tree", "text", "depth"),
-    [
-        (0, "1 summand", 0),
-        (chain(range(512)), "512 summands, in sequence", 511),
-        (chain(range(9, -1, -1)), "10 summands, in sequence, from the last to the first", 9),
-        (chain(at ^ 1 for at in range(32)), "32 summands, in sequence, in another order (0, 1, 3, 2, 5, 4, ...)", 31),
-        (pairwise(lanes(96, 8)), "8 partial sums of every 8th summand, 12 each, in sequence; joined pairwise", 14),
-        (chain(lanes(96, 3)), "3 partial sums of every 3rd summand, 32 each, in sequence; joined in sequence", 33),
-        (
-            chain([*blocks(128, 32), 128, 129]),
-            "4 partial sums of neighbouring summands, 32 each, in sequence; joined in sequence; "
-            "then 2 summands, in sequence",
-            36,
-        ),
-        (chain([*blocks(64, 64), make_sum(64, 65)]),
-         "64 summands, in sequence; then a partial sum of 2 summands, in sequence", 64),
-        (core(range(128)), "128 summands, in 8 steps of 16 at once", 8),
-        (make_sum(*range(9)), "9 summands, 9 at once", 1),
-        (
-            pairwise([core(range(at, at + 32)) for at in range(0, 256, 32)]),
-            "8 partial sums of neighbouring summands, 32 each, in 2 steps of 16 at once; joined pairwise",
-            5,
-        ),
-        (
-            pairwise([chain([at + far + i for far in (0, 64) for i in range(8)]) for at in range(0, 64, 8)]),
-            "8 partial sums of 8 neighbours of every 64 summands, 16 each, in sequence; joined pairwise",
-            18,
-        ),
-        (
-            pairwise([chain([chain(range(at + i, at + i + 8)) for i in range(0, 32, 8)]) for at in range(0, 256, 32)]),
-            "4 partial sums of neighbouring summands, 8 each, in sequence; joined in sequence; "
-            "8 of these joined pairwise",
-            13,
-        ),
-        (make_sum(*blocks(32, 8)), "4 partial sums of neighbouring summands, 8 each, in sequence; joined at once", 8),
-        (chain([*blocks(20, 4), chain(range(20, 23)), make_sum(23, 24), chain(range(25, 35))]),
-         "4 parts of 2 to 20 summands, one after the other", 10),
-    ],
-)  # fmt: skip
-def test_a_tree_is_told_in_a_line(tree, text, depth):
-    shape = describe(tree)
-    assert (shape.text, shape.depth) == (text, depth)
-    assert shape.summands == (len(tree) if isinstance(tree, Sum) else 1)
-
-
-def test_a_tree_is_kept_in_figures():
-    shape = describe(chain([*[core(range(at, at + 64)) for at in range(0, 192, 64)], 192]))
-    found = (shape.summands, shape.partial_sums, shape.lengths, shape.at_once, shape.strides, shape.joined)
-    assert found == (193, 3, (64,), (16,), (1,), "in turn")
-    assert (shape.order, shape.stretches) == ((0, 1, 2), ((0, 64), (1, 64), (2, 64), (0, 1)))
-    kept = msgspec.json.encode(describe(pairwise([chain(range(at, 4096, 256)) for at in range(256)])))
-    assert len(kept) < 1500
-    shape = msgspec.json.decode(kept, type=TreeShape)
-    assert (shape.partial_sums, shape.lengths, shape.joined, len(shape.order)) == (256, (16,), "pairwise", 16)
-    assert msgspec.json.encode(shape) == kept
-
-
-def words_of(shape):
-    drawing = draw(draw_tree("Order", shape))
-    assert "Order" in ET.tostring(drawing, encoding="unicode")
-    return [e.text for e in drawing.iter("text")], [e.get("data-tip") for e in drawing.iter() if e.get("data-tip")]
-
-
-def test_pictures_show_partial_sums_and_their_joins():
-    figure = draw_trees([("One row", describe(pairwise(lanes(96, 8)))), ("Many", describe(core(range(96))))])
-    assert [chart.title for chart in figure.charts] == ["One row", "Many"]
-    words, tips = words_of(describe(pairwise(lanes(96, 8))))
-    assert (words.count("12"), words.count("96")) == (8, 1)
-    assert {"summands 0 to 15, of 96", "8 partial sums, summands one by one"} <= set(words)
-    assert tips[9] == "summands 9 to 9: partial sum 2 of 8"
-    pair, chained = (draw_tree("t", describe(f(lanes(96, 8)))) for f in (pairwise, chain))
-    assert [len({line[-1][1] for line in chart.lines}) for chart in (pair, chained)] == [2 * 3 + 1, 2 * 7 + 1]
-    words, _ = words_of(describe(core(range(96))))
-    assert words.count("96") == 2
-    assert "1 partial sum, 16 summands at once, in 6 steps" in words
-    words, _ = words_of(describe(pairwise([chain(blocks(128, 8)[at : at + 4]) for at in (0, 4, 8, 12)])))
-    assert {"16 partial sums, summands one by one", "4 joined in sequence", "4 joined pairwise", "..."} <= set(words)
-    words, _ = words_of(describe(chain([*blocks(64, 32), 64, 65])))
-    assert {"32", "+ 2", "66"} <= set(words)
 
 
 def exact_core(x, w, bits):
@@ -397,14 +275,15 @@ def test_another_tree_has_other_bits(name):
 class TensorCore(Bench):
     """Adds 16 at once, as a Hopper GPU."""
 
-    def run(self, x, w):
+    def multiply(self, x, w):
         row, columns = np.asarray(x, np.float64)[0, 0, :, None], np.asarray(w, np.float64).T
         exponents = np.frexp(row)[1] + np.frexp(columns)[1] - 2
-        return add_core(row * columns, exponents=exponents).astype(np.float16).astype(np.float64)[None]
+        return add_core(row * columns, exponents=exponents).astype(self.held.activation)[None]
 
 
-def test_a_tensor_core_is_told_by_its_bits():
-    found = TensorCore(Product("btd,fd->btf", (1, 1, 128), (64, 128)), make_precision("fp16")).recover()
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_a_tensor_core_is_told_by_its_bits(name):
+    found = TensorCore(Product("btd,fd->btf", (1, 1, 128), (64, 128)), make_precision(name)).recover()
     assert (found.tree, found.again, found.rounding) == (core(range(128)), True, "cut25")
 
 
@@ -430,8 +309,8 @@ def relabel(tree, numbers):
 class Permuted(Bench):
     """The same program, whose operands are in another order."""
 
-    def run(self, x, w):
-        return super().run(x[..., PERMUTATION], w[..., PERMUTATION])
+    def multiply(self, x, w):
+        return super().multiply(x[..., PERMUTATION], w[..., PERMUTATION])
 
 
 def test_another_order_is_seen():

@@ -165,6 +165,11 @@ def met(tree, a, b):
     return len(listed(tree)) if inner is None else met(inner, a, b)
 
 
+def nested_depth(tree):
+    """Sums inside each other."""
+    return 1 + max(nested_depth(one) for step in tree.steps for one in step) if isinstance(tree, Sum) else 0
+
+
 @settings(max_examples=60, deadline=None)
 @given(random_trees())
 def test_random_trees_are_recovered(nested):
@@ -172,6 +177,7 @@ def test_random_trees_are_recovered(nested):
     tree = tree_of(functools.partial(sum_listed, nested), count)
     assert tree == make_sum(*nested)
     assert sorted(tree.leaves()) == list(range(count))
+    assert 2 ** nested_depth(tree) <= count
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     assert find_sizes(tree, np.asarray(pairs)).tolist() == [met(nested, a, b) for a, b in pairs]
 
@@ -197,6 +203,17 @@ def shuffled(values, rng=np.random.default_rng(0)):  # noqa: B008  # its state g
 def test_what_has_no_order_is_refused(add, fault):
     with np.errstate(over="ignore", invalid="ignore"), pytest.raises(NoTreeError, match=fault):
         tree_of(add, 64)
+
+
+def test_more_counted_than_come_together_is_refused():
+    with pytest.raises(NoTreeError, match="21 summands come together with summand 32 where 40 are counted"):
+        recover_tree(64, lambda pairs: np.where(np.arange(len(pairs)) < 20, 40, 64))
+
+
+def test_a_tree_that_fits_no_other_pairs_is_refused(monkeypatch):
+    monkeypatch.setattr(summation, "recover_tree", lambda count, measure: chain(range(count)))
+    with pytest.raises(NoTreeError, match="pairs do not fit the tree of others, first"):
+        Bench(ROW, make_precision("fp32")).recover()
 
 
 def test_many_at_once_end_in_an_error():

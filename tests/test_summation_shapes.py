@@ -104,6 +104,8 @@ def test_equal_trees_alone_have_one_key():
         "other lanes": pairwise([lanes(128, 8)[lane] for lane in (0, 4, 2, 6, 1, 5, 3, 7)]),
         "tensor core": core(range(128)),
         "half of it": core(range(128), 8),
+        "one pair first": make_sum(make_sum(0, 1, 3), 2, 4),
+        "another first": make_sum(make_sum(0, 1, 4), 2, 3),
     }
     keys = {name: describe(tree).key for name, tree in trees.items()}
     assert len(set(keys.values())) == len(trees)

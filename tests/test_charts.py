@@ -15,7 +15,21 @@ from jaxkv.errors import UserError
 from jaxkv.overview.curves import find_token_grid
 from jaxkv.overview.examples import show_examples
 from jaxkv.pieces import read_pieces, write_pieces
-from jaxkv.reporting.charts import Axis, Cells, Intervals, Lines, Point, Row, Scatter, Series, limits, share_axis
+from jaxkv.reporting.charts import (
+    Axis,
+    Box,
+    Cells,
+    Diagram,
+    Intervals,
+    Lines,
+    Point,
+    Row,
+    Scatter,
+    Series,
+    Word,
+    limits,
+    share_axis,
+)
 from jaxkv.reporting.document import to_markdown
 from jaxkv.reporting.drawing import draw
 
@@ -26,6 +40,13 @@ CHARTS = {
     "scatter": Scatter("Dots", [Series("a", [Point(1, 2)]), Series("b", [Point(0, 3)])], X, LOG, [(1, 2), (2, 4)]),
     "intervals": Intervals("Rows", [Row("one", 0.5, (0.4, 0.6), "one: half"), Row("two", 0.1, None)], X),
     "cells": Cells("Cells", ["a", "b"], ["x", "y"], [[1.0, None], [0.01, 0.0]], log=True, show=str),
+    "diagram": Diagram(
+        "Boxes",
+        60,
+        [Box(0, 0, 50, 20, "4", 1, "four"), Box(60, 0, 50, 20)],
+        [[(25, 20), (25, 60)]],
+        [Word(2, 50, "sum")],
+    ),
 }
 
 
@@ -49,6 +70,7 @@ def test_a_chart_is_the_same_tree_however_often(name):
         ("lines", ["a: 1 at 0", "a: 3 at 4"]),
         ("bars", ["a: 0.001 at 0", "a: 3 at 4"]),
         ("intervals", ["one: half", "two: 0.1"]),
+        ("diagram", ["four"]),
         ("cells", ["a, x: 1", "b, x: 0.01"]),  # None and what no logarithm has stay empty
     ],
 )

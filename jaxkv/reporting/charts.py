@@ -111,7 +111,42 @@ class Cells:
     measure: str = ""
 
 
-Chart = Lines | Scatter | Intervals | Cells
+@dataclasses.dataclass(frozen=True)
+class Box:
+    """A box of a `Diagram` with text in it; `colour` is an index of the page's colours, None for a grey one."""
+
+    left: float
+    top: float
+    width: float
+    height: float
+    text: str = ""
+    colour: int | None = None
+    said: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Word:
+    """A text of a `Diagram` that begins at x, its middle at y; at x in its middle if `centred`."""
+
+    x: float
+    y: float
+    text: str
+    centred: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagram:
+    """Boxes, lines through points, below the boxes, and words, in pixels from the upper left, DIAGRAM wide."""
+
+    title: str
+    height: float
+    boxes: Sequence[Box]
+    lines: Sequence[Sequence[tuple[float, float]]] = ()
+    words: Sequence[Word] = ()
+
+
+DIAGRAM = 356  # pixels
+Chart = Lines | Scatter | Intervals | Cells | Diagram
 
 
 def limits(values: Sequence[float], log: bool = False) -> tuple[float, float]:

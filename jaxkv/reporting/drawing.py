@@ -16,7 +16,19 @@ from xml.etree import ElementTree as ET
 import altair as alt
 import vl_convert
 
-from jaxkv.reporting.charts import Axis, Cells, Chart, Intervals, Lines, Point, Scatter, Series, limits
+from jaxkv.reporting.charts import (
+    DIAGRAM,
+    Axis,
+    Cells,
+    Chart,
+    Diagram,
+    Intervals,
+    Lines,
+    Point,
+    Scatter,
+    Series,
+    limits,
+)
 from jaxkv.reporting.format import format_number
 
 WIDTH, HEIGHT = 360, 250  # a phone's width
@@ -293,4 +305,39 @@ def _name_cells(names: Sequence[str], every: int) -> dict[str, Any]:
     return {"axis": axis, "scale": alt.Scale(domain=list(range(len(names))), padding=0)}
 
 
-_DRAWN: dict[type, Any] = {Lines: _draw_lines, Scatter: _draw_scatter, Intervals: _draw_intervals, Cells: _draw_cells}
+def _draw_diagram(chart: Diagram) -> Drawn:
+    """Coloured boxes are pale, so that their text is read on a dark page too."""
+    across, along = alt.Scale(domain=[0, DIAGRAM], nice=False), alt.Scale(domain=[chart.height, 0], nice=False)
+    x, y = (alt.X("x:Q", axis=None, scale=across), alt.Y("y:Q", axis=None, scale=along))
+    layers = []
+    if chart.lines:
+        points = [
+            {"n": number, "i": at, "x": point[0], "y": point[1]}
+            for number, line in enumerate(chart.lines)
+            for at, point in enumerate(line)
+        ]
+        lines = _data(points).mark_line(strokeWidth=1.4, color=SOFT, aria=False)
+        layers.append(lines.encode(x=x, y=y, detail="n:N", order="i:Q"))
+    boxes = [
+        {"x": box.left, "y": box.top, "x2": box.left + box.width, "y2": box.top + box.height, "said": box.said}
+        | {"c": SOFT if box.colour is None else COLOURS[box.colour % len(COLOURS)]}
+        for box in chart.boxes
+    ]
+    place = _data(boxes).encode(x=x, y=y, x2="x2:Q", y2="y2:Q")
+    colour = alt.Color("c:N", scale=None, legend=None)
+    rect = place.mark_rect(fillOpacity=0.3, strokeWidth=0.8)
+    layers.append(rect.encode(color=colour, stroke=alt.Stroke("c:N", scale=None, legend=None), description="said:N"))
+    for centred in (True, False):
+        words = [(w.x, w.y, w.text) for w in chart.words if w.centred == centred]
+        if centred:
+            words += [(b.left + b.width / 2, b.top + b.height / 2, b.text) for b in chart.boxes if b.text]
+        if words:
+            text = _data([dict(zip(("x", "y", "t"), word, strict=True)) for word in words])
+            text = text.mark_text(align="center" if centred else "left", fontSize=10.5, color=INK, aria=False)
+            layers.append(text.encode(x=x, y=y, text="t:N"))
+    return alt.layer(*layers), round(chart.height) + 26
+
+
+_DRAWN: dict[type, Any] = {
+    Lines: _draw_lines, Scatter: _draw_scatter, Intervals: _draw_intervals, Cells: _draw_cells, Diagram: _draw_diagram,
+}  # fmt: skip

@@ -8,8 +8,10 @@ from jaxkv.experiments.lowering.trees import Sum, Term
 
 # fused: a product is not rounded before it is added (a fused multiply-add). rounded: it is. cut25 and so on: what is
 # added at once is cut at so many bits below the largest exponent, and the sum cut to fp32, as in tensor cores: of
-# Hopper and Blackwell 25, of Turing, Ampere and Ada 24, of Volta 23 (MMA-Sim, arXiv 2511.10909).
-Rule = Literal["fused", "rounded", "cut25", "cut24", "cut23"]
+# Hopper and Blackwell 25, of Turing, Ampere and Ada 24, of Volta 23 (MMA-Sim, arXiv 2511.10909). Of the two that a sum
+# begins with, no result tells which was first, but under 'fused' one product is rounded: that of the lower one; under
+# 'fused second' of the other.
+Rule = Literal["fused", "fused second", "rounded", "cut25", "cut24", "cut23"]
 RULES: tuple[Rule, ...] = get_args(Rule)
 ZERO = -126  # exponent of a zero in a tensor core
 
@@ -26,9 +28,9 @@ def adds_at_once(tree: Term) -> bool:
 def replay(tree: Term, x: np.ndarray, w: np.ndarray, dtype: np.dtype, rule: Rule, least: int = ZERO) -> np.ndarray:
     """The sums [columns] of x [summands] times w [summands, columns] in the order of `tree`.
 
-    Partial sums have `dtype`. Products are taken in float64: of two fp32 numbers they are exact. Two rounded in a row
-    (float64, then fp32) differ from one in some 1 of 2^29 cases. Where a step adds several under 'fused' or 'rounded',
-    they are added one after the other. `least` is the smallest exponent of x's and w's own dtype: a smaller number is
+    Partial sums have `dtype`. Products are taken in float64: of two fp32 numbers they are exact. Two roundings in a row
+    (float64, then fp32) differ from one in some 1 of 2^29 cases. Where a step adds several, they are added one after
+    the other unless they are cut. `least` is the smallest exponent of x's and w's own dtype: a smaller number is
     subnormal.
     """
     if rule.startswith("cut"):
@@ -37,16 +39,18 @@ def replay(tree: Term, x: np.ndarray, w: np.ndarray, dtype: np.dtype, rule: Rule
     products = x[:, None].astype(wide) * w
     if rule == "rounded":
         products = products.astype(dtype).astype(wide)
-    return _add(tree, products, dtype)
+    return _add(tree, products, dtype, second=rule == "fused second")
 
 
-def _add(term: Term, products: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def _add(term: Term, products: np.ndarray, dtype: np.dtype, second: bool) -> np.ndarray:
     if not isinstance(term, Sum):
         return products[term]
-    total = products[term.steps[0][0]].astype(dtype)  # type: ignore[index]  # it begins with a summand
-    for step in term.steps[1:]:
-        for one in step:
-            total = (total.astype(products.dtype) + _add(one, products, dtype)).astype(dtype)
+    first, *rest = (one for step in term.steps for one in step)
+    if second and not isinstance(rest[0], Sum):
+        first, rest[0] = rest[0], first
+    total = _add(first, products, dtype, second).astype(dtype)
+    for one in rest:
+        total = (total.astype(products.dtype) + _add(one, products, dtype, second)).astype(dtype)
     return total
 
 
@@ -63,9 +67,8 @@ class _Cut:
         """[columns], float64 that holds fp32."""
         if not isinstance(term, Sum):
             return self.products[term]
-        begin, held, total = term.steps[0][0], [], np.zeros(self.products.shape[1])
-        assert not isinstance(begin, Sum)
-        held = [begin]  # what begins goes into the first step with summands
+        total = np.zeros(self.products.shape[1])
+        held = [one for one in term.steps[0] if not isinstance(one, Sum)]  # goes into the next step
         for step in term.steps[1:]:
             parts = [self.add(one) for one in step if isinstance(one, Sum)]
             held += [one for one in step if not isinstance(one, Sum)]

@@ -1,16 +1,16 @@
 """The order of a sum, recovered from its results alone (FPRev, arXiv 2411.00442). Imports neither jax nor flax.
 
-Two summands are a large M and -M, the others a unit so small that M absorbs any number of them. The units that are left
-in the result are those that did not meet M before -M did: the result tells how many summands there are below the
-smallest partial sum that has both. These sizes, of enough pairs, give the tree of partial sums. Where a tensor core adds
-several summands at once, several join the sum in one step.
+Two summands are a large M and -M, the others a unit so small that M absorbs any number of them. The units that are
+left in the result are those that did not meet M before -M did: the result tells how many summands there are below the
+smallest partial sum that has both. These sizes, of enough pairs, give the tree of partial sums. Where a tensor core
+adds several summands at once, several join the sum in one step.
 """
 
 import dataclasses
 import math
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Union
+from typing import Any
 
 import numpy as np
 
@@ -47,7 +47,7 @@ class Sum:
                     yield term
 
 
-Term = Union[int, Sum]  # a summand by its number, or a partial sum
+Term = int | Sum  # a summand by its number, or a partial sum
 
 
 class _Growing:
@@ -225,13 +225,14 @@ def measure_sizes(pairs: np.ndarray, count: int, numbers: Numbers, add: Add) -> 
     """
     below = np.full(len(pairs), count, np.int64)
     for first in range(0, count, numbers.most):
-        rows = add(pairs, first) / numbers.unit
-        if not np.all(np.isfinite(rows)):
+        rows = add(pairs, first)
+        units = rows[0] / numbers.unit
+        if not np.all(np.isfinite(units)):
             raise NoTreeError("results are not finite: a partial sum has fewer bits of exponent than its summands")
-        if not np.all(rows == rows[:1]):
+        if not np.array_equal(rows, np.broadcast_to(rows[:1], rows.shape)):
             raise NoTreeError("rows are not added up alike")
-        left = np.rint(rows[0])
-        if not np.array_equal(left, rows[0]):
+        left = np.rint(units)
+        if not np.array_equal(left, units):
             raise NoTreeError("units are left in parts: the sum is not taken over these summands alone")
         below -= left.astype(np.int64)
     return below

@@ -20,9 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxkv.cache import Intervention, KVCache
+from jaxkv.cache import Intervention, KVCache, empty_cache
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
@@ -35,7 +36,19 @@ EXAMPLES = "tpu:v5e:2x2, tpu:v5p:2x2x1, tpu:v6e:2x2"
 KNOWN = f"known: here, cpu, {EXAMPLES}"
 MOST_CHIPS = 256
 
+# What libtpu would otherwise ask Google's metadata server for, complain about, log in files or lock against a second
+# process that compiles. None of it changes a program.
+LIBTPU_SETTINGS = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_LOG_DIR": "disabled",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
 AXIS = "chips"
+WHOLE = PartitionSpec()  # on every chip
 # Which axis of a parameter lies over the chips, by the end of its name; a parameter that none names, or whose axis does
 # not divide, is on every chip.
 RULES: tuple[tuple[str, PartitionSpec], ...] = (
@@ -45,7 +58,7 @@ RULES: tuple[tuple[str, PartitionSpec], ...] = (
     (r"attn/o", PartitionSpec(None, AXIS, None)),  # [D,N,H]
     (r"mlp/(gate|up)", PartitionSpec(AXIS, None)),  # [F,D]
     (r"mlp/down", PartitionSpec(None, AXIS)),  # [D,F]
-    (r"weight", PartitionSpec()),  # of norms, [D] or [H]
+    (r"weight", WHOLE),  # of norms, [D] or [H]
 )
 CACHE_RULE = PartitionSpec(None, None, AXIS, None)  # [B,S,K,H]
 
@@ -80,9 +93,15 @@ class Target:
         return None if stats is None else stats.get("bytes_limit")
 
     def devices(self) -> tuple[jax.Device, ...]:
-        """The devices, or descriptions of them that can be compiled for. Raises UserError if libtpu does not say."""
+        """The devices, or descriptions of chips, which turn this process's persistent compilation cache off.
+
+        Raises UserError if libtpu does not know them.
+        """
         if self.chip is None:
             return tuple(jax.devices(None if self.text == "here" else self.text)[:1])
+        # JAX can write programs of absent devices to its persistent cache, but not read them again, and warns of each.
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()
         return _find_chips(self)
 
 
@@ -123,11 +142,8 @@ def _check_libtpu() -> None:
 
 @functools.cache
 def _find_chips(target: Target) -> tuple[jax.Device, ...]:
-    # What libtpu would otherwise ask Google's metadata server for, and complain about. It reads none of it to compile.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
-    os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
+    for name, value in LIBTPU_SETTINGS.items():
+        os.environ.setdefault(name, value)
     hosts = [2 if size % 2 == 0 else 1 for size in target.grid[:2]] + [1]
     name = target.text.removeprefix("tpu:")
     try:
@@ -142,7 +158,7 @@ def _find_chips(target: Target) -> tuple[jax.Device, ...]:
 def fit_spec(spec: PartitionSpec, shape: Sequence[int], chips: int) -> PartitionSpec:
     """The spec if the axis it lays over the chips divides among them, else that of an array that is on every chip."""
     if any(name == AXIS and size % chips for name, size in zip(spec, shape, strict=False)):
-        return PartitionSpec()
+        return WHOLE
     return spec
 
 
@@ -156,29 +172,28 @@ def parameter_spec(path: str, shape: Sequence[int], chips: int) -> PartitionSpec
 
 @dataclasses.dataclass(frozen=True)
 class Placing:
-    """How a model's arrays lie over devices: each on one of them, or along one axis over all."""
+    """How a model's arrays lie over devices: each along one axis over all of them, or whole on every one."""
 
-    devices: tuple[jax.Device, ...]
+    mesh: Mesh | AbstractMesh
 
-    @functools.cached_property
-    def mesh(self) -> Mesh:
-        """The devices as one axis."""
-        return Mesh(np.asarray(self.devices), (AXIS,), axis_types=(AxisType.Auto,))
+    @property
+    def chips(self) -> int:
+        """Devices."""
+        return self.mesh.size
 
-    def place(self, tree: Any, spec: PartitionSpec = PartitionSpec()) -> Any:
+    def place(self, tree: Any, spec: PartitionSpec = WHOLE) -> Any:
         """Shapes of a tree of arrays, each laid out so."""
 
         def one(leaf: Any) -> jax.ShapeDtypeStruct:
-            sharding = NamedSharding(self.mesh, fit_spec(spec, leaf.shape, len(self.devices)))
+            sharding = NamedSharding(self.mesh, fit_spec(spec, leaf.shape, self.chips))
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
         return jax.tree.map(one, tree)
 
     def place_state(self, state: nnx.State) -> nnx.State:
         """Shapes of a model's weights, laid out by RULES."""
-        chips = len(self.devices)
         leaves = {
-            path: self.place(leaf.get_value(), parameter_spec(path, leaf.shape, chips))
+            path: self.place(leaf.get_value(), parameter_spec(path, leaf.shape, self.chips))
             for path, leaf in flat_paths(state).items()
         }
         return with_leaves(state, leaves)
@@ -251,14 +266,12 @@ def abstract_programs(
     }
 
 
-def count_bytes(tree: Any) -> int:
-    """Bytes that arrays, or shapes of them, hold on each device."""
-
-    def one(leaf: Any) -> int:
-        shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
-        return math.prod(shape) * jnp.dtype(leaf.dtype).itemsize
-
-    return sum(map(one, jax.tree.leaves(tree)))
+def count_held(arms: Arms, layout: Layout, chips: int) -> int:
+    """Bytes of weights and cache on each of so many chips, before a device pads them."""
+    placing = Placing(AbstractMesh((chips,), (AXIS,)))
+    cache = jax.eval_shape(lambda: empty_cache(arms.config, arms.precision, layout.batch, layout.slots))
+    leaves = jax.tree.leaves((placing.place_state(arms.abstract_state), placing.place_cache(cache)))
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * jnp.dtype(leaf.dtype).itemsize for leaf in leaves)
 
 
 def choose_placing(arms: Arms, layout: Layout, target: Target, chips: int | None = None) -> Placing:
@@ -267,22 +280,21 @@ def choose_placing(arms: Arms, layout: Layout, target: Target, chips: int | None
     Temporaries come on top of them (ProgramFacts). Raises UserError if there are not so many devices, or if all of them
     cannot hold it.
     """
-    devices = target.devices()
-    if chips is not None:
-        if not 1 <= chips <= len(devices):
-            raise UserError(f"{target.text} has {len(devices)} chips, not {chips}; use a larger grid or fewer chips")
-        return Placing(devices[:chips])
-    counts = [2**power for power in range(len(devices).bit_length())]
-    needed = 0
-    for placing in (Placing(devices[:count]) for count in counts):
-        recompute = abstract_programs(arms, layout, placing)["recompute"]
-        needed = count_bytes(recompute.arguments)
-        if target.memory is None or needed <= target.memory:
-            return placing
-    raise UserError(
-        f"{arms.config.name} in {arms.precision.name} needs {needed / 2**30:.1f} GiB on each of {counts[-1]} chips of "
-        f"{target.text}, which has {(target.memory or 0) / 2**30:.1f}; use a larger grid"
-    )
+    devices, memory = target.devices(), target.memory
+    most = len(devices)
+    if chips is None:
+        counts = [2**power for power in range(most.bit_length())]
+        held = {count: count_held(arms, layout, count) for count in counts}
+        fitting = [count for count in counts if memory is None or held[count] <= memory]
+        if not fitting:
+            raise UserError(
+                f"{arms.config.name} in {arms.precision.name} needs {held[counts[-1]] / 2**30:.1f} GiB on each of "
+                f"{counts[-1]} chips of {target.text}, which has {(memory or 0) / 2**30:.1f}; use a larger grid"
+            )
+        chips = fitting[0]
+    if not 1 <= chips <= most:
+        raise UserError(f"{target.text} has {most} chips, not {chips}; use a larger grid or fewer chips")
+    return Placing(Mesh(np.asarray(devices[:chips]), (AXIS,), axis_types=(AxisType.Auto,)))
 
 
 @dataclasses.dataclass(frozen=True)

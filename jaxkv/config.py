@@ -139,6 +139,9 @@ class Precision:
     # fp16's range before the scale brings it back (Qwen2.5).
     scores: DType
     dot: jax.lax.Precision = jax.lax.Precision.HIGHEST  # of 32-bit products; HIGHEST means true fp32, not TF32
+    # Whether a product's fp32 sum is rounded to bf16 by an operation of its own. A TPU otherwise rounds each summand as
+    # well where XLA makes a sum and its rounding one operation (analysis/tpu.md). Part of how a policy is held.
+    rounds_apart: bool = False
 
     def to_json(self) -> dict[str, str]:
         """Names of the dtypes, for records. `scores` is named only where it is not `activation`, as in old records."""
@@ -146,8 +149,14 @@ class Precision:
             f.name: (v if f.name == "name" else v.name if f.name == "dot" else jnp.dtype(v).name)
             for f in dataclasses.fields(self)
             for v in [getattr(self, f.name)]
-            if f.name != "scores" or v != self.activation
+            if f.name != "rounds_apart" and (f.name != "scores" or v != self.activation)
         }
+
+    def held_on(self, platform: str) -> "Precision":
+        """The policy as programs for a platform (cpu, gpu, tpu) hold it: the same values, kernels of their own."""
+        if platform == "cpu":
+            return self.widened()
+        return dataclasses.replace(self, rounds_apart=True) if platform == "tpu" else self
 
     def widened(self) -> "Precision":
         """The same values with 16-bit weights and operands held in fp32, unless weights are rounded otherwise first.

@@ -49,7 +49,7 @@ class Arms:
     """The compiled programs of one model (prefill, the loops and the audit), and both arms made of them.
 
     Args as in AnyArms, and `backend`, the platform that the programs are for (None: JAX's default one). `held` is the
-    policy with which weights and operands are really held (Precision.widened on a CPU). Raises ValueError if the policy
+    policy with which weights and operands are really held (Precision.held_on). Raises ValueError if the policy
     has float64 parts and JAX would make them float32.
     """
 
@@ -69,7 +69,7 @@ class Arms:
         if "float64" in precision.to_json().values() and not jax.config.read("jax_enable_x64"):
             raise ValueError(f"{precision.name} has float64 parts, float32 to JAX unless jax_enable_x64 is set")
         self.config, self.precision = config, precision
-        self.held = precision.widened() if (backend or jax.default_backend()) == "cpu" else precision
+        self.held = precision.held_on(backend or jax.default_backend())
         self.graphdef, self.abstract_state = abstract_decoder(config, self.held, attention)
         self.sampler, self.stop_ids, self.keep_logits = sampler or Sampler(), tuple(stop_ids), keep_logits
         self.tile, self.attention, self.origin = tile, attention, dict[str, Any]()

@@ -12,41 +12,24 @@ from small_models import PRESETS, SAMPLERS, STOP_IDS, make_prompts, set_up, smal
 
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
+from jaxkv.experiments.lowering.targets import abstract_programs
 from jaxkv.logits import _compare
-from jaxkv.rollout import start_rollout
 
 PLATFORMS = ("cpu", "cuda", "tpu")
-PROGRAMS = ("prefill", "cached_loop", "tile_loop", "audit_pass")
-INT = jax.ShapeDtypeStruct((), jnp.int32)
-FLAG = jax.ShapeDtypeStruct((), jnp.bool)
-
-
-def abstract_arguments(arms, program, change=None):
-    """Arguments of a program as shapes; nothing is allocated."""
-    layout, tokens, rows = set_up(make_prompts((5, 7)))
-    state = arms.abstract_state
-    run = jax.eval_shape(lambda: start_rollout(arms, tokens, rows, layout))
-    cache = jax.eval_shape(lambda: arms.make_cache(rows, layout, change))
-    rows = jax.eval_shape(lambda: rows)
-    logits = jax.ShapeDtypeStruct((layout.batch, arms.config.vocab_size), arms.precision.logits)
-    prompt = jax.ShapeDtypeStruct((layout.batch, layout.prefill), jnp.int32)
-    return {
-        "prefill": ((state, prompt, rows, cache), {}),
-        "cached_loop": ((state, logits, run, rows, INT, cache), {}),
-        "tile_loop": ((state, run, rows, INT, cache, FLAG, FLAG), {"tile": layout.slots // 2}),
-        "audit_pass": ((state, run.tokens, rows.first, rows.limit), {}),
-    }[program]
+PROGRAMS = ("prefill", "decode", "recompute", "audit")
 
 
 def check_exports(arms, programs=PROGRAMS, change=None):
-    for program in programs:
-        args, statics = abstract_arguments(arms, program, change)
-        exported = export.export(getattr(arms, program), platforms=PLATFORMS)(*args, **statics)
+    layout = set_up(make_prompts((5, 7)))[0]
+    found = abstract_programs(arms, layout, change=change, tile=layout.slots // 2)
+    for name in programs:
+        program = found[name]
+        exported = export.export(program.function, platforms=PLATFORMS)(*program.arguments, **program.statics)
         assert exported.platforms == PLATFORMS
-        weights = jax.tree.leaves(args[0])
+        weights = jax.tree.leaves(program.arguments[0])
         assert [a.dtype for a in exported.in_avals[: len(weights)]] == [w.dtype for w in weights]
-        if program in ("prefill", "cached_loop"):
-            kinds = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(args[-1])]
+        if name in ("prefill", "decode"):
+            kinds = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(program.arguments[-1])]
             assert [(aval.shape, aval.dtype) for aval in exported.out_avals[-len(kinds) :]] == kinds
 
 
@@ -69,12 +52,12 @@ def test_precisions_export(precision):
 
 @pytest.mark.parametrize("sampler", daily(["greedy", "top_p"], SAMPLERS))
 def test_samplers_export(sampler):
-    check_exports(small_arms("mistral", "fp16", sampler, STOP_IDS, "cuda"), ("cached_loop", "tile_loop"))
+    check_exports(small_arms("mistral", "fp16", sampler, STOP_IDS, "cuda"), ("decode", "recompute"))
 
 
 def test_rollouts_without_logits_export():
     arms = Arms(small_config(), make_precision("bf16"), keep_logits=False, backend="tpu")
-    check_exports(arms, ("cached_loop", "tile_loop"))
+    check_exports(arms, ("decode", "recompute"))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +69,7 @@ def test_rollouts_without_logits_export():
 )
 def test_changed_caches_export(spec):
     arms = wide_arms("gemma2", "bf16", layers=1, backend="cuda")
-    check_exports(arms, ("prefill", "cached_loop"), quantized(spec))
+    check_exports(arms, ("prefill", "decode"), quantized(spec))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])

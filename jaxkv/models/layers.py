@@ -64,7 +64,10 @@ def product(
     )
     if bias is not None:
         y = y + bias[...].reshape(-1).astype(precision.operand).astype(y.dtype)
-    return y.astype(precision.activation if out is None else out)
+    out = precision.activation if out is None else out
+    if precision.rounds_apart and (y.dtype, out) == (jnp.float32, jnp.bfloat16):
+        y = jax.lax.reduce_precision(y, exponent_bits=8, mantissa_bits=7)
+    return y.astype(out)
 
 
 def visible(query_positions: jax.Array, key_positions: jax.Array, window: int | None) -> jax.Array:

@@ -44,8 +44,7 @@ SPARE_SECONDS = 12.0  # one program of a GPU's takes up to 15
 
 def hold(dtype: str) -> Precision:
     """A policy as decode.Arms holds it."""
-    policy = make_precision(dtype)
-    return policy.widened() if jax.default_backend() == "cpu" else policy
+    return make_precision(dtype).held_on(jax.default_backend())
 
 
 def open_bench(spec: DoctorSpec) -> dict[str, list[Operation]]:

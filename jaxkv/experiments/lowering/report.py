@@ -20,9 +20,9 @@ NOTE = (
 )
 TREES = (
     "Recovered from outputs alone (FPRev, arXiv 2411.00442): where a large number and its negative cancel, the small ones "
-    "that are left tell which summands had come together before. The last column says under which rule of rounding sums "
-    "in that order have the bits of the product of random numbers, in all columns: products fused with the sum or rounded "
-    "before it."
+    "that are left tell which summands had come together before. The last column says under which rules of rounding the "
+    "sums in that order have all bits of a product of random numbers: products fused with the sum, rounded before it, or "
+    "cut at so many bits as tensor cores do."
 )
 SHORT = {"float32": "fp32", "f32": "fp32", "f16": "fp16", "bf16": "bf16", "f64": "fp64"}
 

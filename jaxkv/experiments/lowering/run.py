@@ -194,7 +194,7 @@ def recover_orders(asked: Asked, arms: Arms) -> list[Recovery]:
 
 def _recover(operation: str, weight: str, rows: int, of: Product, held: Precision) -> Recovery:
     bench = Bench(of, held)
-    sums = find_kernels(bench.compiled.as_text(), "alone", 0)
+    sums = find_kernels(bench.compiled.as_text() or "", "alone", 0)
     kernels = [one.kernel for one in sums]
     try:
         tree = bench.recover()
@@ -212,8 +212,8 @@ def list_products(config: ModelConfig, batch: int, rows: int, slots: int) -> lis
     found = [
         ("qkv", "q", Product(one, (batch, rows, D), (N * H, D))),
         ("mlp", "down", Product(one, (batch, rows, F), (D, F))),
-        ("scores", "k", Product("btkgh,bskh->bkgts", (batch, rows, K, G, H), (batch, slots, K, H))),
-        ("attention", "v", Product("bkgts,bskh->btkgh", (batch, K, G, rows, slots), (batch, slots, K, H))),
+        ("scores", "q·k", Product("btkgh,bskh->bkgts", (batch, rows, K, G, H), (batch, slots, K, H))),
+        ("attention", "weights·v", Product("bkgts,bskh->btkgh", (batch, K, G, rows, slots), (batch, slots, K, H))),
         ("output", "o", Product(one, (batch, rows, N * H), (D, N * H))),
         ("mlp", "gate", Product(one, (batch, rows, D), (F, D))),
         ("qkv", "k", Product(one, (batch, rows, D), (K * H, D))),

@@ -1,5 +1,6 @@
 """The map of a condition's programs beside what was measured of them: where the order of sums is what differs."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,11 +8,19 @@ import msgspec
 
 from jaxkv.experiments.attribution.record import ALONE
 from jaxkv.experiments.lowering.record import LoweringRecord
-from jaxkv.experiments.lowering.report import find_evidence, join_orders, judge, list_orders, name_layers
+from jaxkv.experiments.lowering.report import (
+    find_changes,
+    find_evidence,
+    join_orders,
+    judge,
+    list_orders,
+    name_layers,
+    restore,
+)
 from jaxkv.overview.gather import Condition, Study
 from jaxkv.reporting.document import Block, Bullets, Heading, Table
 
-ALIKE = ("model", "precision", "device")  # what a map and a run share
+ALIKE = ("model", "precision", "device")  # what a map and a run share, beside versions and flags of XLA
 ARMS = {"cached": ("prompt", "step"), "uncached": ("uncached",)}  # of which programs an arm is made
 PREDICTED = {"same": "no bit", "different": "bits", "not told": "not told"}
 SHOWN = 160  # letters of a program's line
@@ -35,11 +44,25 @@ class Prediction(msgspec.Struct, frozen=True):
 def find_map(study: Study, like: Condition) -> LoweringRecord | None:
     """The map of the programs of a condition's model, precision and device, if one of the runs has it."""
     for condition in study["conditions"]:
-        if condition.get("lowering") and all(condition[name] == like[name] for name in ALIKE):
-            record = msgspec.convert(condition["lowering"]["record"], LoweringRecord)
+        if (
+            condition.get("lowering")
+            and all(condition[name] == like[name] for name in ALIKE)
+            and _built(condition, like)
+        ):
+            record = restore(condition["lowering"])
             if record.regime == "plain":
                 return record
     return None
+
+
+def _built(one: Condition, other: Condition) -> bool:
+    """Whether both were compiled by the same versions with the same flags."""
+
+    def read(condition: Condition) -> tuple[Any, ...]:
+        origin = condition["origin"]
+        return (*(origin["versions"].get(name) for name in ("jax", "jaxlib")), origin["variables"].get("XLA_FLAGS"))
+
+    return read(one) == read(other)
 
 
 def explain_orders(study: Study, conditions: Sequence[Condition]) -> list[str]:
@@ -104,6 +127,22 @@ def write_predictions(study: Study) -> list[Block]:
             Bullets(_conclude(made)),
         ]
     return blocks
+
+
+def write_changes(study: Study) -> list[Block]:
+    """Which classes have other kernels, between maps of one model for one device: what a change of options did."""
+    maps = [(c, restore(c["lowering"])) for c in study["conditions"] if "lowering" in c]
+    rows = []
+    for (one, first), (other, second) in itertools.combinations(maps, 2):
+        alike = ("regime", "shapes", "target")
+        same = all(one[name] == other[name] for name in ("model", "device"))
+        if same and all(getattr(first, name) == getattr(second, name) for name in alike):
+            rows.append([one["name"], other["name"], ", ".join(find_changes(first, second)) or "none"])
+    return (
+        [Table(["map", "beside", "classes with other kernels"], rows, "what changed from one map to another")]
+        if rows
+        else []
+    )
 
 
 def _say(one: Prediction) -> str:

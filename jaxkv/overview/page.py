@@ -188,7 +188,7 @@ def write_blocks(study: Study, runs: Sequence[Run], asked: Collection[str] = ())
         *(_write_section(study, name) for name in ("mitigations", "drift", "patching")),
         _write_section(study, "parity", write_free_parity(study)),
         _write_section(study, "attribution"),
-        _write_section(study, "lowering", orders.write_predictions(study)),
+        _write_section(study, "lowering", [*orders.write_changes(study), *orders.write_predictions(study)]),
         *(_write_section(study, name) for name in (*CHANGED, "doctor")),
         write_claims(study, asked),
         _write_run(study, runs),

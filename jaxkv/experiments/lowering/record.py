@@ -92,8 +92,9 @@ class Recovery(parts.Part, frozen=True):
       kernels: what it was compiled to by itself.
       shape: of the tree; None if there is none, or it was not looked for to the end.
       again: whether a second recovery, with tests in other columns, gave the same tree.
-      rounding: the rules of rounding under which the tree gives all bits of a product of random numbers.
-      columns: elements of a row of that product.
+      rounding: the rule of rounding under which sums in this order have all bits of a product of numbers that cancel
+        (jaxkv.experiments.lowering.replay), 'either' or 'neither'.
+      reproduced: columns of that product, of `columns`, whose bits they have under each rule that was tried.
       fault: why there is no tree.
     """
 
@@ -105,6 +106,7 @@ class Recovery(parts.Part, frozen=True):
     again: bool | None = None
     rounding: str | None = None
     columns: Count = 0
+    reproduced: dict[str, Count] = {}
     fault: str | None = None
 
 

@@ -3,9 +3,11 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 from msgspec import to_builtins
 
 from jaxkv.errors import UserError
+from jaxkv.experiments.lowering.figures import draw_trees
 from jaxkv.experiments.lowering.record import Kernel, LoweringRecord, Order, ProgramFacts, Recovery, Row
 from jaxkv.experiments.report_parts import Report, Run, Summary
 from jaxkv.reporting.document import Block, Brief, Bullets, Cell, Code, Fold, Heading, Paragraph, Table, make_table
@@ -19,10 +21,10 @@ NOTE = (
     "Kernels of one kind and depth of blocks whose number of rows differs may or may not add in one order: not told."
 )
 TREES = (
-    "Recovered from outputs alone (FPRev, arXiv 2411.00442): where a large number and its negative cancel, the small ones "
-    "that are left tell which summands had come together before. The last column says under which rules of rounding the "
-    "sums in that order have all bits of a product of random numbers: products fused with the sum, rounded before it, or "
-    "cut at so many bits as tensor cores do."
+    "Recovered from outputs alone (FPRev, arXiv 2411.00442): where a large number and its negative cancel, the small "
+    "ones that are left tell which summands had come together before. Rounding: the rule under which sums in that order "
+    "have all bits of a product of numbers that cancel, in so many columns. fused: a product is not rounded before it is "
+    "added; rounded: it is; either: both fit; cut25: terms added at once are cut at 25 bits, as in Hopper's tensor cores."
 )
 SHORT = {"float32": "fp32", "f32": "fp32", "f16": "fp16", "bf16": "bf16", "f64": "fp64"}
 
@@ -66,13 +68,11 @@ def summarize_lowering(run: Run) -> dict[str, Any]:
     if not (found := run.of(LoweringRecord)):
         raise UserError(f"{run.name}: the programs were not compiled to the end; run the same command again")
     (record,) = found
-    plain: dict[str, Any] = to_builtins(record)
-    return plain | {"record": plain, "conclusions": conclude(record)}
+    return {"experiment": "lowering", "record": to_builtins(record), "conclusions": conclude(record)}
 
 
-def _restore(summary: Summary) -> LoweringRecord:
-    import msgspec
-
+def restore(summary: Summary) -> LoweringRecord:
+    """The record of a summary."""
     return msgspec.convert(summary["record"], LoweringRecord)
 
 
@@ -106,6 +106,25 @@ def list_orders(record: LoweringRecord, pair: str) -> dict[Order, list[str]]:
         if (order := judge(record, record.rows, operation, pair)) is not None:
             by.setdefault(order, []).append(operation)
     return by
+
+
+def find_changes(one: LoweringRecord, other: LoweringRecord) -> list[str]:
+    """The classes whose kernels are others in another map of the same arms: what a change of options or flags did."""
+
+    def identify(one: Kernel) -> tuple[object, ...]:
+        """Without what autotuning may choose anew for the same sum."""
+        return one.kind, one.by, one.operands, one.sums_in, one.writes, one.summed, tuple(one.shape)
+
+    def outline(record: LoweringRecord) -> dict[str, set[tuple[object, ...]]]:
+        found: dict[str, set[tuple[object, ...]]] = {}
+        for row in (*record.rows, *record.forms):
+            for program, kernels in row.kernels.items():
+                told = {(program, *identify(kernel)) for kernel in kernels}
+                found.setdefault(row.operation, set()).update(told)
+        return found
+
+    mine, theirs = outline(one), outline(other)
+    return [name for name in dict.fromkeys([*mine, *theirs]) if mine.get(name) != theirs.get(name)]
 
 
 def count_rows(record: LoweringRecord, pair: str, forms: bool = False) -> tuple[int, int]:
@@ -228,12 +247,28 @@ def _write_trees(record: LoweringRecord) -> list[Block]:
     for one in record.recovered:
         by = ", ".join(dict.fromkeys(kernel.by for kernel in one.kernels))
         said = one.shape.text if one.shape is not None else f"none: {one.fault}"
-        seen = "-" if one.shape is None else f"{one.rounding}, {one.columns} columns"
+        seen = "-" if one.shape is None else f"{one.rounding}, {_count_columns(one)}"
         summed = "-" if one.shape is None else str(one.shape.summands)
         found.setdefault((str(one.rows), summed, by, said, "yes" if one.again else "no", seen), []).append(one.weight)
     rows = [[*key[:2], ", ".join(weights), *key[2:]] for key, weights in found.items()]
-    head = ["rows", "summands", "products", "kernel", "order", "again the same", "its sums have all bits"]
-    return [Heading("The order in which this device adds", 4), Table(head, rows, kind="wrap"), Paragraph(TREES, "note")]
+    head = ["rows", "summands", "products", "kernel", "order", "again the same", "rounding"]
+    table = Table(head, rows, kind="wrap")
+    return [Heading("The order in which this device adds", 4), *_draw(record), table, Paragraph(TREES, "note")]
+
+
+def _count_columns(one: Recovery) -> str:
+    most = max(one.reproduced.values(), default=0)
+    return f"{most} columns" if most == one.columns else f"at most {most} of {one.columns} columns"
+
+
+def _draw(record: LoweringRecord) -> list[Block]:
+    """The largest product of one row and of all rows beside each other."""
+    found = {}
+    for one in record.recovered:
+        if one.weight == "q" and one.shape is not None and one.rows in count_rows(record, "step"):
+            rows = "one row" if one.rows == 1 else f"{one.rows} rows"
+            found[one.rows] = (f"q, {rows}, {', '.join(dict.fromkeys(k.by for k in one.kernels))}", one.shape)
+    return [draw_trees(list(found.values()))] if found else []
 
 
 def _gib(count: int) -> str:
@@ -272,7 +307,7 @@ def describe_target(record: LoweringRecord) -> str:
 
 def write_lowering(summary: Summary) -> list[Block]:
     """The map, what follows from it, its lines, and what the programs take."""
-    record = _restore(summary)
+    record = restore(summary)
     return [
         Paragraph(describe_target(record)),
         Bullets(summary["conclusions"]),

@@ -2,6 +2,8 @@
 
 from typing import Any, ClassVar, Literal
 
+import msgspec
+
 from jaxkv.experiments import record_parts as parts
 from jaxkv.experiments.lowering.shapes import TreeShape
 from jaxkv.experiments.record_parts import Amount, Count, require
@@ -106,8 +108,8 @@ class Recovery(parts.Part, frozen=True):
     again: bool | None = None
     rounding: str | None = None
     columns: Count = 0
-    reproduced: dict[str, Count] = {}
     fault: str | None = None
+    reproduced: dict[str, Count] = msgspec.field(default_factory=dict)
 
 
 class LoweringRecord(parts.Record, frozen=True):

@@ -22,9 +22,10 @@ NOTE = (
 )
 TREES = (
     "Recovered from outputs alone (FPRev, arXiv 2411.00442): where a large number and its negative cancel, the small "
-    "ones that are left tell which summands had come together before. Rounding: the rule under which sums in that order "
-    "have all bits of a product of numbers that cancel, in so many columns. fused: a product is not rounded before it is "
-    "added; rounded: it is; either: both fit; cut25: terms added at once are cut at 25 bits, as in Hopper's tensor cores."
+    "ones that are left tell which summands had come together before. Rounding: the rule under which sums in that "
+    "order have all bits of a product of numbers that cancel, in so many columns. fused: a product is not rounded "
+    "before it is added; rounded: it is; either: both fit; cut25: terms added at once are cut at 25 bits, as in "
+    "Hopper's tensor cores."
 )
 SHORT = {"float32": "fp32", "f32": "fp32", "f16": "fp16", "bf16": "bf16", "f64": "fp64"}
 
@@ -193,7 +194,9 @@ def _write_map(record: LoweringRecord) -> Table:
         ]
         for row in record.rows
     ]
-    return Table(["operation", "layers", *(COLUMNS[name] for name in shown), "order"], rows, kind="wrap")
+    return Table(
+        ["operation", "layers", *(COLUMNS[name] for name in shown), "order"], rows, kind="wrap", terminal=(0, 1, -1)
+    )
 
 
 def _say_order(record: LoweringRecord, row: Row, pair: str) -> str:
@@ -203,13 +206,19 @@ def _say_order(record: LoweringRecord, row: Row, pair: str) -> str:
 
 
 def find_evidence(record: LoweringRecord, operation: str, pair: str = "step") -> tuple[Kernel, Kernel] | None:
-    """The kernels of a class, of the cached arm and of the uncached one, whose orders differ; None where none do."""
-    one, other = PAIRS[pair]
+    """Two kernels of a class, of the cached arm and of the uncached one, that differ; None where no program says so."""
     for row in record.rows:
         if row.operation == operation and row.orders.get(pair) == "different":
-            sides = [sorted(row.kernels[name], key=lambda k: -k.summed) for name in (one, other)]
-            return sides[0][0], sides[1][0]
+            one, other = (row.kernels[name] for name in PAIRS[pair])
+            return _pick(one, other), _pick(other, one)
     return None
+
+
+def _pick(kernels: Sequence[Kernel], others: Sequence[Kernel]) -> Kernel:
+    """The largest of the kernels that the others have none like."""
+    there = {_outline(one) for one in others}
+    own = [one for one in kernels if _outline(one) not in there] or kernels
+    return max(own, key=lambda one: (one.kind in ("product", "multiply and add"), one.summed))
 
 
 def show_lines(kernels: tuple[Kernel, Kernel]) -> Code:
@@ -252,7 +261,7 @@ def _write_trees(record: LoweringRecord) -> list[Block]:
         found.setdefault((str(one.rows), summed, by, said, "yes" if one.again else "no", seen), []).append(one.weight)
     rows = [[*key[:2], ", ".join(weights), *key[2:]] for key, weights in found.items()]
     head = ["rows", "summands", "products", "kernel", "order", "again the same", "rounding"]
-    table = Table(head, rows, kind="wrap")
+    table = Table(head, rows, kind="wrap", terminal=(0, 2, 4))
     return [Heading("The order in which this device adds", 4), *_draw(record), table, Paragraph(TREES, "note")]
 
 
@@ -290,7 +299,7 @@ def _write_programs(programs: Mapping[str, ProgramFacts]) -> Table:
         "compiled in (s)": lambda item: format_number(item[1].seconds, 3),
     }
     title = "programs, on each chip; of a loop one step counts"
-    return make_table(columns, programs.items(), title)
+    return make_table(columns, programs.items(), title, terminal=(0, 1, 2, 6, 7))
 
 
 def describe_target(record: LoweringRecord) -> str:

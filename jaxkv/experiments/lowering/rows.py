@@ -4,18 +4,37 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from jaxkv.experiments.lowering.kernels import OUTSIDE, Found
 from jaxkv.experiments.lowering.record import Kernel, Order, Row
+from jaxkv.experiments.lowering.report import join_orders
 from jaxkv.models.alignment import CLASSES
 
 Sums = Mapping[str, Sequence[Found]]  # by program
+Outline = tuple[object, ...]
+Programs = dict[str, dict[Outline, Kernel]]  # by name, the kernels of a class in a layer
 
 
 def make_rows(sums: Sums, pairs: Mapping[str, tuple[str, str]]) -> list[Row]:
-    """A row for each class and for each group of layers in which all programs have the same kernels.
+    """A row for each class and for each group of layers in which all programs have kernels of the same kind.
 
     `pairs` are the programs whose orders are compared, by what the comparison is called. In fenced programs the two
-    forms of a class are programs of their own, called ``decode:in_tiles``.
+    forms of a class are programs of their own, called ``fenced decode:in_tiles``.
     """
-    found: dict[tuple[str, int], dict[str, dict[tuple[object, ...], Kernel]]] = {}
+    found = _sort(sums)
+    rows = []
+    for op_class in CLASSES:
+        groups: dict[object, list[int]] = {}
+        for layer in sorted(layer for of, layer in found if of == op_class):
+            programs = found[op_class, layer]
+            alike = frozenset((name, _coarse(one)) for name, by in programs.items() for one in by.values())
+            groups.setdefault((layer == OUTSIDE, alike), []).append(layer)
+        for layers in groups.values():
+            members = [found[op_class, layer] for layer in layers]
+            rows.append(_make_row(op_class, [layer for layer in layers if layer != OUTSIDE], members, pairs))
+    return rows
+
+
+def _sort(sums: Sums) -> dict[tuple[str, int], Programs]:
+    """The kernels by class and layer. What has one term is no sum."""
+    found: dict[tuple[str, int], Programs] = {}
     for name, of_program in sums.items():
         for one in of_program:
             if one.place is None or one.kernel.summed < 2:
@@ -23,33 +42,34 @@ def make_rows(sums: Sums, pairs: Mapping[str, tuple[str, str]]) -> list[Row]:
             form = f":{one.place.form}" if one.place.form else ""
             at = found.setdefault((one.place.op_class, one.place.layer), {}).setdefault(name + form, {})
             at.setdefault(identify(one.kernel), one.kernel)
-    rows = []
-    for op_class in CLASSES:
-        groups: dict[object, list[int]] = {}
-        for (of, layer), programs in sorted(found.items(), key=lambda item: item[0][1]):
-            if of == op_class:
-                alike = layer == OUTSIDE, *((name, frozenset(kernels)) for name, kernels in sorted(programs.items()))
-                groups.setdefault(alike, []).append(layer)
-        for layers in groups.values():
-            kernels = {name: list(by.values()) for name, by in found[op_class, layers[0]].items()}
-            orders = {
-                name: compare_orders(kernels[one], kernels[other])
-                for name, (one, other) in pairs.items()
-                if one in kernels and other in kernels
-            }
-            rows.append(Row(op_class, [layer for layer in layers if layer != OUTSIDE], kernels, orders))
-    return rows
+    return found
 
 
-def identify(kernel: Kernel) -> tuple[object, ...]:
+def _make_row(
+    op_class: str, layers: list[int], members: Sequence[Programs], pairs: Mapping[str, tuple[str, str]]
+) -> Row:
+    """A row of layers that are alike: each kernel once, and an order that is the same if it is in every layer."""
+    kernels: dict[str, dict[Outline, Kernel]] = {}
+    for programs in members:
+        for name, by in programs.items():
+            kernels[name] = by | kernels.get(name, {})
+    orders = {
+        name: join_orders(compare_orders(programs[one].values(), programs[other].values()) for programs in members)
+        for name, (one, other) in pairs.items()
+        if one in kernels and other in kernels
+    }
+    return Row(op_class, layers, {name: list(by.values()) for name, by in kernels.items()}, orders)
+
+
+def identify(kernel: Kernel) -> Outline:
     """All that a program says of a kernel but for its names."""
-    blocks = tuple(sorted(kernel.blocks.items()))
-    return *_coarse(kernel), kernel.writes, tuple(kernel.shape), blocks
+    return *_coarse(kernel), tuple(kernel.shape), tuple(sorted(kernel.blocks.items()))
 
 
-def _coarse(kernel: Kernel) -> tuple[object, ...]:
-    """What another order shows in for sure, however many rows there are."""
-    return kernel.kind, kernel.by, kernel.operands, kernel.sums_in, kernel.summed, kernel.blocks.get("k", "")
+def _coarse(kernel: Kernel) -> Outline:
+    """What another order shows in for sure, however many rows there are; and roundings."""
+    depth = kernel.blocks.get("k", "")
+    return kernel.kind, kernel.by, kernel.operands, kernel.sums_in, kernel.writes, kernel.summed, depth
 
 
 def compare_orders(one: Iterable[Kernel], other: Iterable[Kernel]) -> Order:
@@ -61,4 +81,8 @@ def compare_orders(one: Iterable[Kernel], other: Iterable[Kernel]) -> Order:
     one, other = list(one), list(other)
     if set(map(identify, one)) == set(map(identify, other)):
         return "same"
-    return "different" if set(map(_coarse, one)) != set(map(_coarse, other)) else "not told"
+
+    def kinds(kernels: Sequence[Kernel]) -> set[Outline]:
+        return {(k.kind, k.by, k.operands, k.sums_in, k.summed, k.blocks.get("k", "")) for k in kernels}
+
+    return "different" if kinds(one) != kinds(other) else "not told"

@@ -201,8 +201,10 @@ def _recover(operation: str, weight: str, rows: int, of: Product, held: Precisio
     except NoTreeError as error:
         return Recovery(operation, weight, rows, kernels, None, fault=str(error))
     shape = describe(tree.tree)
-    counts = dict(tree.reproduced)
-    return Recovery(operation, weight, rows, kernels, shape, tree.again, tree.rounding, tree.columns, counts)
+    return Recovery(
+        operation, weight, rows, kernels, shape, tree.again, tree.rounding, tree.columns,
+        reproduced={str(rule): equal for rule, equal in tree.reproduced.items()},
+    )  # fmt: skip
 
 
 def list_products(config: ModelConfig, batch: int, rows: int, slots: int) -> list[tuple[str, str, Product]]:

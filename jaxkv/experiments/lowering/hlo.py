@@ -148,7 +148,7 @@ class Program:
                 return self._element(self[callers[0].operands[0]], index)
         if of.opcode in MOVES and of.operands:
             return self._element(self[of.operands[0]], index)
-        return None
+        return of if of.opcode == "custom-call" else None
 
 
 # What gives the value it is given, in another shape, place or dtype.

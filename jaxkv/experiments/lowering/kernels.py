@@ -169,15 +169,13 @@ def _product(sizes: Iterable[int]) -> int:
 def _describe(program: Program, one: Instruction, name: str) -> Kernel:
     by, blocks = _explain(program, one)
     operands = [program[operand].dtype for operand in one.operands if program[operand].dims]
-    outer = program.caller(one)
-    kept = program.root(one.computation) if outer is not None else _only_user(program, one)
     sums_in = program.root(one.called[0]).dtype if one.opcode in ("reduce", "reduce-window") else one.dtype
     return Kernel(
         kind=_kind(program, one),
         by=by,
         operands=_narrowest(program, one) or operands[0],
         sums_in=sums_in,
-        writes=_written(program, one, outer, kept),
+        writes=_written(program, one),
         summed=_summed(program, one),
         shape=list(one.dims),
         blocks=blocks,
@@ -192,40 +190,28 @@ def _kind(program: Program, one: Instruction) -> Kind:
         return "product"
     if "dot_general" not in one.op_name:
         return "sum"
-    return (
-        "sum of parts"
-        if program.source(one.operands[0]).opcode in ("dot", "custom-call") or _adds_parts(one)
-        else "multiply and add"
-    )
+    return "multiply and add" if _follow(program, one.operands[0]).opcode == "multiply" else "sum of parts"
 
 
-def _adds_parts(one: Instruction) -> bool:
-    return "reduce_sub_computation" in one.rest
-
-
-def _only_user(program: Program, one: Instruction) -> Instruction:
-    users = program.users.get(one.name, [])
-    return users[0] if len(users) == 1 else one
+def _follow(program: Program, name: str) -> Instruction:
+    """What a value is made of inside its kernel, through what only moves or widens it."""
+    value = program[name]
+    while value.opcode in ("convert", "bitcast", "broadcast", "transpose", "reshape", "copy") and value.operands:
+        value = program[value.operands[0]]
+    return value
 
 
 def _narrowest(program: Program, one: Instruction) -> str:
     """The dtype in which what is multiplied was held before it was widened inside the kernel."""
-    found = []
-    for name in one.operands[:2]:
-        value = program[name]
-        for _ in range(20):
-            if value.opcode in ("convert", "bitcast", "broadcast", "transpose", "reshape", "copy") and value.operands:
-                value = program[value.operands[0]]
-            elif value.opcode == "multiply" and one.opcode == "reduce":
-                value = program[value.operands[1]]
-            else:
-                break
-        if value.dims:
-            found.append(value.dtype)
+    values = [_follow(program, name) for name in one.operands[:2]]
+    if one.opcode in ("reduce", "reduce-window"):
+        made = values[0]
+        values = [_follow(program, name) for name in made.operands] if made.opcode == "multiply" else [made]
+    found = [value.dtype for value in values if value.dims]
     return min(found, key=lambda dtype: int(re.sub(r"\D", "", dtype) or 99), default="")
 
 
-def _written(program: Program, one: Instruction, outer: Instruction | None, kept: Instruction) -> str:
+def _written(program: Program, one: Instruction) -> str:
     """The dtype in which the result leaves the kernel, or is rounded next."""
     value = one
     for _ in range(6):
@@ -233,7 +219,6 @@ def _written(program: Program, one: Instruction, outer: Instruction | None, kept
         if len(users) != 1 or users[0].opcode not in ("convert", "bitcast", "reshape", "transpose", "copy"):
             break
         value = users[0]
-    del outer, kept
     return value.dtype
 
 

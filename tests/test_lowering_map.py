@@ -4,7 +4,6 @@ import dataclasses
 import pathlib
 
 import jax
-import jax.numpy as jnp
 import msgspec
 import pytest
 from small_models import small_config

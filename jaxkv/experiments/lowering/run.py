@@ -11,6 +11,7 @@ change. And the orders of summation of the products are recovered from their out
 import concurrent.futures
 import dataclasses
 import hashlib
+import itertools
 import threading
 import time
 from typing import Any
@@ -181,15 +182,21 @@ def list_forms(sums: Sums) -> list[Row]:
 
 
 def recover_orders(asked: Asked, arms: Arms) -> list[Recovery]:
-    """The orders of the products, of one row and of all rows first; those for which there is no time are left out."""
+    """The orders of the products, first at one row and at all rows, product by product.
+
+    Those for which there is no time are left out.
+    """
     begin, layout = time.monotonic(), asked.layout
-    found: list[Recovery] = []
-    for rows in dict.fromkeys((1, layout.slots, asked.tile, layout.prefill)):
-        for operation, weight, of in list_products(asked.config, layout.batch, rows, layout.slots):
-            if time.monotonic() - begin > asked.tree_seconds:
-                return found
-            found.append(_recover(operation, weight, rows, of, arms.held))
-    return found
+    found: dict[tuple[str, str, int], Recovery] = {}
+    for counts in ((1, layout.slots), (asked.tile, layout.prefill)):
+        lists = [list_products(asked.config, layout.batch, rows, layout.slots) for rows in counts]
+        for pair in itertools.zip_longest(*lists):
+            for rows, one in zip(counts, pair, strict=True):
+                if time.monotonic() - begin > asked.tree_seconds:
+                    return list(found.values())
+                if one is not None and (*one[:2], rows) not in found:
+                    found[*one[:2], rows] = _recover(*one[:2], rows, one[2], arms.held)
+    return list(found.values())
 
 
 def _recover(operation: str, weight: str, rows: int, of: Product, held: Precision) -> Recovery:

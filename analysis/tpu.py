@@ -69,7 +69,7 @@ def show(args: argparse.Namespace, preset: str, precision: str, text: str) -> No
         print(f"{cells} | {time.monotonic() - begin:.0f} | {told} |", flush=True)
         if args.hlo:
             args.hlo.mkdir(parents=True, exist_ok=True)
-            file = f"{name}.{config.num_layers}.{precision}.{text.replace(':', '-')}.{which}.hlo"
+            file = f"{name}.{config.num_layers}.{precision}.{text.replace(':', '-')}.{placing.chips}.{which}.hlo"
             (args.hlo / file).write_text(compiled.as_text())
 
 

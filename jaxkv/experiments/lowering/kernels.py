@@ -169,7 +169,9 @@ def _product(sizes: Iterable[int]) -> int:
 def _describe(program: Program, one: Instruction, name: str) -> Kernel:
     by, blocks = _explain(program, one)
     operands = [program[operand].dtype for operand in one.operands if program[operand].dims]
-    sums_in = program.root(one.called[0]).dtype if one.opcode in ("reduce", "reduce-window") else one.dtype
+    # A sum whose rounding XLA has made part of it may be rounded at each term (analysis/tpu.md).
+    regions = [program.root(name).dtype for name in one.called] if one.opcode in ("reduce", "reduce-window") else []
+    sums_in = min([one.dtype, *regions], key=_bits)
     return Kernel(
         kind=_kind(program, one),
         by=by,
@@ -208,7 +210,11 @@ def _narrowest(program: Program, one: Instruction) -> str:
         made = values[0]
         values = [_follow(program, name) for name in made.operands] if made.opcode == "multiply" else [made]
     found = [value.dtype for value in values if value.dims]
-    return min(found, key=lambda dtype: int(re.sub(r"\D", "", dtype) or 99), default="")
+    return min(found, key=_bits, default="")
+
+
+def _bits(dtype: str) -> int:
+    return int(re.search(r"\d+", dtype)[0]) if re.search(r"\d+", dtype) else 99  # type: ignore[index]
 
 
 def _written(program: Program, one: Instruction) -> str:

@@ -190,12 +190,14 @@ def recover_orders(asked: Asked, arms: Arms) -> list[Recovery]:
     found: dict[tuple[str, str, int], Recovery] = {}
     for counts in ((1, layout.slots), (asked.tile, layout.prefill)):
         lists = [list_products(asked.config, layout.batch, rows, layout.slots) for rows in counts]
-        for pair in itertools.zip_longest(*lists):
-            for rows, one in zip(counts, pair, strict=True):
-                if time.monotonic() - begin > asked.tree_seconds:
-                    return list(found.values())
-                if one is not None and (*one[:2], rows) not in found:
-                    found[*one[:2], rows] = _recover(*one[:2], rows, one[2], arms.held)
+        pairs = ((rows, one) for pair in itertools.zip_longest(*lists) for rows, one in zip(counts, pair, strict=True))
+        for rows, one in pairs:
+            if time.monotonic() - begin > asked.tree_seconds:
+                return list(found.values())
+            if one is not None:
+                operation, weight, of = one
+                key = operation, weight, rows
+                found[key] = found.get(key) or _recover(operation, weight, rows, of, arms.held)
     return list(found.values())
 
 

@@ -66,7 +66,8 @@ def _keep_programs(directory: str) -> None:
         config.update("jax_compilation_cache_dir", wanted)
         programs.reset_cache()
     if wanted is not None:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+        least = min(0.5, config.jax_persistent_cache_min_compile_time_secs)
+        config.update("jax_persistent_cache_min_compile_time_secs", least)
 
 
 class Asked(TypedDict, total=False):

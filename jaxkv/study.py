@@ -70,7 +70,8 @@ def _set_up_jax(options: Options) -> None:
     if cache != "none":
         # Also pins the kernels that autotuning chose: a resumed run finds the executables it was begun with.
         jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(cache).expanduser()))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+        least = min(0.5, jax.config.read("jax_persistent_cache_min_compile_time_secs"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
 
 
 def _run_experiments(options: Options, path: pathlib.Path, flags: str, console: Console) -> None:

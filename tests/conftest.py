@@ -1,15 +1,19 @@
 """Fixtures that several test files share."""
 
 import dataclasses
+import gc
 import itertools
 import os
 import pathlib
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network; the hub's clients read it when they are imported
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"  # of commands in processes of their own too
 
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+
+gc.disable()  # until all tests are collected, see `pytest_collection_finish`
 
 MOST_BYTES = 2**31
 
@@ -28,8 +32,13 @@ def programs():
 def share_programs(programs):
     """A program that several tests need is compiled once: XLA takes more time than all else in them."""
     jax.config.update("jax_compilation_cache_dir", str(programs))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     compilation_cache.reset_cache()  # of what an environment variable may have begun
+
+
+def pytest_collection_finish():
+    """Spares the collector the millions of objects of torch, transformers and jax, which took it a quarter of a run."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish(session):

@@ -23,9 +23,7 @@ from jaxkv.errors import UserError
 from jaxkv.experiments import driver
 from jaxkv.experiments.record_parts import Comparison as StepColumns
 
-MODEL = [
-    "--model=test-llama2", "--checkpoint=random:0", "--compilation-cache=none", "--max-new-tokens=8", "--bucket=16",
-]  # fmt: skip
+MODEL = ["--model=test-llama2", "--checkpoint=random:0", "--max-new-tokens=8", "--bucket=16"]
 SHAPES = {"max_new_tokens": 8, "bucket": 16}
 
 
@@ -150,15 +148,16 @@ def test_numbers_that_are_not_finite_are_invalid():
         _ = one.steps
 
 
-def run(capsys, *arguments):
-    code = compare_command([*MODEL, *arguments])
-    return code, capsys.readouterr().out
+@pytest.fixture
+def run(capsys, cache):
+    """Runs the command: its exit code and what it prints."""
+    return lambda *arguments: (compare_command([*MODEL, cache, *arguments]), capsys.readouterr().out)
 
 
-def test_json_is_the_record_and_can_be_read_back(capsys, model, monkeypatch):
+def test_json_is_the_record_and_can_be_read_back(run, model, monkeypatch):
     """Of stdin too, whose prompt is the same as one that is given."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("0 birds\n"))
-    code, out = run(capsys, "--with=cache_error:normal:0,1", "--json", "-")
+    code, out = run("--with=cache_error:normal:0,1", "--json", "-")
     found = json.loads(out)
     assert code == 0
     (one,) = api.compare(model, ["0 birds"], "cache_error:normal:0,1", **SHAPES)
@@ -167,12 +166,12 @@ def test_json_is_the_record_and_can_be_read_back(capsys, model, monkeypatch):
     assert msgspec.convert(found, Comparison) == one
 
 
-def test_the_exit_code_says_whether_the_condition_holds(capsys, tmp_path):
+def test_the_exit_code_says_whether_the_condition_holds(run, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "0 birds"}\n{"prompt": "1 birds"}\n')
     spoilt = ("--with=cache_error:normal:0,1", f"--file={prompts}")
-    assert run(capsys, *spoilt, "--fail-if=diverged>50%")[0] == 1
-    code, out = run(capsys, "--with=precision:bf16", "--fail_if=bits>0", "0 birds")
+    assert run(*spoilt, "--fail-if=diverged>50%")[0] == 1
+    code, out = run("--with=precision:bf16", "--fail_if=bits>0", "0 birds")
     assert code == 0
     assert out.startswith("test-llama2 writes the same 8 tokens in bf16 and in bf16, and every logit")
 

@@ -7,10 +7,12 @@ import sys
 import time
 
 import pytest
-from commands import DATA, SMALL, run_in_process, run_process
+from cases import daily
+from commands import DATA, SMALL, refuse, run_in_process, run_process
 from plain_records import read_run
 from sample_records import make_invalid
 
+from jaxkv import launch
 from jaxkv.errors import UserError
 
 
@@ -72,11 +74,12 @@ def test_chosen_problems_keep_their_numbers_and_results(finished, cache, tmp_pat
         assert sample["teacher_forced"] == whole[sample["problem"]]["teacher_forced"]
 
 
-def test_killed_at_any_moment_ends_with_the_same_samples(finished, cache, tmp_path):
+@pytest.mark.parametrize("moments", daily(["3"], ["3", "03"]))
+def test_killed_at_any_moment_ends_with_the_same_samples(finished, cache, tmp_path, moments):
     out = tmp_path / "killed"
     samples = out / "samples.jsonl"
     command = [sys.executable, "-m", "jaxkv.launch", *SMALL, cache, f"--out={out}"]
-    for wanted in (0, 3):
+    for wanted in map(int, moments):
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         give_up = time.monotonic() + 120
         while process.poll() is None and time.monotonic() < give_up:
@@ -87,8 +90,7 @@ def test_killed_at_any_moment_ends_with_the_same_samples(finished, cache, tmp_pa
         process.wait()
     with open(samples, "ab") as file:
         file.write(b'{"experiment":"divergence","problem":4,"key":["diver')  # what a kill amid a write leaves
-    done = run_process(*SMALL, cache, f"--out={out}")
-    assert done.returncode == 0, done.stderr
+    run_in_process(*SMALL, cache, f"--out={out}")
     assert samples.read_bytes() == (finished[0] / "samples.jsonl").read_bytes()
 
 
@@ -108,19 +110,27 @@ def test_run_flags_replay_and_files_may_move_between_sessions(finished, tmp_path
     assert (out / "samples.jsonl").read_bytes() == before
 
 
-def test_exit_codes_without_traceback():
-    for arguments, wanted in (
-        (["--model=gemma2-2b", "--out=/proc/nowhere"], "choose another --out"),
-        (["--modle=gemma2-2b"], "modle"),
-        (["gemma2-2b"], "unexpected argument"),
-        (["--model=gemma2-2b", "--precision=fp16"], "--checkpoint"),  # no network, no local weights
-    ):
-        done = run_process(*arguments)
-        assert done.returncode == 2
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        assert len(lines) == 1, done.stderr
-        assert lines[0].startswith("error: ")
-        assert wanted in lines[0]
+MISTAKES = [
+    (["--modle=gemma2-2b"], "modle"),
+    (["--model=gemma2-2b", "--precision=fp16"], "--checkpoint"),  # no network, no local weights
+]
+
+
+@pytest.mark.parametrize(("arguments", "wanted"), daily(MISTAKES[1:], MISTAKES))
+def test_exit_codes_without_traceback(arguments, wanted):
+    done = run_process(*arguments)
+    assert done.returncode == 2
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("error: ")
+    assert wanted in lines[0]
+
+
+def test_mistakes_are_lines():
+    assert "modle" in refuse("--modle=gemma2-2b")
+    assert "choose another --out" in refuse("--model=gemma2-2b", "--out=/proc/nowhere")
+    with pytest.raises(UserError, match="unexpected argument 'gemma2-2b'"):
+        launch.launch(["launch", "gemma2-2b"])
 
 
 def test_doctor_needs_no_model(tmp_path, capsys, monkeypatch):
@@ -137,11 +147,11 @@ def test_doctor_needs_no_model(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out == shown
 
 
-def test_a_run_without_a_valid_problem_fails_and_says_why(tmp_path, monkeypatch, capsys):
+def test_a_run_without_a_valid_problem_fails_and_says_why(cache, tmp_path, monkeypatch, capsys):
     records = [make_invalid(0), make_invalid(1)]
     found = iter([(records, {"problems": [0, 1], "seconds": {}, "tokens": {}})])
     monkeypatch.setattr("jaxkv.experiments.driver.run_missing", lambda *_: found)
-    command = [*SMALL, "--compilation_cache=none", "--gate=off", "--num_problems=2", f"--out={tmp_path / 'run'}"]
+    command = [*SMALL, cache, "--gate=off", "--num_problems=2", f"--out={tmp_path / 'run'}"]
     with pytest.raises(UserError, match=r"none of its 2 samples is valid, all at resid_pre, layer 8 \(inf, cached"):
         run_in_process(*command)
     assert "report: " in capsys.readouterr().out

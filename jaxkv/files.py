@@ -6,7 +6,6 @@ another type or out of its bounds is refused by its name.
 """
 
 import contextlib
-import copy
 import errno
 import gzip
 import os
@@ -144,22 +143,28 @@ def check(value: Any, kind: type[T]) -> T:
 
 def _name_keys(parts: list[str], value: Any, kind: type, said: str) -> str:
     """The path of a fault with the keys of dicts, which msgspec writes as [...]: those without which it is another."""
-    path, whole = "", copy.deepcopy(value)
-    here = whole
+    path, here = "", value
+    around: list[tuple[Any, Any]] = []  # the containers that `here` is in, outermost first, and where in them
+
+    def fails_alike(key: Any) -> bool:
+        whole: Any = {key: here[key]}
+        for held, place in reversed(around):
+            whole = held | {place: whole} if isinstance(held, dict) else [*held[:place], whole, *held[place + 1 :]]
+        try:
+            msgspec.convert(whole, kind)
+        except msgspec.ValidationError as error:
+            return str(error) == said
+        return False
+
     for part in parts:
-        if part != "[...]":
-            path += part if part.startswith("[") else f".{part}"
-            here = here[int(part[1:-1]) if part.startswith("[") else part]
-            continue
-        for key, inside in list(here.items()):
-            here.clear()
-            here[key] = inside
-            try:
-                msgspec.convert(whole, kind)
-            except msgspec.ValidationError as error:
-                if str(error) == said:
-                    break
-        path += f".{key}"
+        key: Any = part
+        if part == "[...]":
+            key = next(filter(fails_alike, here), [*here][-1])
+            here = {key: here[key]}
+        elif part.startswith("["):
+            key = int(part[1:-1])
+        path += part if isinstance(key, int) else f".{key}"
+        around.append((here, key))
         here = here[key]
     return path
 

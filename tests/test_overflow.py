@@ -1,5 +1,7 @@
 """fp16 that overflows: the part of the policy that mends it is found by running, and named in the report."""
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,14 +14,19 @@ from jaxkv.experiments.batches import Item, RunSpec
 from jaxkv.experiments.divergence.wording import describe_invalid
 from jaxkv.experiments.overflow import find_remedy
 
-CONFIG = small_config("llama")
+CONFIG = small_config("llama", layers=1)
 ITEM = Item(3, tuple(np.random.default_rng(0).integers(12, VOCAB, 9).tolist()), "a")
 SPEC = RunSpec(new_tokens=4, bucket=8)
 
 
+@functools.cache
+def make_arms(**parts: str) -> Arms:
+    return Arms(CONFIG, make_precision("fp16", **parts))
+
+
 def scaled(factors: dict[str, float]):
     """Weights in fp16, those whose path ends so multiplied."""
-    state, leaves = small_state("llama"), {}
+    state, leaves = small_state("llama", layers=1), {}
     for path, leaf in flat_paths(state).items():
         factor = next((f for end, f in factors.items() if path.endswith(end)), 1.0)
         leaves[path] = jnp.asarray(leaf[...] * factor, jnp.float16)
@@ -32,7 +39,7 @@ def search(factors: dict[str, float], precision: str = "fp16"):
 
     def make(parts):
         tried.append(dict(parts))
-        arms = Arms(CONFIG, make_precision("fp16", **parts))
+        arms = make_arms(**parts)
         return arms, arms.prepare(scaled(factors))
 
     return find_remedy(make, ITEM, SPEC, make_precision(precision)), tried

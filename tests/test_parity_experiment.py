@@ -31,11 +31,16 @@ def make_items():
     return [Item(20 + i, tuple(rng.integers(3, 190, n).tolist()), "a") for i, n in enumerate((9, 14))]
 
 
+@functools.cache
+def make_arms(config, precision="fp32"):
+    """The programs, compiled once: no test here breaks the code that they are traced from."""
+    return Arms(config, make_precision(precision), SAMPLERS["greedy"], STOP_IDS)
+
+
 def run(checkpoint, precision="fp32", theirs=None, spec=SPEC):
     """Records of the four cells; `theirs` is PyTorch's checkpoint if it is another."""
-    policy = make_precision(precision)
     tokenizer = types.SimpleNamespace(eos_ids=STOP_IDS)
-    arms = Arms(checkpoint.config, policy, SAMPLERS["greedy"], STOP_IDS)
+    arms = make_arms(checkpoint.config, precision)
     other = dataclasses.replace(theirs or checkpoint, tokenizer=tokenizer)
     records = to_plain(run_all(Parity(arms, arms.prepare(checkpoint.state), other, spec), make_items()))
     for record in records:
@@ -72,7 +77,7 @@ def test_in_fp32_all_cells_nearly_agree(tiny, plain, family):
 
 def test_jax_cells_are_the_arms_of_the_study(tiny, plain):
     checkpoint = tiny.checkpoint("llama")
-    arms = Arms(checkpoint.config, make_precision("fp32"), SAMPLERS["greedy"], STOP_IDS)
+    arms = make_arms(checkpoint.config)
     (batch,) = plan_batches(make_items(), SPEC)
     ran = run_batch(arms, arms.prepare(checkpoint.state), batch, SPEC)
     for row, record in enumerate(plain("llama")):

@@ -43,19 +43,22 @@ LEFTOVERS = ("lock", "sweep.lock", "traceback.txt", "run.*.tmp", "overview.*.tmp
 # Fields of a session that say what it did, not by what: resuming a run changes them.
 OF_ONE_SESSION = ("started", "done_before", "gate", "asked", "remedy", "totals", "seconds")
 FORMAT = 1
+_SIMPLE = (int, bool, str, type(None))
 AGAIN = "put back a copy, or delete the directory to run it again"
 
 
 def to_plain(value: Any) -> Any:
     """Returns `value` in JSON's own types: numpy and tuples unpacked, non-finite floats as "nan", "inf" or "-inf"."""
+    if type(value) in _SIMPLE:  # these and floats are nearly all that records hold
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
         return {str(k): to_plain(v) for k, v in value.items()}
     if isinstance(value, np.ndarray | np.generic):
         return to_plain(value.tolist())
     if isinstance(value, list | tuple):
         return [to_plain(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
     return str(value) if isinstance(value, pathlib.PurePath) else value
 
 

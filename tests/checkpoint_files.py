@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -59,10 +60,15 @@ def new_model(family, **sizes):
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
+def keeping_programs():
+    """The environment of a process that keeps its compiled programs where the tests do."""
+    return os.environ | {"JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir}
+
+
 def run_module(command, *arguments):
     """The command convert or export in a process of its own."""
     done = [sys.executable, "-m", f"jaxkv.checkpoints.{command}", *map(str, arguments)]
-    return subprocess.run(done, capture_output=True, text=True)
+    return subprocess.run(done, capture_output=True, text=True, env=keeping_programs())
 
 
 def assert_same_bits(checkpoint, state_dict):

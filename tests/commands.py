@@ -1,9 +1,11 @@
 """The command for tests: in this process or one of its own."""
 
+import copy
 import os
 import pathlib
 import subprocess
 import sys
+from unittest import mock
 
 import jax
 import pytest
@@ -13,6 +15,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxkv import launch
 from jaxkv.cli import parse_flags
 from jaxkv.errors import UserError
+from jaxkv.options import OPTIONS
 
 CACHING = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
 DATA = pathlib.Path(__file__).parent / "data"
@@ -52,6 +55,20 @@ def refuse(*arguments):
         run_in_process(*arguments)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def start_in_process(module, *arguments):
+    """An entry module whose flags stand in the place of those of the command. Mistakes are raised."""
+    run_command = lambda command, argv=None: command(parse_flags(argv or sys.argv))  # noqa: E731
+    without = copy.deepcopy(flags.FLAGS)
+    for option in OPTIONS:
+        delattr(without, option.flag)
+    with (
+        mock.patch.dict(vars(flags.FLAGS), vars(without), clear=True),
+        mock.patch.object(module, "run_command", run_command),
+        mock.patch.object(sys, "argv", sys.argv),
+    ):
+        module.start([*map(str, arguments)])
 
 
 def run_process(*arguments, **options):

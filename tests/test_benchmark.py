@@ -2,13 +2,14 @@
 
 import datetime
 import json
+import re
 import subprocess
 import sys
 import types
 
 import jax
 import pytest
-from commands import DATA
+from commands import DATA, start_in_process
 from quantized_models import HEAD_DIM, wide_config
 
 from jaxkv import benchmark
@@ -129,9 +130,15 @@ def test_the_command_writes_the_parts_of_a_benchmark(tmp_path):
     ],
 )
 def test_mistakes_are_told_in_one_line(arguments, words):
-    done = run(*arguments)
+    with pytest.raises(UserError, match=re.escape(words)) as caught:
+        start_in_process(benchmark, *arguments)
+    assert "\n" not in str(caught.value).strip()
+
+
+def test_a_mistake_ends_the_command():
+    done = run("speed")
     assert done.returncode == 2
-    assert words in done.stderr
+    assert "'speed' is no benchmark" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 
 

@@ -114,8 +114,8 @@ CLAIMS = {  # reproduced, not reproduced, cannot tell
     "C5a": (patch(back_state=range(11)), patch(back=range(11), back_state=range(11)), patch(back_state=range(6))),
     "C5b": (through_one_program(still=True), through_one_program(), through_one_program(1)),
     "C6a": (rerun(120), rerun(120, 1), rerun(12)),
-    "C6b": (again(120), again(3, 1), again(12)),
-    "C6c": (again(120, builds=True), again(3, 1, builds=True), again(12, builds=True)),
+    "C6b": (again(80), again(3, 1), again(12)),
+    "C6c": (again(80, builds=True), again(3, 1, builds=True), again(12, builds=True)),
 }  # fmt: skip
 N = 60
 CONTROL = some(45, N)

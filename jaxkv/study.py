@@ -5,7 +5,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rich import progress
 from rich.console import Console
@@ -65,13 +65,13 @@ def check_valid(path: pathlib.Path) -> None:
 def _set_up_jax(options: Options) -> None:
     import jax
 
-    cache = options.output.compilation_cache
-    jax.config.update("jax_enable_x64", "float64" in read_precision(options.precision).to_json().values())
+    cache, config = options.output.compilation_cache, cast(Any, jax.config)
+    config.update("jax_enable_x64", "float64" in read_precision(options.precision).to_json().values())
     if cache != "none":
         # Also pins the kernels that autotuning chose: a resumed run finds the executables it was begun with.
-        jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(cache).expanduser()))
-        least = min(0.5, jax.config.read("jax_persistent_cache_min_compile_time_secs"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
+        config.update("jax_compilation_cache_dir", str(pathlib.Path(cache).expanduser()))
+        least = min(0.5, config.jax_persistent_cache_min_compile_time_secs)
+        config.update("jax_persistent_cache_min_compile_time_secs", least)
 
 
 def _run_experiments(options: Options, path: pathlib.Path, flags: str, console: Console) -> None:

@@ -1,6 +1,7 @@
-"""Converting or exporting a sharded checkpoint peaks below the model and 1.5 GB, interpreter included.
+"""Converting or exporting a sharded checkpoint peaks below the model and an allowance, interpreter included.
 
-JAXKV_MEMORY_GB sets the size of the synthetic model (default 1; the rule does not depend on it).
+JAXKV_MEMORY_GB sets the size of the synthetic model. The default is so small, and so is the allowance beside it, that
+a second copy of the model would pass the limit.
 """
 
 import json
@@ -16,7 +17,9 @@ import transformers
 from cases import daily
 from tokenizers import Tokenizer, models
 
-ALLOWANCE = 1.5e9  # bytes over the model: Python, JAX and transformers (about 0.4 GB), a tensor, Orbax's buffers
+# Over the model there are Python, JAX and transformers (about 0.4 GB), a tensor and Orbax's buffers.
+GIGABYTES = float(os.environ.get("JAXKV_MEMORY_GB", "0.5"))
+ALLOWANCE = 1.5e9 if GIGABYTES >= 1.5 else 0.8e9
 WIDTH, LAYER_BYTES = 2304, 155.7e6
 
 
@@ -68,7 +71,7 @@ runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 def test_peak_is_below_model_and_allowance(tmp_path, command):
     source = tmp_path / "source"
     source.mkdir()
-    model_bytes = write_sharded(source, float(os.environ.get("JAXKV_MEMORY_GB", "1")))
+    model_bytes = write_sharded(source, GIGABYTES)
     arguments = [f"jaxkv.checkpoints.{command}", str(source), str(tmp_path / "dest"), "--dtype=fp16"]
     done = subprocess.run([sys.executable, "-c", MEASURED, *arguments], stdout=subprocess.PIPE, text=True, check=True)
     peak = 1024 * int(done.stdout.split("peak ")[1])

@@ -6,8 +6,9 @@ from unittest import mock
 
 import pytest
 from absl import flags
+from cases import daily
 from checkpoint_files import FP32, make_random
-from commands import parse, run_process
+from commands import parse, refuse, run_process
 from malformed import Generator
 from sample_records import make_sample
 from test_checkpoints_gguf import write_gguf
@@ -23,6 +24,7 @@ from jaxkv.records import RunDirectory
 from jaxkv.tasks.gsm8k import load_problems
 
 SECONDS = 10  # that one of them may take on a machine with other work
+FLAGS = [("config", "--checkpoint"), ("data", "--data"), ("flagfiles", "--flagfile")]
 CONFIG = {"experiments": ["divergence"], "model": {"name": "tiny"}, "precision": {"name": "fp16"}}
 
 
@@ -83,15 +85,24 @@ def test_one_line(generator, kind):
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize(("kind", "flag"), FLAGS)
+def test_the_command_refuses(generator, tmp_path, monkeypatch, kind, flag):
+    """Before it makes anything."""
+    case = generator.cases(kind)[0]
+    case.make()
+    monkeypatch.chdir(tmp_path)
+    small = ["--model=test-llama2", "--checkpoint=random:0"] if kind == "data" else []
+    assert refuse(f"{flag}={case.path}", "--precision=fp16", *small)
+    assert not list(tmp_path.iterdir())
+
+
 def test_there_are_enough(generator):
     counts = {kind: len(generator.cases(kind)) for kind in READERS}
     assert sum(counts.values()) >= 200
     assert min(counts.values()) >= 15
 
 
-@pytest.mark.parametrize(
-    ("kind", "flag"), [("config", "--checkpoint"), ("data", "--data"), ("flagfiles", "--flagfile")]
-)
+@pytest.mark.parametrize(("kind", "flag"), daily(FLAGS[2:], FLAGS))
 def test_the_command(generator, tmp_path, kind, flag):
     """One of a kind through the command: exit code 2 and one line."""
     case = generator.cases(kind)[0]

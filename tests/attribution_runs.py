@@ -37,6 +37,6 @@ ITEMS = [Item(4, tuple(make_prompts((9,))[0]), ""), Item(7, tuple(make_prompts((
 @functools.cache
 def small_run():
     """Records of every variant of a small model, with programs and weights."""
-    arms = make_arms("mistral", "fp32")
-    state = arms.prepare(small_state("mistral"))
+    arms = make_arms("mistral", "fp32", layers=1)
+    state = arms.prepare(small_state("mistral", layers=1))
     return arms, state, run_all(Attribution(arms, state, SPEC, TILE), ITEMS)

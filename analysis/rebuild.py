@@ -118,6 +118,7 @@ PAGES: dict[str, tuple[tuple[str, ...], Write]] = {
     "ablation": (("ablation",), ablation.write_page),
     "law": (("study", "qwen", "shipped", "caches"), law.write_page),
     "doctor": (("doctor",), write_doctor),
+    "lowering": (("lowering",), write_study),
 }
 
 

@@ -14,7 +14,7 @@ from jaxkv.experiments.lowering.report import (
     join_orders,
     judge,
     list_orders,
-    name_layers,
+    read_order,
     restore,
 )
 from jaxkv.overview.gather import Condition, Study
@@ -23,7 +23,7 @@ from jaxkv.reporting.document import Block, Bullets, Heading, Table
 ALIKE = ("model", "precision", "device")  # what a map and a run share, beside versions and flags of XLA
 ARMS = {"cached": ("prompt", "step"), "uncached": ("uncached",)}  # of which programs an arm is made
 PREDICTED = {"same": "no bit", "different": "bits", "not told": "not told"}
-SHOWN = 160  # letters of a program's line
+SHOWN = 110  # letters of a program's line
 
 
 class Prediction(msgspec.Struct, frozen=True):
@@ -74,7 +74,8 @@ def explain_orders(study: Study, conditions: Sequence[Condition]) -> list[str]:
         by = list_orders(record, "step")
         if not by.get("different"):
             continue
-        said = f"order of sums, {like['model']} {like['precision']}: the program of one row adds in another order than "
+        shapes = f"a batch of {record.shapes.batch}, {record.shapes.slots} slots"
+        said = f"order of sums, {like['model']} {like['precision']} ({shapes}): the program of one row adds in another order than "
         said += f"that of all rows in {', '.join(by['different'])}{_say_layers(record, by['different'])}"
         if not_told := by.get("not told"):
             said += f"; not told of {', '.join(not_told)}"
@@ -88,12 +89,13 @@ def explain_orders(study: Study, conditions: Sequence[Condition]) -> list[str]:
 
 
 def _say_layers(record: LoweringRecord, operations: Sequence[str]) -> str:
-    """Whether that is so in all layers alike."""
-    layers = int(record.model["num_layers"])
-    groups = [row.layers for row in record.rows if row.operation in operations and row.layers]
-    if groups and all(len(group) == layers for group in groups):
-        return f", in all {layers} layers alike"
-    return f", by kinds of layers ({'; '.join(dict.fromkeys(map(name_layers, groups)))})" if groups else ""
+    """Whether that is so in all layers."""
+    layers = set(range(int(record.model["num_layers"])))
+    for operation in operations:
+        rows = [row for row in record.rows if row.operation == operation and row.layers]
+        if layers - {layer for row in rows if read_order(row, "step") != "same" for layer in row.layers}:
+            return ""
+    return f", in all {len(layers)} layers"
 
 
 def predict(record: LoweringRecord, attribution: Mapping[str, Any]) -> list[Prediction]:
@@ -116,6 +118,8 @@ def write_predictions(study: Study) -> list[Block]:
         attribution = condition.get("attribution")
         if not attribution or not attribution["variants"] or (record := find_map(study, condition)) is None:
             continue
+        if record.shapes.prefill not in attribution["prefill"] or record.shapes.slots not in attribution["slots"]:
+            continue  # of other programs
         made = predict(record, attribution)
         rows = [
             [one.operation, one.arm, PREDICTED[one.order], f"{one.moved} of {one.steps}", _say(one)] for one in made

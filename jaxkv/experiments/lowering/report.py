@@ -14,11 +14,13 @@ from jaxkv.reporting.document import Block, Brief, Bullets, Cell, Code, Fold, He
 from jaxkv.reporting.format import format_number
 
 COLUMNS = {"prefill": "cached, prompt", "decode": "cached, a step", "recompute": "uncached"}
+AT_ONCE, IN_TILES = "at_once", "in_tiles"  # forms of a class in the fenced programs
+FENCED = {"prompt": "fenced prefill", "step": "fenced decode", "uncached": "fenced recompute"}
 PAIRS = {"prompt": ("prefill", "recompute"), "step": ("decode", "recompute")}
 NOTE = (
     "Of each kernel: whose it is, with the blocks that the program names; dtypes of what is multiplied, of the sum and "
     "of what is written; terms that are added up. order: of the cached arm beside the uncached one, prompt and step. "
-    "Kernels of one kind and depth of blocks whose number of rows differs may or may not add in one order: not told."
+    "Kernels of one kind that differ in rows or blocks may or may not add in one order: not told."
 )
 TREES = (
     "Recovered from outputs alone (FPRev, arXiv 2411.00442): where a large number and its negative cancel, the small "
@@ -62,6 +64,29 @@ def join_orders(orders: Iterable[Order]) -> Order:
     """What is said of several sums together: one that differs is enough, and one that is not told."""
     found = set(orders)
     return "different" if "different" in found else "not told" if "not told" in found else "same"
+
+
+def compare_kinds(one: Iterable[Kernel], other: Iterable[Kernel]) -> Order:
+    """What kernels of different shapes say of their orders.
+
+    Kernels of another kind, maker, number of terms or dtype of the sum add in another order. Of kernels that differ in
+    their rows and blocks it is not told: not even by the depth of a block, since tensor cores that go on with one
+    accumulator add in one order whatever its depth (as measured: analysis/README.md).
+    """
+
+    def kinds(kernels: Iterable[Kernel]) -> set[tuple[object, ...]]:
+        return {(k.kind, k.by, k.operands, k.sums_in, k.summed) for k in kernels}
+
+    return "different" if kinds(one) != kinds(other) else "not told"
+
+
+def read_order(row: Row, pair: str) -> Order:
+    """What the programs of a pair say of the order in a row of the map, or of its forms."""
+    if row.orders[pair] == "same":
+        return "same"
+    forms = any(":" in name for name in row.kernels)
+    one, other = (f"{FENCED[pair]}:{AT_ONCE}", f"{FENCED[pair]}:{IN_TILES}") if forms else PAIRS[pair]
+    return compare_kinds(row.kernels[one], row.kernels[other])
 
 
 def summarize_lowering(run: Run) -> dict[str, Any]:
@@ -143,7 +168,7 @@ def judge(record: LoweringRecord, rows: Sequence[Row], operation: str, pair: str
     mine = [row for row in rows if row.operation == operation and pair in row.orders]
     if not mine:
         return None
-    told = join_orders(row.orders[pair] for row in mine)
+    told = join_orders(read_order(row, pair) for row in mine)
     if told != "not told":
         return told
     kernels = [one for row in mine for found in row.kernels.values() for one in found]
@@ -200,15 +225,16 @@ def _write_map(record: LoweringRecord) -> Table:
 
 
 def _say_order(record: LoweringRecord, row: Row, pair: str) -> str:
-    if row.orders[pair] == "not told" and (found := judge(record, record.rows, row.operation, pair)) != "not told":
+    order = read_order(row, pair)
+    if order == "not told" and (found := judge(record, record.rows, row.operation, pair)) != "not told":
         return f"{found} (recovered)"
-    return row.orders[pair]
+    return order
 
 
 def find_evidence(record: LoweringRecord, operation: str, pair: str = "step") -> tuple[Kernel, Kernel] | None:
     """Two kernels of a class, of the cached arm and of the uncached one, that differ; None where no program says so."""
     for row in record.rows:
-        if row.operation == operation and row.orders.get(pair) == "different":
+        if row.operation == operation and pair in row.orders and read_order(row, pair) == "different":
             one, other = (row.kernels[name] for name in PAIRS[pair])
             return _pick(one, other), _pick(other, one)
     return None

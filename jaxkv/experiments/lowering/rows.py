@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from jaxkv.experiments.lowering.kernels import OUTSIDE, Found
 from jaxkv.experiments.lowering.record import Kernel, Order, Row
-from jaxkv.experiments.lowering.report import join_orders
+from jaxkv.experiments.lowering.report import compare_kinds, join_orders
 from jaxkv.models.alignment import CLASSES
 
 Sums = Mapping[str, Sequence[Found]]  # by program
@@ -67,22 +67,14 @@ def identify(kernel: Kernel) -> Outline:
 
 
 def _coarse(kernel: Kernel) -> Outline:
-    """What another order shows in for sure, however many rows there are; and roundings."""
-    depth = kernel.blocks.get("k", "")
-    return kernel.kind, kernel.by, kernel.operands, kernel.sums_in, kernel.writes, kernel.summed, depth
+    """Its kind, with roundings."""
+    return kernel.kind, kernel.by, kernel.operands, kernel.sums_in, kernel.writes, kernel.summed
 
 
 def compare_orders(one: Iterable[Kernel], other: Iterable[Kernel]) -> Order:
     """Whether two arms add in the same order, as far as their programs say.
 
-    The same kernels of the same shapes add in the same order. Kernels of another kind, depth of blocks, number of terms
-    or dtype of the sum do not. Of kernels that differ in their shape alone it is not told.
+    The same kernels of the same shapes add in the same order; for others see `compare_kinds`.
     """
     one, other = list(one), list(other)
-    if set(map(identify, one)) == set(map(identify, other)):
-        return "same"
-
-    def kinds(kernels: Sequence[Kernel]) -> set[Outline]:
-        return {(k.kind, k.by, k.operands, k.sums_in, k.summed, k.blocks.get("k", "")) for k in kernels}
-
-    return "different" if kinds(one) != kinds(other) else "not told"
+    return "same" if set(map(identify, one)) == set(map(identify, other)) else compare_kinds(one, other)

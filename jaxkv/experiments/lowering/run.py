@@ -26,6 +26,7 @@ from jaxkv.experiments.driver import Examination, Line
 from jaxkv.experiments.lowering import targets
 from jaxkv.experiments.lowering.kernels import find_kernels
 from jaxkv.experiments.lowering.record import ProgramFacts, Recovery, Row
+from jaxkv.experiments.lowering.report import FENCED
 from jaxkv.experiments.lowering.rows import Sums, make_rows
 from jaxkv.experiments.lowering.shapes import describe
 from jaxkv.experiments.lowering.summation import Bench, Product
@@ -38,7 +39,6 @@ from jaxkv.provenance import describe_device, environment
 from jaxkv.rollout import Layout, make_layout
 
 ARMS_OF = {"prompt": ("prefill", "recompute"), "step": ("decode", "recompute")}  # cached beside uncached
-FENCED = {"prompt": "fenced prefill", "step": "fenced decode", "uncached": "fenced recompute"}
 WORKERS = 2
 _LOCK = threading.Lock()
 

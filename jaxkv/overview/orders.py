@@ -75,8 +75,8 @@ def explain_orders(study: Study, conditions: Sequence[Condition]) -> list[str]:
         if not by.get("different"):
             continue
         shapes = f"a batch of {record.shapes.batch}, {record.shapes.slots} slots"
-        said = f"order of sums, {like['model']} {like['precision']} ({shapes}): the program of one row adds in another order than "
-        said += f"that of all rows in {', '.join(by['different'])}{_say_layers(record, by['different'])}"
+        said = f"order of sums, {like['model']} {like['precision']} ({shapes}): the program of one row adds in another "
+        said += f"order than that of all rows in {', '.join(by['different'])}{_say_layers(record, by['different'])}"
         if not_told := by.get("not told"):
             said += f"; not told of {', '.join(not_told)}"
         operation = next((one for one in by["different"] if one != "norms"), by["different"][0])

@@ -43,11 +43,15 @@ LEFTOVERS = ("lock", "sweep.lock", "traceback.txt", "run.*.tmp", "overview.*.tmp
 # Fields of a session that say what it did, not by what: resuming a run changes them.
 OF_ONE_SESSION = ("started", "done_before", "gate", "asked", "remedy", "totals", "seconds")
 FORMAT = 1
+_SCALARS = frozenset({str, int, bool, type(None)})
 AGAIN = "put back a copy, or delete the directory to run it again"
 
 
 def to_plain(value: Any) -> Any:
     """Returns `value` in JSON's own types: numpy and tuples unpacked, non-finite floats as "nan", "inf" or "-inf"."""
+    kind = type(value)
+    if kind in _SCALARS or (kind is float and math.isfinite(value)):  # nearly all of a record
+        return value
     if isinstance(value, Mapping):
         return {str(k): to_plain(v) for k, v in value.items()}
     if isinstance(value, np.ndarray | np.generic):

@@ -27,6 +27,8 @@ from jaxkv.writing import check_writable
 if TYPE_CHECKING:
     from jaxkv.experiments.driver import Condition, Line
 
+KEPT_FROM = 0.5  # seconds of compiling: a program that takes less is not worth a file
+
 
 def run_study(options: Options, alone: bool = True) -> pathlib.Path:
     """Runs one condition, or what is missing of it, and writes its report. Returns its directory.
@@ -70,7 +72,7 @@ def _set_up_jax(options: Options) -> None:
     if cache != "none":
         # Also pins the kernels that autotuning chose: a resumed run finds the executables it was begun with.
         jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(cache).expanduser()))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", KEPT_FROM)
 
 
 def _run_experiments(options: Options, path: pathlib.Path, flags: str, console: Console) -> None:

@@ -4,13 +4,14 @@ import os
 import pathlib
 import subprocess
 import sys
+from unittest import mock
 
 import jax
 import pytest
 from absl import flags
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxkv import launch
+from jaxkv import launch, study
 from jaxkv.cli import parse_flags
 from jaxkv.errors import UserError
 
@@ -35,11 +36,12 @@ def parse(*arguments):
 
 
 def run_in_process(*arguments):
-    """The command, whose compilation cache is not left to the tests that come after."""
+    """The command, which keeps every program; its compilation cache is not left to the tests that come after."""
     parse(*arguments)
     kept = {name: getattr(jax.config, name) for name in CACHING}
     try:
-        launch.launch(["launch"])
+        with mock.patch.object(study, "KEPT_FROM", 0.0):
+            launch.launch(["launch"])
     finally:
         for name, value in kept.items():
             jax.config.update(name, value)

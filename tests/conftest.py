@@ -1,6 +1,7 @@
 """Fixtures that several test files share."""
 
 import dataclasses
+import gc
 import itertools
 import os
 import pathlib
@@ -30,6 +31,12 @@ def share_programs(programs):
     jax.config.update("jax_compilation_cache_dir", str(programs))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     compilation_cache.reset_cache()  # of what an environment variable may have begun
+
+
+def pytest_collection_finish():
+    """Python's collector seldom looks, and never at what was imported: it took a tenth of the time and more."""
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
 
 
 def pytest_sessionfinish(session):

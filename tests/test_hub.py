@@ -280,7 +280,7 @@ def test_gsm8k_that_the_hub_does_not_give(hub, tmp_path):
 # The whole command
 
 
-def test_command(tmp_path, cache):
+def test_command(tmp_path, cache, one_layer):
     """A model and its problems from the hub; then the same command goes on without it, in the same run."""
     from jaxkv.checkpoints import export
     from jaxkv.tasks.gsm8k import HUB_REVISION

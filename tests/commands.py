@@ -38,7 +38,7 @@ def parse(*arguments):
 
 
 def run_in_process(*arguments):
-    """The command, whose compilation cache is not left to the tests that come after."""
+    """The command; its compilation cache is not left to the tests that come after."""
     parse(*arguments)
     kept = {name: getattr(jax.config, name) for name in CACHING}
     try:

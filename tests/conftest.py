@@ -28,11 +28,16 @@ def programs():
     return find_programs()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def share_programs(programs):
-    """A program that several tests need is compiled once: XLA takes more time than all else in them."""
-    jax.config.update("jax_compilation_cache_dir", str(programs))
-    compilation_cache.reset_cache()  # of what an environment variable may have begun
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """A program that several tests need is compiled once: XLA takes more time than all else in them.
+
+    Said before every test, for one may have had its programs kept elsewhere.
+    """
+    if jax.config.jax_compilation_cache_dir != str(find_programs()):
+        jax.config.update("jax_compilation_cache_dir", str(find_programs()))
+        compilation_cache.reset_cache()
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def pytest_collection_finish():

@@ -20,7 +20,6 @@ from jaxkv.rollout import make_layout, make_rows
 from jaxkv.tasks import arith
 
 TOKENS = 512
-SHIPPED = ("tiny-llama2", "tiny-gemma2", "tiny-mistral")
 PRECISION = make_precision("fp16")
 
 

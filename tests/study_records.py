@@ -51,11 +51,10 @@ def make_samples(
                 token + 100 * (step >= min(chosen)) for step, token in enumerate(cached)
             ]
             sample["free_running"] = free_running(sample["arms"]["uncached"]["tokens"], cached)
-        same = copy.deepcopy(comparison)
-        same |= {"flip": [False] * tokens, "bit_equal": [True] * tokens}
+        same = comparison | {"flip": [False] * tokens, "bit_equal": [True] * tokens}
         same |= {column: [0.0] * tokens for column in ("kl", "kl_reverse", "js", "max_abs", "mean_abs")}
-        for control in ("cached_rerun", "uncached_rerun"):
-            sample["controls"][control] = copy.deepcopy(same)
+        for control in ("cached_rerun", "uncached_rerun"):  # no two share a list
+            sample["controls"][control] = {column: [*values] for column, values in same.items()}
         grade(sample, right(problem))
         samples.append(sample)
     return samples

@@ -71,7 +71,7 @@ def test_accumulated_1_is_decode(quant, own):
 
 
 def test_longer_blocks_see_other_things():
-    assert not same_bits(ran("accumulated:1").replay.errors, ran("accumulated:5").replay.errors)
+    assert not same_bits(ran("accumulated:1", PROMPT).replay.errors, ran("accumulated:5", PROMPT).replay.errors)
 
 
 def test_saturated_elements_are_counted():
@@ -144,7 +144,7 @@ def test_an_oracle_repairs_norms_alone():
 
 
 def test_records_are_valid():
-    for given in ({"regime": "static"}, {"regime": "accumulated:5"}, {"regime": "decode", "row": 0}):
+    for given in ({"regime": "static"}, {"regime": "accumulated:5", "quant": PROMPT}, {"regime": "decode", "row": 0}):
         to_record(json.loads(to_line(record_of(**given))))
     record = record_of("decode")
     steps = record["steps"]

@@ -14,13 +14,14 @@ from jaxkv.tasks.sources import hash_problems
 
 EQUATION = re.compile(r"(\d+(?:[-+*/]\d+)+)=(\d+)")
 UNITS = {2, 3, 7, 12, 60, 100, 1000}  # numbers a step may use though the question does not hold them
+TRAIN = 8000  # problems of the training split that are looked at
 LONGEST = 45  # words of a question
 FIRST_100 = "d0d0ad4255a966b17fc889f6ac8718d1f054b9301cd17035873e933b4ccc6bbc"
 
 
 @pytest.fixture(scope="module")
 def train():
-    return arith.generate("train", 20_000)
+    return arith.generate("train", TRAIN)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +104,7 @@ def test_splits_are_disjoint(train, test_set):
     assert len(test_set) == 500
     assert len({problem.question for problem in test_set}) == 500
     assert not {problem.question for problem in test_set} & {problem.question for problem in train}
-    counts = {"train": 20_000, "test": 500}
+    counts = {"train": TRAIN, "test": 500}
     keys = {split: {arith._make(split, 0, index, set())[1] for index in range(counts[split])} for split in counts}
     assert all(arith.find_split(key) == split for split in keys for key in keys[split])
     assert not keys["train"] & keys["test"]

@@ -39,7 +39,6 @@ ALL_16, ALL_32 = "mask:16,first=3,recent=4", "mask:32,first=3,recent=4"
     daily(
         [
             ("mistral", "fp16", ALL_16),
-            ("mistral", "bf16", ALL_16),
             ("gemma2", "fp32", ALL_32),
             ("gemma3", "fp16", "none"),
         ],

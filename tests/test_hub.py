@@ -153,7 +153,7 @@ def test_silent_hub(hub, tmp_path, monkeypatch):
 def test_cut_download(hub, tmp_path):
     """A connection that breaks is gone on with; one that breaks for good ends in a line, and the next run is right."""
     first, second = (name for name in WANTED if name.startswith("model-"))
-    files = FILES | {first: bytes(range(256)) * 100_000}  # the client keeps whole pieces, of 10 MiB
+    files = FILES | {first: bytes(range(256)) * 50_000}  # the client keeps whole pieces, of 10 MiB
     repo = hub.add("o/m", files, PINNED, cuts={first: (12 << 20, 1), second: (0, 100)})
     (found,) = fetch(hub.environment(tmp_path), ("o/m", PINNED))
     assert found["error"].startswith("cannot download o/m (RemoteProtocolError"), found
@@ -280,7 +280,7 @@ def test_gsm8k_that_the_hub_does_not_give(hub, tmp_path):
 # The whole command
 
 
-def test_command(tmp_path, cache):
+def test_command(tmp_path, cache, one_layer):
     """A model and its problems from the hub; then the same command goes on without it, in the same run."""
     from jaxkv.checkpoints import export
     from jaxkv.tasks.gsm8k import HUB_REVISION
@@ -290,8 +290,8 @@ def test_command(tmp_path, cache):
     out = tmp_path / "run"
     command = [
         sys.executable, "-m", "jaxkv.launch", "--checkpoint=owner/tiny", "--task=gsm8k", "--precision=fp16",
-        "--shots=1", "--max_new_tokens=4", "--bucket=256", "--control_problems=0",
-        "--gate=off", "--stepwise_problems=0", f"--out={out}", cache,
+        "--shots=1", "--max_new_tokens=2", "--bucket=256", "--control_problems=0",
+        "--gate=off", "--stepwise_problems=0", "--truth_problems=0", f"--out={out}", cache,
     ]  # fmt: skip
     with Hub() as hub:
         hub.add("owner/tiny", model, PINNED)

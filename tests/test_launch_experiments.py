@@ -77,13 +77,14 @@ def test_injection_replays_from_its_flagfile_and_may_be_asked_for_more(tmp_path,
     run_in_process(f"--flagfile={out / 'run.flags'}")
     assert "8 of 8 records of injection are done already" in capsys.readouterr().err
     assert read_run(out)[1] == records
-    run_in_process(*SMALL, cache, f"--out={out}", *few, *SPECS, "--cache_quant=int4")
-    assert "8 of 10 records of injection are done already" in capsys.readouterr().err
-    run_in_process(*SMALL, cache, f"--out={out}", *few, "--cache_quant=int2", "--gate=on")
-    assert "2 of 4 records of injection are done already" in capsys.readouterr().err
+    louder = [f"--cache_error=normal:0,{level};side=k" for level in ("0.5", "1")]  # the same programs
+    run_in_process(*SMALL, cache, f"--out={out}", *few, *SPECS, louder[0])
+    assert "8 of 12 records of injection are done already" in capsys.readouterr().err
+    run_in_process(*SMALL, cache, f"--out={out}", *few, louder[1], "--gate=on")
+    assert "2 of 6 records of injection are done already" in capsys.readouterr().err
     run, grown = read_run(out)
     assert grown[:8] == records
-    assert [r["change"] for r in grown[8:]] == ["int4"] * 2 + ["int2"] * 2
+    assert [r["change"] for r in grown[8:]] == ["normal:0,0.5;side=k"] * 4 + ["normal:0,1;side=k"] * 4
     assert run["sessions"][-1]["gate"]["passed"]  # for what is new, however much is done of other changes
 
 

@@ -29,6 +29,15 @@ PROBLEMS = (10, 11, 12)
 CONFIG = dataclasses.replace(small_config(), num_layers=1, window_pattern=(False,))
 
 
+repeat_arms = functools.cache(Arms)
+
+
+@pytest.fixture(autouse=True)
+def compile_once(monkeypatch):
+    """Programs of the same arms are compiled once for all tests."""
+    monkeypatch.setattr(mitigations, "Arms", repeat_arms)
+
+
 make_state = functools.cache(lambda: random_state(CONFIG, "fp32"))
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import pytest
 from commands import SMALL, run_in_process
@@ -162,6 +163,7 @@ def fake(monkeypatch):
             pass
 
     monkeypatch.setattr(sweep, "run_study", run_study)
+    monkeypatch.setattr(sweep, "gc", mock.Mock())  # they leave nothing to collect
 
 
 def test_two_sweeps_on_one_directory_end_in_one_line(fake, tmp_path):

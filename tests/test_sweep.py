@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+from unittest import mock
 
 import pytest
 from absl import flags
@@ -30,8 +31,8 @@ def fails(*arguments):
 
 
 def test_a_condition_that_fails_stops_no_other(tmp_path, cache, capsys):
-    command = [*SMALL, cache, *FEW, f"--out={tmp_path}", "--precision=fp16,bf16,fp32", "--regime=aligned"]
-    broken, *sound = (f"test-gemma2-{precision}-greedy" for precision in ("fp16", "bf16", "fp32"))
+    command = [*SMALL, cache, *FEW, f"--out={tmp_path}", "--precision=fp16,bf16", "--regime=aligned"]
+    broken, sound = (f"test-gemma2-{precision}-greedy" for precision in ("fp16", "bf16"))
     sweep.write_overview(tmp_path, [])  # of a sweep that was there before the file
     (tmp_path / broken).write_text("in the way")
     assert fails(*command) == 2
@@ -42,26 +43,24 @@ def test_a_condition_that_fails_stops_no_other(tmp_path, cache, capsys):
     assert shown.out.splitlines()[-1] == f"report: {tmp_path / 'report.html'}"
     assert "Claims of papers" not in (tmp_path / "report.md").read_text()
     entries, counts = overview(tmp_path)
-    assert list(entries) == [broken, *sound]
-    assert counts == {"waiting": 0, "running": 0, "running elsewhere": 0, "done": 2, "failed": 1}
-    assert [entries[name]["records"] for name in entries] == [0, 1, 1]
-    samples = {}
-    for name, precision in zip(sound, ("bf16", "fp32"), strict=True):
-        assert f"report: {tmp_path / name / 'report.md'}" in shown.out
-        run, (sample,) = read_run(tmp_path / entries[name]["run"])
-        flags = (tmp_path / name / "run.flags").read_text()
-        assert f"--model=test-gemma2\n--checkpoint=random:0\n--precision={precision}\n" in flags
-        assert sample["shapes"]["tile"] == run["config"]["decoding"]["tile"] == 8
-        assert all(sample["teacher_forced"]["bit_equal"])
-        assert "gate" not in run["sessions"][0]
-        assert "| gate | off: nothing rules out a bug of the cache |" in (tmp_path / name / "report.md").read_text()
-        samples[name] = (tmp_path / name / "samples.jsonl").read_bytes()
+    assert list(entries) == [broken, sound]
+    assert counts == {"waiting": 0, "running": 0, "running elsewhere": 0, "done": 1, "failed": 1}
+    assert [entries[name]["records"] for name in entries] == [0, 1]
+    assert f"report: {tmp_path / sound / 'report.md'}" in shown.out
+    run, (sample,) = read_run(tmp_path / entries[sound]["run"])
+    flags = (tmp_path / sound / "run.flags").read_text()
+    assert "--model=test-gemma2\n--checkpoint=random:0\n--precision=bf16\n" in flags
+    assert sample["shapes"]["tile"] == run["config"]["decoding"]["tile"] == 8
+    assert all(sample["teacher_forced"]["bit_equal"])
+    assert "gate" not in run["sessions"][0]
+    assert "| gate | off: nothing rules out a bug of the cache |" in (tmp_path / sound / "report.md").read_text()
+    samples = (tmp_path / sound / "samples.jsonl").read_bytes()
 
     (tmp_path / broken).unlink()
     run_in_process(*command)
-    assert capsys.readouterr().err.count("1 of 1 records of divergence are done already") == 2
-    assert overview(tmp_path)[1] == {"waiting": 0, "running": 0, "running elsewhere": 0, "done": 3, "failed": 0}
-    assert {name: (tmp_path / name / "samples.jsonl").read_bytes() for name in sound} == samples
+    assert capsys.readouterr().err.count("1 of 1 records of divergence are done already") == 1
+    assert overview(tmp_path)[1] == {"waiting": 0, "running": 0, "running elsewhere": 0, "done": 2, "failed": 0}
+    assert (tmp_path / sound / "samples.jsonl").read_bytes() == samples
 
 
 @pytest.fixture
@@ -78,6 +77,7 @@ def fake(monkeypatch):
         (path / "samples.jsonl").write_text("{}\n{}\n")
 
     monkeypatch.setattr(sweep, "run_study", run_study)
+    monkeypatch.setattr(sweep, "gc", mock.Mock())  # they leave nothing to collect
     return told, seen
 
 

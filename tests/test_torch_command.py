@@ -12,6 +12,7 @@ from jaxkv.checks import check_condition
 from jaxkv.errors import UserError
 
 torch = pytest.importorskip("torch")
+MODEL = "--model=test-llama2"  # soonest traced; tests/test_torch_path.py has every family
 FEW = [
     "--num_problems=2",
     "--max_new_tokens=8",
@@ -26,8 +27,8 @@ FEW = [
 def both(tmp_path_factory, cache):
     """A sweep of both frameworks, sampled."""
     out = tmp_path_factory.mktemp("both")
-    run_in_process(*SMALL, cache, *FEW, f"--out={out}", "--framework=jax,torch", "--sampler=top_p")
-    return {name: out / f"test-gemma2-fp32-top_p{end}" for name, end in (("jax", ""), ("torch", "-torch-eager"))}
+    run_in_process(*SMALL, cache, *FEW, f"--out={out}", MODEL, "--framework=jax,torch", "--sampler=top_p")
+    return {name: out / f"test-llama2-fp32-top_p{end}" for name, end in (("jax", ""), ("torch", "-torch-eager"))}
 
 
 def test_both_frameworks_answer_the_same_problems_alike(both):

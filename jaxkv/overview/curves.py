@@ -55,14 +55,16 @@ def margin_points(samples: Sequence[DivergenceRecord], points: int = POINTS) -> 
     Every step that flips is there; of the others at most `points`, evenly taken.
     """
     steps = [
-        (flip, [_round(moved), _round(margin), sample.problem, step])
+        (flip, (moved, margin, sample.problem, step))
         for sample in samples
         if (found := sample.teacher_forced)
         for step, (flip, moved, margin) in enumerate(zip(found.flip, found.max_abs, found.margin, strict=True))
     ]
     flips, others = ([point for flip, point in steps if flip == kind] for kind in (True, False))
     every = max(1, math.ceil(len(others) / points))
-    return {"flips": flips, "others": others[::every], "every": every}
+    drawn = {"flips": flips, "others": others[::every]}
+    rounded = {name: [[_round(x), _round(y), *at] for x, y, *at in kept] for name, kept in drawn.items()}
+    return rounded | {"every": every}
 
 
 def _round(value: float) -> float:

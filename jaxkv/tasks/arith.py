@@ -99,7 +99,7 @@ def load(request: Request) -> Task:
 
 
 def _load_split(split: str, count: int) -> Loaded:
-    problems = generate(split, count)
+    problems = _generate_once(split, count)
     return problems, {"source": "generated", "generator": VERSION, "split": split, "seed": 0, "rows": len(problems),
                       "sha256": hash_problems(problems)}  # fmt: skip
 
@@ -120,6 +120,9 @@ def generate(split: str, count: int, seed: int = 0) -> tuple[Problem, ...]:
         if split == "test":
             seen.add(key)
     return tuple(problems)
+
+
+_generate_once = functools.cache(generate)  # a command asks twice: before it loads the model, and when it has
 
 
 def plural(noun: str) -> str:

@@ -91,7 +91,8 @@ def test_every_flag_reaches_its_option_and_run_flags(tmp_path):
     given = {
         "model": "tiny-llama2", "checkpoint": "random:7", "revision": "abc", "precision": "bf16", "residual": "fp32",
         "accumulation": "fp16", "cache": "fp32", "scores": "fp32", "framework": "jax", "attention": "sdpa",
-        "experiments": "parity,injection", "cache_error": "normal:0,1", "cache_quant": "k=int4;v=fp8:e4m3",
+        "experiments": "parity,injection", "target": "tpu:v6e:2x2", "cache_error": "normal:0,1",
+        "cache_quant": "k=int4;v=fp8:e4m3",
         "error_seeds": "4,-5", "blocks": "3,5", "task": "humaneval", "subset": "no_length_128",
         "allow_code_execution": "True", "context": "11", "data": str(tmp_path), "fewshot_data": "b.jsonl",
         "prompt": "boxed", "shots": "12", "shots_seed": "13", "num_problems": "2", "problems": "14,1",
@@ -99,8 +100,8 @@ def test_every_flag_reaches_its_option_and_run_flags(tmp_path):
         "batch_size": "18", "padding": "left", "bucket": "19", "uncached_length": "bucket:20", "regime": "aligned",
         "tile": "21", "gate": "full", "gate_problems": "22", "uncached": "stepwise", "stepwise_problems": "23",
         "control_problems": "24", "truth_problems": "25", "patch_layers": "26", "patch_bins": "27",
-        "doctor_seconds": "28.5", "out": "o", "compilation_cache": "none", "conditions": "c.flags",
-        "verbose": "True",
+        "doctor_seconds": "28.5", "tree_seconds": "29.5", "out": "o", "compilation_cache": "none",
+        "conditions": "c.flags", "verbose": "True",
     }  # fmt: skip
     assert list(given) == [one.flag for one in OPTIONS]
     (one,) = parse(*(f"--{flag}={text}" for flag, text in given.items()))

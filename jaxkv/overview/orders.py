@@ -133,20 +133,31 @@ def write_predictions(study: Study) -> list[Block]:
     return blocks
 
 
-def write_changes(study: Study) -> list[Block]:
-    """Which classes have other kernels, between maps of one model for one device: what a change of options did."""
+def write_maps(study: Study) -> list[Block]:
+    """All maps at a glance, and which classes have other kernels in maps that differ in an option or a flag alone."""
     maps = [(c, restore(c["lowering"])) for c in study["conditions"] if "lowering" in c]
+    if len(maps) < 2:
+        return []
+    rows = []
+    for condition, record in maps:
+        told = [list_orders(record, "step"), list_orders(record, "prompt")]
+        cells = [", ".join(by.get(order, [])) or "-" for by in told for order in ("different", "not told", "same")]
+        rows.append([condition["name"], str(record.device.get("kind")), *cells[:3], cells[5]])
+    head = ["map", "device", "another order", "not told", "the same order", "the same, the prompt's rows"]
+    title = "one row of a step beside all rows of the uncached arm"
+    return [Table(head, rows, title, "wrap"), *_write_changes(maps)]
+
+
+def _write_changes(maps: Sequence[tuple[Condition, LoweringRecord]]) -> list[Block]:
     rows = []
     for (one, first), (other, second) in itertools.combinations(maps, 2):
         alike = ("regime", "shapes", "target")
         same = all(one[name] == other[name] for name in ("model", "device"))
+        same = same and first.precision["activation"] == second.precision["activation"]
         if same and all(getattr(first, name) == getattr(second, name) for name in alike):
             rows.append([one["name"], other["name"], ", ".join(find_changes(first, second)) or "none"])
-    return (
-        [Table(["map", "beside", "classes with other kernels"], rows, "what changed from one map to another")]
-        if rows
-        else []
-    )
+    head, title = ["map", "beside", "classes with other kernels"], "what an option or a flag changed"
+    return [Table(head, rows, title)] if rows else []
 
 
 def _say(one: Prediction) -> str:

@@ -38,6 +38,7 @@ from jaxkv.reporting.html import to_html
 
 TITLE = "Cached against uncached decoding"
 CHANGES_TITLE = "Changed caches"
+ORDERS_TITLE = "The order of sums"
 FILES = ("report.html", "report.md", "summary.json")
 COMMANDS_SHOWN = 60
 METHOD = (
@@ -188,7 +189,7 @@ def write_blocks(study: Study, runs: Sequence[Run], asked: Collection[str] = ())
         *(_write_section(study, name) for name in ("mitigations", "drift", "patching")),
         _write_section(study, "parity", write_free_parity(study)),
         _write_section(study, "attribution"),
-        _write_section(study, "lowering", [*orders.write_changes(study), *orders.write_predictions(study)]),
+        _write_section(study, "lowering", [*orders.write_maps(study), *orders.write_predictions(study)]),
         *(_write_section(study, name) for name in (*CHANGED, "doctor")),
         write_claims(study, asked),
         _write_run(study, runs),
@@ -209,7 +210,8 @@ def _title(study: Study) -> str:
     if changes_alone(study):
         return CHANGES_TITLE
     if len(study["conditions"]) != 1:
-        return TITLE
+        mapped = any(c.get("lowering") for c in study["conditions"])
+        return TITLE if any(c.get("divergence") for c in study["conditions"]) or not mapped else ORDERS_TITLE
     named = [study["conditions"][0][name] for name in ("model", "precision", "device")]
     return ", ".join(str(name) for name in named if name) or "Report"
 

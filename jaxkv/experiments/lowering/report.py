@@ -10,7 +10,7 @@ from jaxkv.errors import UserError
 from jaxkv.experiments.lowering.figures import draw_trees
 from jaxkv.experiments.lowering.record import Kernel, LoweringRecord, Order, ProgramFacts, Recovery, Row
 from jaxkv.experiments.report_parts import Report, Run, Summary
-from jaxkv.reporting.document import Block, Brief, Bullets, Cell, Code, Fold, Heading, Paragraph, Table, make_table
+from jaxkv.reporting.document import Block, Brief, Bullets, Cell, Code, Fold, Paragraph, Table, make_table
 from jaxkv.reporting.format import format_number
 
 COLUMNS = {"prefill": "cached, prompt", "decode": "cached, a step", "recompute": "uncached"}
@@ -287,8 +287,8 @@ def _write_trees(record: LoweringRecord) -> list[Block]:
         found.setdefault((str(one.rows), summed, by, said, "yes" if one.again else "no", seen), []).append(one.weight)
     rows = [[*key[:2], ", ".join(weights), *key[2:]] for key, weights in found.items()]
     head = ["rows", "summands", "products", "kernel", "order", "again the same", "rounding"]
-    table = Table(head, rows, kind="wrap", terminal=(0, 2, 4))
-    return [Heading("The order in which this device adds", 4), *_draw(record), table, Paragraph(TREES, "note")]
+    table = Table(head, rows, "the order in which this device adds", "wrap", terminal=(0, 2, 4))
+    return [*_draw(record), table, Paragraph(TREES, "note")]
 
 
 def _count_columns(one: Recovery) -> str:
@@ -351,7 +351,6 @@ def write_lowering(summary: Summary) -> list[Block]:
         *_write_lines(record),
         *_write_forms(record),
         *_write_trees(record),
-        Heading("Memory and work", 4),
         _write_programs(record.programs),
     ]
 

@@ -18,11 +18,12 @@ from jaxkv.experiments.lowering.report import (
     restore,
 )
 from jaxkv.overview.gather import Condition, Study
-from jaxkv.reporting.document import Block, Bullets, Heading, Table
+from jaxkv.reporting.document import Block, Paragraph, Table
 
 ALIKE = ("model", "precision", "device")  # what a map and a run share, beside versions and flags of XLA
 ARMS = {"cached": ("prompt", "step"), "uncached": ("uncached",)}  # of which programs an arm is made
 PREDICTED = {"same": "no bit", "different": "bits", "not told": "not told"}
+HOLDS = {None: "-", True: "yes", False: "no"}
 SHOWN = 110  # letters of a program's line
 
 
@@ -112,25 +113,39 @@ def predict(record: LoweringRecord, attribution: Mapping[str, Any]) -> list[Pred
 
 
 def write_predictions(study: Study) -> list[Block]:
-    """Prediction against measurement, for each run of the attribution experiment with a map beside it."""
-    blocks: list[Block] = []
-    for condition in study["conditions"]:
-        attribution = condition.get("attribution")
-        if not attribution or not attribution["variants"] or (record := find_map(study, condition)) is None:
-            continue
-        if record.shapes.prefill not in attribution["prefill"] or record.shapes.slots not in attribution["slots"]:
-            continue  # of other programs
-        made = predict(record, attribution)
-        rows = [
-            [one.operation, one.arm, PREDICTED[one.order], f"{one.moved} of {one.steps}", _say(one)] for one in made
-        ]
-        title = f"{condition['name']}: bits that change when a class alone is aligned"
-        blocks += [
-            Heading(f"Prediction and measurement: {condition['name']}", 3),
-            Table(["operation", "arm", "predicted", "steps with other bits", "holds"], rows, title),
-            Bullets(_conclude(made)),
-        ]
+    """Prediction against measurement, for each run of the attribution experiment with a map of its programs."""
+    found = [(c["name"], made) for c in study["conditions"] if (made := _predict_run(study, c))]
+    if not found:
+        return []
+    rows = [[name, *_count(made)] for name, made in found]
+    blocks: list[Block] = [
+        Table(["run", "predictions that hold", "nothing predicted"], rows, "predictions and measurement")
+    ]
+    for name, made in found:
+        cells = [[p.operation, p.arm, PREDICTED[p.order], f"{p.moved} of {p.steps}", HOLDS[p.holds]] for p in made]
+        head = ["operation", "arm", "predicted", "steps with other bits", "holds"]
+        blocks.append(Table(head, cells, f"{name}: bits that change when a class alone is aligned"))
+        if wrong := [p for p in made if p.holds is False]:
+            told = (
+                f"{p.operation}, {p.arm} arm: {PREDICTED[p.order]}, but {p.moved} of {p.steps} steps" for p in wrong
+            )
+            blocks.append(Paragraph(f"The map or its reading is wrong in {'; '.join(told)}."))
     return blocks
+
+
+def _predict_run(study: Study, condition: Condition) -> list[Prediction]:
+    attribution = condition.get("attribution")
+    if not attribution or not attribution["variants"] or (record := find_map(study, condition)) is None:
+        return []
+    shapes = record.shapes
+    if shapes.prefill not in attribution["prefill"] or shapes.slots not in attribution["slots"]:
+        return []  # it is of other programs
+    return predict(record, attribution)
+
+
+def _count(made: Sequence[Prediction]) -> tuple[str, str]:
+    told = [one for one in made if one.holds is not None]
+    return f"{sum(bool(one.holds) for one in told)} of {len(told)}", str(len(made) - len(told))
 
 
 def write_maps(study: Study) -> list[Block]:
@@ -158,21 +173,3 @@ def _write_changes(maps: Sequence[tuple[Condition, LoweringRecord]]) -> list[Blo
             rows.append([one["name"], other["name"], ", ".join(find_changes(first, second)) or "none"])
     head, title = ["map", "beside", "classes with other kernels"], "what an option or a flag changed"
     return [Table(head, rows, title)] if rows else []
-
-
-def _say(one: Prediction) -> str:
-    return {None: "-", True: "yes", False: "no"}[one.holds]
-
-
-def _conclude(made: Sequence[Prediction]) -> list[str]:
-    told = [one for one in made if one.holds is not None]
-    wrong = [one for one in told if not one.holds]
-    lines = [
-        f"{len(told) - len(wrong)} of {len(told)} predictions hold; of {len(made) - len(told)} nothing was predicted."
-    ]
-    lines += [
-        f"{one.operation}, {one.arm} arm: the map says {PREDICTED[one.order]}, and {one.moved} of {one.steps} steps "
-        "changed: the map or its reading is wrong there."
-        for one in wrong
-    ]
-    return lines

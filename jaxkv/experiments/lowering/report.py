@@ -287,7 +287,8 @@ def _write_trees(record: LoweringRecord) -> list[Block]:
         found.setdefault((str(one.rows), summed, by, said, "yes" if one.again else "no", seen), []).append(one.weight)
     rows = [[*key[:2], ", ".join(weights), *key[2:]] for key, weights in found.items()]
     head = ["rows", "summands", "products", "kernel", "order", "again the same", "rounding"]
-    table = Table(head, rows, "the order in which this device adds", "wrap", terminal=(0, 2, 4))
+    of = f"{record.model['name']}, {record.precision['name']}, on {record.device.get('kind')}"
+    table = Table(head, rows, f"{of}: the order in which it adds", "wrap", terminal=(0, 2, 4))
     return [*_draw(record), table, Paragraph(TREES, "note")]
 
 

@@ -26,6 +26,7 @@ from jaxkv.tasks.continuation import load_text
 from jaxkv.tasks.sources import ROW_FILES
 from jaxkv.tasks.task import PromptSpec
 
+_ARTICLES = {"text": "a text", "programs": "programs", "device": "a device", "elsewhere": "other engines"}
 TEXTS = ("next_string",)  # tasks that are made of a text
 
 
@@ -62,7 +63,7 @@ def _find_conflicts(options: Options) -> Iterator[str]:
         yield "--regime=aligned is not there in PyTorch; with --framework=torch use plain"
     for one in experiments:
         if one.of != "problems" and len(experiments) > 1:
-            yield f"--experiments={one.name} is of a {one.of}, the others of problems; run it by itself"
+            yield f"--experiments={one.name} is of {_ARTICLES[one.of]}, the others of problems; run it by itself"
         if one.policies:
             yield from _find_other_policies(one.name, options.precision, aligned)
         if one.one_length and length != "padded":

@@ -32,10 +32,12 @@ def programs():
 def pytest_runtest_setup():
     """A program that several tests need is compiled once: XLA takes more time than all else in them.
 
-    Said before every test, for one may have had its programs kept elsewhere.
+    Said before every test, for one may have had its programs kept elsewhere, or, as a TPU's are, nowhere.
     """
-    if jax.config.jax_compilation_cache_dir != str(find_programs()):
-        jax.config.update("jax_compilation_cache_dir", str(find_programs()))
+    wanted = {"jax_compilation_cache_dir": str(find_programs()), "jax_enable_compilation_cache": True}
+    if any(getattr(jax.config, name) != value for name, value in wanted.items()):
+        for name, value in wanted.items():
+            jax.config.update(name, value)
         compilation_cache.reset_cache()
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 

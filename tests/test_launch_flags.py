@@ -103,6 +103,8 @@ MISTAKES = [
     (["--uncached_length=bucket:10000000000"], "--uncached_length=bucket:10000000000 is not understood"),
     (["--regime=aligned", "--uncached_length=bucket:64"], "use padded"),
     (["--experiments=doctor,divergence"], "run it by itself"),
+    (["--experiments=lowering,divergence"], "is of programs, the others of problems; run it by itself"),
+    (["--experiments=lowering", "--checkpoint=random:0"], "needs no weights; give --model=PRESET alone"),
     ([MITIGATE, "--precision=fp16,fp64"], "--precision=fp64"),
     ([MITIGATE, "--residual=fp32"], "--residual=fp32"),
     ([MITIGATE, "--cache=fp32"], "--cache=fp32"),

@@ -117,6 +117,7 @@ def write_predictions(study: Study) -> list[Block]:
     found = [(c["name"], made) for c in study["conditions"] if (made := _predict_run(study, c))]
     if not found:
         return []
+    by_name = {c["name"]: c for c in study["conditions"]}
     rows = [[name, *_count(made)] for name, made in found]
     blocks: list[Block] = [
         Table(["run", "predictions that hold", "nothing predicted"], rows, "predictions and measurement")
@@ -125,6 +126,7 @@ def write_predictions(study: Study) -> list[Block]:
         cells = [[p.operation, p.arm, PREDICTED[p.order], f"{p.moved} of {p.steps}", HOLDS[p.holds]] for p in made]
         head = ["operation", "arm", "predicted", "steps with other bits", "holds"]
         blocks.append(Table(head, cells, f"{name}: bits that change when a class alone is aligned"))
+        blocks += [Paragraph(f"{said}.") for said in explain_orders(study, [by_name[name]])]
         if wrong := [p for p in made if p.holds is False]:
             told = (
                 f"{p.operation}, {p.arm} arm: {PREDICTED[p.order]}, but {p.moved} of {p.steps} steps" for p in wrong

@@ -20,7 +20,6 @@ _HEAD = re.compile(r"state__(?:embed|head)___value")
 _LIBRARIES = {
     "__cublas$gemm": "cuBLAS",
     "__cublas$lt$matmul": "cuBLASLt",
-    "__cublas$lt$matmul$f8": "cuBLASLt",
     "__onednn$matmul": "oneDNN",
     "__cudnn$": "cuDNN",
 }
@@ -68,13 +67,8 @@ def _is_sum(program: Program, one: Instruction) -> bool:
 
 
 def _library(one: Instruction) -> str | None:
-    target = (one.attribute("custom_call_target") or _target(one)).strip('"')
-    return next((name for prefix, name in _LIBRARIES.items() if target.startswith(prefix)), None)
-
-
-def _target(one: Instruction) -> str:
     found = re.search(r'custom_call_target="([^"]*)"', one.rest)
-    return found[1] if found else ""
+    return next((name for begin, name in _LIBRARIES.items() if found and found[1].startswith(begin)), None)
 
 
 class _Finder:
@@ -108,8 +102,8 @@ class _Finder:
     def _of_weight(self, one: Instruction) -> Place | None:
         for name in one.operands:
             source = self.program.source(name).name
-            if found := _WEIGHT.search(source):
-                return Place(int(found[1]), _OF_WEIGHT.get(found[3], found[3]))
+            if (found := _WEIGHT.search(source)) and found[3] in _OF_WEIGHT:
+                return Place(int(found[1]), _OF_WEIGHT[found[3]])
             if one.opcode != "reduce" and _HEAD.search(source):
                 return Place(OUTSIDE, "head")
         return None

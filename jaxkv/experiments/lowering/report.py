@@ -19,8 +19,9 @@ FENCED = {"prompt": "fenced prefill", "step": "fenced decode", "uncached": "fenc
 PAIRS = {"prompt": ("prefill", "recompute"), "step": ("decode", "recompute")}
 NOTE = (
     "Of each kernel: whose it is, with the blocks that the program names; dtypes of what is multiplied, of the sum and "
-    "of what is written; terms that are added up. order: of the cached arm beside the uncached one, prompt and step. "
-    "Kernels of one kind that differ in rows or blocks may or may not add in one order: not told."
+    "of what is written; terms that are added up; its instruction, whose whole line the record has. order: of the "
+    "cached arm beside the uncached one, prompt and step. Kernels of one kind that differ in rows or blocks may or may "
+    "not add in one order: not told."
 )
 TREES = (
     "Recovered from outputs alone (FPRev, arXiv 2411.00442): where a large number and its negative cancel, the small "
@@ -53,7 +54,8 @@ def describe_kernel(kernel: Kernel) -> str:
 
 def _show_kernels(row: Row, program: str) -> Cell:
     found = row.kernels.get(program, [])
-    lines = tuple(dict.fromkeys(describe_kernel(one) for one in found))
+    first = {describe_kernel(one): one.instruction for one in reversed(found)}
+    lines = tuple(f"{said} `{first[said]}`" for said in dict.fromkeys(map(describe_kernel, found)))
     names = dict.fromkeys(f"{one.by}{' loop' if one.kind == 'multiply and add' else ''}" for one in found)
     if len(lines) < 2:
         return Brief(lines[0] if lines else "-", ", ".join(names) or "-")
@@ -119,7 +121,7 @@ def conclude(record: LoweringRecord) -> list[str]:
     if wide and narrow:
         lines.append(f"Sums that are taken in 16 bits where fp32 is asked for: {', '.join(narrow)}.")
     elif wide:
-        lines.append("No program takes a sum in 16 bits.")
+        lines.append("No program states a sum in 16 bits.")
     if record.unplaced:
         lines.append(f"{len(record.unplaced)} sums of the programs could not be told to be of a class.")
     return lines

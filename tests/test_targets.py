@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AbstractMesh, SingleDeviceSharding
 from small_models import small_config
 
@@ -39,12 +38,8 @@ GRIDS = {"v5e": "2x2", "v5p": "2x2x1", "v6e": "2x2"}
 
 @pytest.fixture
 def libtpu():
-    """Skips where libtpu is not installed. Other tests get their compilation cache back."""
+    """Skips where libtpu is not installed."""
     pytest.importorskip("libtpu", reason="compiling for a TPU needs libtpu: pip install 'jaxkv[tpu]'")
-    cached = jax.config.jax_enable_compilation_cache
-    yield
-    jax.config.update("jax_enable_compilation_cache", cached)
-    compilation_cache.reset_cache()
 
 
 def test_targets_are_parsed(monkeypatch):

@@ -9,6 +9,7 @@ import msgspec
 from jaxkv.experiments.attribution.record import ALONE
 from jaxkv.experiments.lowering.record import LoweringRecord
 from jaxkv.experiments.lowering.report import (
+    PREDICTED,
     find_changes,
     find_evidence,
     join_orders,
@@ -22,7 +23,6 @@ from jaxkv.reporting.document import Block, Paragraph, Table
 
 ALIKE = ("model", "precision", "device")  # what a map and a run share, beside versions and flags of XLA
 ARMS = {"cached": ("prompt", "step"), "uncached": ("uncached",)}  # of which programs an arm is made
-PREDICTED = {"same": "no bit", "different": "bits", "not told": "not told"}
 HOLDS = {None: "-", True: "yes", False: "no"}
 SHOWN = 110  # letters of a program's line
 

@@ -16,7 +16,8 @@ from jaxkv.reporting.format import format_number
 COLUMNS = {"prefill": "cached, prompt", "decode": "cached, a step", "recompute": "uncached"}
 AT_ONCE, IN_TILES = "at_once", "in_tiles"  # forms of a class in the fenced programs
 FENCED = {"prompt": "fenced prefill", "step": "fenced decode", "uncached": "fenced recompute"}
-PAIRS = {"prompt": ("prefill", "recompute"), "step": ("decode", "recompute")}
+PAIRS = {"prompt": ("prefill", "recompute"), "step": ("decode", "recompute")}  # cached beside uncached
+PREDICTED = {"same": "no bit", "different": "bits", "not told": "not told"}  # of aligning a class alone
 NOTE = (
     "Of each kernel: whose it is, with the blocks that the program names; dtypes of what is multiplied, of the sum and "
     "of what is written; terms that are added up; its instruction, whose whole line the record has. order: of the "
@@ -266,12 +267,11 @@ def _write_forms(record: LoweringRecord) -> list[Block]:
     """What aligning a class alone can change, as its two forms in the fenced programs predict."""
     if not record.forms:
         return []
-    said = {"same": "no bit", "different": "bits", "not told": "not told"}
     names = {"prompt": "cached, prompt", "step": "cached, a step", "uncached": "uncached"}
     table = []
     for operation in dict.fromkeys(row.operation for row in record.forms):
         orders = [judge(record, record.forms, operation, name) for name in names]
-        table.append([operation, *(said[order] if order else "-" for order in orders)])
+        table.append([operation, *(PREDICTED[order] if order else "-" for order in orders)])
     title = f"what aligning a class alone can change, in tiles of {record.tile} rows"
     return [Table(["operation", *names.values()], table, title)]
 

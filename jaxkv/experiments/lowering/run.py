@@ -26,7 +26,7 @@ from jaxkv.experiments.driver import Examination, Line
 from jaxkv.experiments.lowering import targets
 from jaxkv.experiments.lowering.kernels import find_kernels
 from jaxkv.experiments.lowering.record import ProgramFacts, Recovery, Row
-from jaxkv.experiments.lowering.report import FENCED
+from jaxkv.experiments.lowering.report import FENCED, PAIRS
 from jaxkv.experiments.lowering.rows import Sums, make_rows
 from jaxkv.experiments.lowering.shapes import describe
 from jaxkv.experiments.lowering.summation import Bench, Product
@@ -38,7 +38,6 @@ from jaxkv.options import Options
 from jaxkv.provenance import describe_device, environment
 from jaxkv.rollout import Layout, make_layout
 
-ARMS_OF = {"prompt": ("prefill", "recompute"), "step": ("decode", "recompute")}  # cached beside uncached
 WORKERS = 2
 _LOCK = threading.Lock()
 
@@ -171,8 +170,8 @@ def make_map(asked: Asked, arms: Arms, placing: targets.Placing | None) -> Line:
 def list_rows(sums: Sums, aligned: bool) -> list[Row]:
     """The rows of the arms' programs."""
     if aligned:
-        return make_rows(sums, dict.fromkeys(ARMS_OF, ("recompute", "recompute")))
-    return make_rows({name: sums[name] for name in ("prefill", "decode", "recompute")}, ARMS_OF)
+        return make_rows(sums, dict.fromkeys(PAIRS, ("recompute", "recompute")))
+    return make_rows({name: sums[name] for name in ("prefill", "decode", "recompute")}, PAIRS)
 
 
 def list_forms(sums: Sums) -> list[Row]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -188,12 +187,3 @@ def choose_numbers(held: Precision) -> tuple[Numbers, ...]:
     # M must not pass the largest number of a dtype that partial sums may be rounded to.
     narrow = any(jnp.finfo(dtype).maxexp <= 16 for dtype in (held.activation, held.accumulation))
     return (numbers, *fp16) if narrow else (numbers,)
-
-
-Recover = Callable[[Product, Precision], Recovered]
-
-
-@functools.lru_cache(maxsize=64)
-def recover(of: Product, held: Precision) -> Recovered:
-    """As Bench.recover, once for each product."""
-    return Bench(of, held).recover()

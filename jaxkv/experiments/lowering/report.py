@@ -47,7 +47,7 @@ def name_layers(layers: Sequence[int]) -> str:
 
 def describe_kernel(kernel: Kernel) -> str:
     """``cuBLASLt (algorithm 0): fp16, fp32, fp16; 4096``."""
-    blocks = ", ".join(f"{name} {value}" for name, value in kernel.blocks.items())
+    blocks = ", ".join(f"{name} {value}" for name, value in kernel.blocks.items() if value)  # a scalar's tile has none
     dtypes = ", ".join(SHORT.get(one, one) for one in (kernel.operands, kernel.sums_in, kernel.writes))
     what = {"product": "", "sum": " sum", "multiply and add": " multiply and add", "sum of parts": " sum of parts"}
     return f"{kernel.by}{what[kernel.kind]}{f' ({blocks})' if blocks else ''}: {dtypes}; {kernel.summed}"

@@ -14,33 +14,32 @@ from jaxkv.experiments.batches import Item, RunSpec
 from jaxkv.experiments.divergence.wording import describe_invalid
 from jaxkv.experiments.overflow import find_remedy
 
-CONFIG = small_config("llama", layers=1)
 ITEM = Item(3, tuple(np.random.default_rng(0).integers(12, VOCAB, 9).tolist()), "a")
 SPEC = RunSpec(new_tokens=4, bucket=8)
 
 
 @functools.cache
-def make_arms(**parts: str) -> Arms:
-    return Arms(CONFIG, make_precision("fp16", **parts))
+def make_arms(layers: int, **parts: str) -> Arms:
+    return Arms(small_config("llama", layers=layers), make_precision("fp16", **parts))
 
 
-def scaled(factors: dict[str, float]):
+def scaled(factors: dict[str, float], layers: int):
     """Weights in fp16, those whose path ends so multiplied."""
-    state, leaves = small_state("llama", layers=1), {}
+    state, leaves = small_state("llama", layers=layers), {}
     for path, leaf in flat_paths(state).items():
         factor = next((f for end, f in factors.items() if path.endswith(end)), 1.0)
         leaves[path] = jnp.asarray(leaf[...] * factor, jnp.float16)
     return with_leaves(state, leaves)
 
 
-def search(factors: dict[str, float], precision: str = "fp16"):
+def search(factors: dict[str, float], precision: str = "fp16", layers: int = 1):
     """What is said, and the parts that were tried."""
     tried = []
 
     def make(parts):
         tried.append(dict(parts))
-        arms = make_arms(**parts)
-        return arms, arms.prepare(scaled(factors))
+        arms = make_arms(layers, **parts)
+        return arms, arms.prepare(scaled(factors, layers))
 
     return find_remedy(make, ITEM, SPEC, make_precision(precision)), tried
 
@@ -50,21 +49,22 @@ PRODUCT = {"mlp/down": 4000.0}  # an output of the MLP: a product, which no part
 
 
 @pytest.mark.parametrize(
-    ("factors", "said", "tries"),
+    ("factors", "layers", "said", "tries"),
     [
-        ({}, "its numbers did not break again", 1),
-        (SCORES, "--scores=fp32 keeps it finite", 2),
-        # Both branches stay below 65504, their sum on the stream does not.
+        ({}, 1, "its numbers did not break again", 1),
+        (SCORES, 1, "--scores=fp32 keeps it finite", 2),
+        # Each branch stays below 65504; their sum on the stream, after two layers, does not.
         pytest.param(
             SCORES | {"attn/o": 3000.0, "mlp/down": 300.0, "embed": 1000.0},
+            2,
             "--scores=fp32 --residual=fp32 keeps it finite",
             3,
             marks=pytest.mark.nightly,
         ),
     ],
 )
-def test_the_parts_that_overflow_are_found(factors, said, tries):
-    remedy, tried = search(factors)
+def test_the_parts_that_overflow_are_found(factors, layers, said, tries):
+    remedy, tried = search(factors, layers=layers)
     assert remedy == f"{said} (tried on problem 3, 4 tokens)"
     assert tried[0] == {}
     assert len(tried) == tries

@@ -61,7 +61,7 @@ def show(args: argparse.Namespace, preset: str, precision: str, text: str) -> No
         facts = describe_program(compiled, target)
         figures = (
             facts.needed / 2**30,
-            (facts.memory or 0) / 2**30,
+            (target.memory or 0) / 2**30,
             (facts.flops or 0) / 1e9,
             (facts.accessed or 0) / 1e9,
         )

@@ -56,10 +56,21 @@ class Row(parts.Part, frozen=True):
 
 
 class ProgramFacts(parts.Part, frozen=True):
-    """A compiled program, for one of `chips` devices. Bytes; `flops` and `accessed` count the body of a loop once.
+    """What XLA says of a compiled program: bytes and operations of one device.
 
-    `fits` says whether arguments, results and temporaries are less than the device's memory, None if that is not known;
-    `sha256` is that of the text in which its lines stand.
+    Attributes:
+      chips: devices over which it is laid out.
+      arguments: bytes of weights, cache and batch as they lie, the device's own padding included.
+      outputs: bytes of results.
+      aliased: bytes of results that take the place of an argument.
+      temporaries: bytes beside them.
+      code: bytes of the program itself.
+      flops: floating point operations. The body of a loop counts once, however often it runs: for decode and recompute
+        this is about one step. None where XLA does not say.
+      accessed: bytes read and written, counted alike.
+      fits: whether a device lends a program as many bytes as are needed; None if that is not known.
+      seconds: that it took to compile.
+      sha256: of the text in which its lines stand.
     """
 
     chips: Count
@@ -73,6 +84,11 @@ class ProgramFacts(parts.Part, frozen=True):
     fits: bool | None
     seconds: Amount
     sha256: str
+
+    @property
+    def needed(self) -> int:
+        """Bytes that it takes to run."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
 
 
 class Shapes(parts.Part, frozen=True):

@@ -10,7 +10,6 @@ change. And the orders of summation of the products are recovered from their out
 
 import concurrent.futures
 import dataclasses
-import hashlib
 import itertools
 import threading
 import time
@@ -25,7 +24,7 @@ from jaxkv.decode import COMPILER_OPTIONS, Arms
 from jaxkv.experiments.driver import Examination, Line
 from jaxkv.experiments.lowering import targets
 from jaxkv.experiments.lowering.kernels import find_kernels
-from jaxkv.experiments.lowering.record import ProgramFacts, Recovery, Row
+from jaxkv.experiments.lowering.record import Recovery, Row
 from jaxkv.experiments.lowering.report import FENCED, PAIRS
 from jaxkv.experiments.lowering.rows import Sums, make_rows
 from jaxkv.experiments.lowering.shapes import describe
@@ -142,8 +141,7 @@ def make_map(asked: Asked, arms: Arms, placing: targets.Placing | None) -> Line:
     texts = {name: text for name, (_, text, _) in compiled.items()}
     sums = {name: find_kernels(text, name, asked.layout.slots) for name, text in texts.items()}
     facts = {
-        name: _tell(targets.describe_program(made, asked.target), text, seconds)
-        for name, (made, text, seconds) in compiled.items()
+        name: targets.describe_program(made, asked.target, seconds) for name, (made, _, seconds) in compiled.items()
     }
     return {
         "experiment": "lowering",
@@ -236,7 +234,8 @@ def list_products(config: ModelConfig, batch: int, rows: int, slots: int) -> lis
 def _compile(program: Program) -> tuple[Any, str, float]:
     begin = time.monotonic()
     compiled = program.compile()
-    if "/layer.0/" not in compiled.as_text():
+    text = compiled.as_text()
+    if "/layer.0/" not in text:
         # It lay in the cache, from before programs had scopes, which are no part of its key.
         name = "jax_compilation_cache_include_metadata_in_key"
         with _LOCK:
@@ -246,12 +245,5 @@ def _compile(program: Program) -> tuple[Any, str, float]:
                 compiled = program.compile()
             finally:
                 jax.config.update(name, False)
-    return compiled, compiled.as_text(), time.monotonic() - begin
-
-
-def _tell(facts: targets.ProgramFacts, text: str, seconds: float) -> ProgramFacts:
-    return ProgramFacts(
-        chips=facts.devices, arguments=facts.arguments, outputs=facts.outputs, aliased=facts.aliased,
-        temporaries=facts.temporaries, code=facts.code, flops=facts.flops, accessed=facts.accessed, fits=facts.fits,
-        seconds=round(seconds, 1), sha256=hashlib.sha256(text.encode()).hexdigest(),
-    )  # fmt: skip
+        text = compiled.as_text()
+    return compiled, text, time.monotonic() - begin

@@ -7,6 +7,7 @@ the MLP and the vocabulary. Sums over heads and over that width then end in a su
 
 import dataclasses
 import functools
+import hashlib
 import importlib.metadata
 import importlib.util
 import math
@@ -17,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 from flax import nnx
 from jax.experimental import topologies
@@ -27,6 +29,7 @@ from jaxkv.cache import Intervention, KVCache, empty_cache
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
+from jaxkv.experiments.lowering.record import ProgramFacts
 from jaxkv.rollout import Layout, make_rows, start_rollout
 
 # Memory of a chip in GiB as libtpu 0.0.42 lends it to a program, read off what it says of one that is too large
@@ -297,50 +300,12 @@ def choose_placing(arms: Arms, layout: Layout, target: Target, chips: int | None
     return Placing(Mesh(np.asarray(devices[:chips]), (AXIS,), axis_types=(AxisType.Auto,)))
 
 
-@dataclasses.dataclass(frozen=True)
-class ProgramFacts:
-    """What XLA says of a compiled program; bytes and operations of one device.
-
-    Attributes:
-      devices: over which it is laid out.
-      arguments: bytes of weights, cache and batch as they lie, the device's own padding included.
-      outputs: bytes of results.
-      aliased: bytes of results that take the place of an argument.
-      temporaries: bytes beside them.
-      code: bytes of the program itself.
-      flops: floating point operations. The body of a loop counts once, however often it runs: for decode and recompute
-        this is about one step. None where XLA does not say.
-      accessed: bytes read and written, counted alike.
-      memory: bytes that a device lends to a program, None if not known.
-    """
-
-    devices: int
-    arguments: int
-    outputs: int
-    aliased: int
-    temporaries: int
-    code: int
-    flops: float | None
-    accessed: float | None
-    memory: int | None
-
-    @property
-    def needed(self) -> int:
-        """Bytes that it takes to run."""
-        return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether a device has as much; None if that is not known."""
-        return None if self.memory is None else self.needed <= self.memory
-
-
-def describe_program(compiled: Any, target: Target) -> ProgramFacts:
-    """Memory and work of a compiled program (jax.stages.Compiled)."""
+def describe_program(compiled: Any, target: Target, seconds: float = 0.0) -> ProgramFacts:
+    """Memory and work of a compiled program (jax.stages.Compiled), which took `seconds` to compile."""
     used, costs = compiled.memory_analysis(), compiled.cost_analysis() or {}
     devices = {device for sharding in jax.tree.leaves(compiled.input_shardings) for device in sharding.device_set}
-    return ProgramFacts(
-        devices=len(devices),
+    facts = ProgramFacts(
+        chips=len(devices),
         arguments=used.argument_size_in_bytes,
         outputs=used.output_size_in_bytes,
         aliased=used.alias_size_in_bytes,
@@ -348,5 +313,9 @@ def describe_program(compiled: Any, target: Target) -> ProgramFacts:
         code=used.generated_code_size_in_bytes,
         flops=costs.get("flops"),
         accessed=costs.get("bytes accessed"),
-        memory=target.memory,
+        fits=None,
+        seconds=round(seconds, 1),
+        sha256=hashlib.sha256(compiled.as_text().encode()).hexdigest(),
     )
+    memory = target.memory
+    return facts if memory is None else msgspec.structs.replace(facts, fits=facts.needed <= memory)

@@ -177,18 +177,18 @@ def recorded(arms, state, run, rows, row):
     return peaks
 
 
-def audited(family, precision, state=None, lengths=(7, 3), limit=NEW_TOKENS):
-    arms = small_arms(family, precision)
-    state = arms.prepare(state or small_state(family, precision))
+def audited(family, precision, state=None, lengths=(7, 3), limit=NEW_TOKENS, layers=2):
+    arms = small_arms(family, precision, layers=layers)
+    state = arms.prepare(state or small_state(family, precision, layers=layers))
     layout, tokens, rows = set_up(make_prompts(lengths))
     rows = dataclasses.replace(rows, limit=jnp.full(len(lengths), layout.prompt + limit, jnp.int32))
     run = arms.run_cached(state, tokens, rows, layout)
     return arms, state, layout, run, rows, audit_rows(arms, state, run, rows)
 
 
-@pytest.mark.parametrize(("family", "precision"), [("mistral", "fp32"), ("gemma2", "fp16")])
-def test_magnitudes_and_headroom_are_those_of_a_plain_forward(family, precision):
-    arms, state, _, run, rows, findings = audited(family, precision)
+@pytest.mark.parametrize(("family", "precision", "layers"), [("mistral", "fp32", 1), ("gemma2", "fp16", 2)])
+def test_magnitudes_and_headroom_are_those_of_a_plain_forward(family, precision, layers):
+    arms, state, _, run, rows, findings = audited(family, precision, layers=layers)
     limits, ends = jnp.finfo(arms.precision.activation), rows.prompt + run.lengths - 1
     passed = arms.audit_pass(state, run.tokens, rows.first, ends)
     found = {name.split(" ")[1]: np.asarray(magnitudes) for name, magnitudes in passed.items()}
@@ -232,12 +232,12 @@ def test_the_first_op_that_is_not_finite_is_named(path, index, op, layer):
 
 
 @pytest.mark.parametrize(
-    ("family", "length"), daily([("mistral", 3), ("gemma2", 40)], itertools.product(("mistral", "gemma2"), (3, 15, 40)))
+    ("family", "length"), daily([("mistral", 40)], itertools.product(("mistral", "gemma2"), (3, 15, 40)))
 )
 def test_a_nan_is_found_where_it_begins_whatever_the_rows(family, length):
     """A compiled maximum on a CPU drops NaN from some 16 rows on; the fault then showed in a later operation."""
-    state = changed_state(small_state(family, "fp32"), "layers/0/attn/q", (1, 2, 0), np.nan)
-    _, _, _, run, _, findings = audited(family, "fp32", state, lengths=(length,))
+    state = changed_state(small_state(family, "fp32", layers=1), "layers/0/attn/q", (1, 2, 0), np.nan)
+    _, _, _, run, _, findings = audited(family, "fp32", state, lengths=(length,), layers=1)
     assert run.nonfinite_step.tolist() == [0]
     assert findings[0].invalid == {"layer": 0, "op": "q", "position": 0, "value": "nan"}
 
@@ -249,8 +249,8 @@ def test_a_nan_is_found_whatever_the_backend_makes_of_its_maximum(keeps):
     def largest(x, axis):
         return jnp.max(x if keeps else jnp.where(jnp.isnan(x), -jnp.inf, x), axis=axis)
 
-    state = changed_state(small_state("mistral", "fp32"), "layers/0/attn/q", (1, 2, 0), np.nan)
-    arms, state, _, run, rows, _ = audited("mistral", "fp32", state, lengths=(15,))
+    state = changed_state(small_state("mistral", "fp32", layers=1), "layers/0/attn/q", (1, 2, 0), np.nan)
+    arms, state, _, run, rows, _ = audited("mistral", "fp32", state, lengths=(40,), layers=1)
     fresh = Arms(arms.config, arms.precision)
     with mock.patch.object(decode, "jnp", types.SimpleNamespace(**vars(jnp) | {"max": largest})):
         (finding,) = audit_rows(fresh, state, run, rows)

@@ -60,7 +60,7 @@ def test_figures_are_those_of_the_reference(dtype, gap):
 def test_kl_far_below_fp32_rounding(scale):
     """fp32 arms differ by some 1e-6: a KL of 1e-13, which fp32 could not tell from 0."""
     rng = np.random.default_rng(1)
-    a = rng.normal(size=(20, 500)).astype(np.float32)
+    a = rng.normal(size=(40, 500)).astype(np.float32)
     b = (a + rng.normal(size=a.shape) * scale).astype(np.float32)
     found = check(a, b, rtol=1e-9)  # the shift itself, log q - log p, is known to 1e-16 / scale
     assert 0 < max(found["kl"]) < 2 * scale**2
@@ -101,21 +101,22 @@ def test_odd_values(data):
 
 
 def test_signed_zeros_are_equal_numbers_of_unequal_bits():
-    a = np.asarray([[1.0, 0.0, 2.0]], np.float32)
-    found = check(a, np.asarray([[1.0, -0.0, 2.0]], np.float32))
-    assert found["bit_equal"] == [False]
-    assert found["max_abs"] == found["kl"] == found["js"] == [0.0]
+    a, b = (np.asarray([[1.0, zero, 2.0, 0.5, -1.0, 0.25]] * 3, np.float32) for zero in (0.0, -0.0))
+    found = check(a, b)
+    assert found["bit_equal"] == [False] * 3
+    assert found["max_abs"] == found["kl"] == found["js"] == [0.0] * 3
 
 
 def test_ties_go_to_the_lowest_id_and_have_no_margin():
-    a = np.asarray([[1.0, 3.0, 3.0], [1.0, 3.0, 3.0]], np.float16)
-    b = np.asarray([[1.0, 3.0, 3.0], [1.0, 2.0, 3.0]], np.float16)
+    a = np.asarray([[1.0, 3.0, 3.0, 0.0, 0.0, 0.0]] * 3, np.float16)
+    b = a.copy()
+    b[1, 1] = 2
     found = check(a, b)
-    assert found["margin"] == [0.0, 0.0]
-    assert found["margin_other"] == [0.0, 1.0]
-    assert found["shift"] == [0.0, -1.0]
-    assert found["unit"] == [2.0**-9, 2.0**-9]
-    assert found["flip"] == [False, True]
+    assert found["margin"] == [0.0] * 3
+    assert found["margin_other"] == [0.0, 1.0, 0.0]
+    assert found["shift"] == [0.0, -1.0, 0.0]
+    assert found["unit"] == [2.0**-9] * 3
+    assert found["flip"] == [False, True, False]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

@@ -48,13 +48,14 @@ def small_config(family: str = "mistral", vocab: int = VOCAB, layers: int = 2) -
 
 def random_state(config: ModelConfig, precision: str) -> nnx.State:
     """Weights so large that the next token depends on the whole text; one layer has those of the first of two."""
-    state = nnx.split(Decoder(config, make_precision("fp32"), nnx.Rngs(1)))[1]
+    state = nnx.split(Decoder(config, make_precision("fp32"), None))[1]  # zeros, and norms as they begin
     rng = np.random.default_rng(2)
     leaves = {}
     for path, leaf in flat_paths(state).items():
-        value = leaf[...]
+        value = np.asarray(leaf[...])
         noise = rng.normal(size=value.shape) * 0.3
-        leaves[path] = jax.numpy.asarray(value + noise if value.ndim == 1 else noise, make_precision(precision).param)
+        values = value + noise.astype(np.float32) if value.ndim == 1 else noise
+        leaves[path] = jax.numpy.asarray(values.astype(make_precision(precision).param))
     return with_leaves(state, leaves)
 
 

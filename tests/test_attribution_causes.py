@@ -67,7 +67,7 @@ def plant(monkeypatch, op_class, config):
         monkeypatch.setattr(layers, "apply_rope", lambda x, table: rotate(x, table) * (1 + (x.shape[1] == 1) / 512))
 
 
-@pytest.mark.parametrize("op_class", daily(["mlp", "norms"], [c for c in CLASSES if c != "head"]))
+@pytest.mark.parametrize("op_class", daily(["mlp"], [c for c in CLASSES if c != "head"]))
 def test_a_planted_cause_is_attributed_to_its_class_and_no_other(op_class, monkeypatch):
     """In fp16 this model's plain arms are bit-equal on a CPU, so that every difference is the plant's."""
     arms = make_arms("llama", "fp16", layers=1)

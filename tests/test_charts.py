@@ -99,6 +99,13 @@ def test_what_has_no_place_is_not_drawn():
         draw(Lines("t", [Series("a", [Point(1, 0)])], X, LOG))
 
 
+def test_cells_that_have_no_logarithm_are_a_table_of_none():
+    """As where four cells of two frameworks have the same bits."""
+    drawing = draw(dataclasses.replace(CHARTS["cells"], values=[[None, 0.0], [0.0, None]]))
+    assert not tips(drawing)
+    assert {"a", "b", "x", "y"} <= {"".join(e.itertext()) for e in drawing.iter("text")}
+
+
 def test_ends_of_axes():
     assert limits([0.02, 3e-5, 0], log=True) == pytest.approx((1e-5, 0.1))
     assert limits([]) == (0, 1)

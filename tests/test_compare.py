@@ -60,7 +60,7 @@ def test_figures_are_those_of_the_reference(dtype, gap):
 def test_kl_far_below_fp32_rounding(scale):
     """fp32 arms differ by some 1e-6: a KL of 1e-13, which fp32 could not tell from 0."""
     rng = np.random.default_rng(1)
-    a = rng.normal(size=(20, 500)).astype(np.float32)
+    a = rng.normal(size=(40, 500)).astype(np.float32)
     b = (a + rng.normal(size=a.shape) * scale).astype(np.float32)
     found = check(a, b, rtol=1e-9)  # the shift itself, log q - log p, is known to 1e-16 / scale
     assert 0 < max(found["kl"]) < 2 * scale**2
@@ -101,21 +101,22 @@ def test_odd_values(data):
 
 
 def test_signed_zeros_are_equal_numbers_of_unequal_bits():
-    a = np.asarray([[1.0, 0.0, 2.0]], np.float32)
-    found = check(a, np.asarray([[1.0, -0.0, 2.0]], np.float32))
-    assert found["bit_equal"] == [False]
-    assert found["max_abs"] == found["kl"] == found["js"] == [0.0]
+    a, b = (np.asarray([[1.0, zero, 2.0, 0.5, -1.0, 0.25]] * 3, np.float32) for zero in (0.0, -0.0))
+    found = check(a, b)
+    assert found["bit_equal"] == [False] * 3
+    assert found["max_abs"] == found["kl"] == found["js"] == [0.0] * 3
 
 
 def test_ties_go_to_the_lowest_id_and_have_no_margin():
-    a = np.asarray([[1.0, 3.0, 3.0], [1.0, 3.0, 3.0]], np.float16)
-    b = np.asarray([[1.0, 3.0, 3.0], [1.0, 2.0, 3.0]], np.float16)
+    a = np.asarray([[1.0, 3.0, 3.0, 0.0, 0.0, 0.0]] * 3, np.float16)
+    b = a.copy()
+    b[1, 1] = 2
     found = check(a, b)
-    assert found["margin"] == [0.0, 0.0]
-    assert found["margin_other"] == [0.0, 1.0]
-    assert found["shift"] == [0.0, -1.0]
-    assert found["unit"] == [2.0**-9, 2.0**-9]
-    assert found["flip"] == [False, True]
+    assert found["margin"] == [0.0] * 3
+    assert found["margin_other"] == [0.0, 1.0, 0.0]
+    assert found["shift"] == [0.0, -1.0, 0.0]
+    assert found["unit"] == [2.0**-9] * 3
+    assert found["flip"] == [False, True, False]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -177,18 +178,18 @@ def recorded(arms, state, run, rows, row):
     return peaks
 
 
-def audited(family, precision, state=None, lengths=(7, 3), limit=NEW_TOKENS):
-    arms = small_arms(family, precision)
-    state = arms.prepare(state or small_state(family, precision))
+def audited(family, precision, state=None, lengths=(7, 3), limit=NEW_TOKENS, layers=2):
+    arms = small_arms(family, precision, layers=layers)
+    state = arms.prepare(state or small_state(family, precision, layers=layers))
     layout, tokens, rows = set_up(make_prompts(lengths))
     rows = dataclasses.replace(rows, limit=jnp.full(len(lengths), layout.prompt + limit, jnp.int32))
     run = arms.run_cached(state, tokens, rows, layout)
     return arms, state, layout, run, rows, audit_rows(arms, state, run, rows)
 
 
-@pytest.mark.parametrize(("family", "precision"), [("mistral", "fp32"), ("gemma2", "fp16")])
-def test_magnitudes_and_headroom_are_those_of_a_plain_forward(family, precision):
-    arms, state, _, run, rows, findings = audited(family, precision)
+@pytest.mark.parametrize(("family", "precision", "layers"), [("mistral", "fp32", 1), ("gemma2", "fp16", 2)])
+def test_magnitudes_and_headroom_are_those_of_a_plain_forward(family, precision, layers):
+    arms, state, _, run, rows, findings = audited(family, precision, layers=layers)
     limits, ends = jnp.finfo(arms.precision.activation), rows.prompt + run.lengths - 1
     passed = arms.audit_pass(state, run.tokens, rows.first, ends)
     found = {name.split(" ")[1]: np.asarray(magnitudes) for name, magnitudes in passed.items()}
@@ -232,12 +233,12 @@ def test_the_first_op_that_is_not_finite_is_named(path, index, op, layer):
 
 
 @pytest.mark.parametrize(
-    ("family", "length"), daily([("mistral", 3), ("gemma2", 40)], itertools.product(("mistral", "gemma2"), (3, 15, 40)))
+    ("family", "length"), daily([("mistral", 40)], itertools.product(("mistral", "gemma2"), (3, 15, 40)))
 )
 def test_a_nan_is_found_where_it_begins_whatever_the_rows(family, length):
     """A compiled maximum on a CPU drops NaN from some 16 rows on; the fault then showed in a later operation."""
-    state = changed_state(small_state(family, "fp32"), "layers/0/attn/q", (1, 2, 0), np.nan)
-    _, _, _, run, _, findings = audited(family, "fp32", state, lengths=(length,))
+    state = changed_state(small_state(family, "fp32", layers=1), "layers/0/attn/q", (1, 2, 0), np.nan)
+    _, _, _, run, _, findings = audited(family, "fp32", state, lengths=(length,), layers=1)
     assert run.nonfinite_step.tolist() == [0]
     assert findings[0].invalid == {"layer": 0, "op": "q", "position": 0, "value": "nan"}
 
@@ -249,8 +250,8 @@ def test_a_nan_is_found_whatever_the_backend_makes_of_its_maximum(keeps):
     def largest(x, axis):
         return jnp.max(x if keeps else jnp.where(jnp.isnan(x), -jnp.inf, x), axis=axis)
 
-    state = changed_state(small_state("mistral", "fp32"), "layers/0/attn/q", (1, 2, 0), np.nan)
-    arms, state, _, run, rows, _ = audited("mistral", "fp32", state, lengths=(15,))
+    state = changed_state(small_state("mistral", "fp32", layers=1), "layers/0/attn/q", (1, 2, 0), np.nan)
+    arms, state, _, run, rows, _ = audited("mistral", "fp32", state, lengths=(40,), layers=1)
     fresh = Arms(arms.config, arms.precision)
     with mock.patch.object(decode, "jnp", types.SimpleNamespace(**vars(jnp) | {"max": largest})):
         (finding,) = audit_rows(fresh, state, run, rows)

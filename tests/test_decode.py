@@ -40,9 +40,9 @@ small_arms, small_config, small_state = (  # one layer is quicker to compile
 FP32_LOGITS = {"rtol": 0, "atol": 5e-5}
 
 
-def ready(family="mistral", precision="fp32", *options, **named):
+def ready(family="mistral", precision="fp32", sampler="temperature", *options, **named):
     """Arms of a small model and its prepared weights."""
-    arms = small_arms(family, precision, *options, **named)
+    arms = small_arms(family, precision, sampler, *options, **named)
     return arms, arms.prepare(small_state(family, precision))
 
 
@@ -197,7 +197,7 @@ def test_buckets_and_one_padded_length_agree_in_fp32():
     arms, state = ready()
     layout, tokens, rows = set_up(make_prompts((5, 7, 7)))
     padded = step_uncached(arms, state, tokens, rows, layout)
-    bucketed = step_uncached(arms, state, tokens, rows, layout, "bucket:8")
+    bucketed = step_uncached(arms, state, tokens, rows, layout, "bucket:16")
     assert np.abs(bucketed.logits).max(-1).min() > 0
     np.testing.assert_allclose(bucketed.logits, padded.logits, **FP32_LOGITS)
     np.testing.assert_array_equal(bucketed.choices, padded.choices)
@@ -208,7 +208,7 @@ def test_buckets_and_one_padded_length_agree_in_fp32():
 
 
 @pytest.mark.parametrize(
-    ("family", "precision"), daily([("gemma2", "bf16")], [("mistral", "fp16"), ("gemma2", "bf16")])
+    ("family", "precision"), daily([("mistral", "fp16")], [("mistral", "fp16"), ("gemma2", "bf16")])
 )
 def test_widened_weights_differ_by_roundings_alone(family, precision):
     """Held in fp32 the same products may be added in another order; then a last bit differs here and there."""
@@ -229,7 +229,7 @@ def test_widening_leaves_32_bits_alone():
         assert precision.widened() is precision
 
 
-@pytest.mark.parametrize("sampler", ["greedy", "temperature"])
+@pytest.mark.parametrize("sampler", daily(["temperature"], ["greedy", "temperature"]))
 @pytest.mark.parametrize("arm", [Arms.run_cached, step_uncached])
 def test_left_padding_changes_no_token_in_fp32(arm, sampler):
     arms, state = ready("mistral", "fp32", sampler)

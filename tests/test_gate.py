@@ -37,22 +37,22 @@ ITEMS = [
 BATCH = Batch(tuple(ITEMS), controls=False, stepwise=False)
 
 
-def make_config(family):
-    config = dataclasses.replace(small_config(family), context_length=512)
+def make_config(family, layers=2):
+    config = dataclasses.replace(small_config(family, layers=layers), context_length=512)
     return dataclasses.replace(config, window=WINDOW) if config.window else config
 
 
-def new_arms(family, precision, tile=None, config=None, sampler="greedy", **parts):
+def new_arms(family, precision, tile=None, config=None, sampler="greedy", layers=2, **parts):
     policy = make_precision(precision, **parts)
-    return Arms(config or make_config(family), policy, SAMPLERS[sampler], STOP_IDS, tile=tile)
+    return Arms(config or make_config(family, layers), policy, SAMPLERS[sampler], STOP_IDS, tile=tile)
 
 
 clean_arms = functools.cache(new_arms)
 
 
 @functools.cache
-def state_of(family, precision):
-    return clean_arms(family, precision, TILE).prepare(small_state(family, precision))
+def state_of(family, precision, layers=2):
+    return clean_arms(family, precision, TILE, layers=layers).prepare(small_state(family, precision, layers=layers))
 
 
 def found(call) -> str:
@@ -61,9 +61,9 @@ def found(call) -> str:
     return str(caught.value)
 
 
-def gate(family, precision, cached=None, plain=None):
-    clean = clean_arms(family, precision, TILE)
-    return run_gate(cached or clean, clean, state_of(family, precision), ITEMS, SPEC, 2, plain=plain)
+def gate(family, precision, cached=None, plain=None, layers=2):
+    clean = clean_arms(family, precision, TILE, layers=layers)
+    return run_gate(cached or clean, clean, state_of(family, precision, layers), ITEMS, SPEC, 2, plain=plain)
 
 
 # Planted bugs: each a context in which a program is traced.
@@ -111,10 +111,10 @@ slot_not_written = functools.partial(lost, "v.1", 120)  # the last layer's value
 
 
 @functools.cache
-def buggy_arms(bug, family, precision):
+def buggy_arms(bug, family, precision, layers=2):
     if bug == "window":
         return new_arms(family, precision, TILE, dataclasses.replace(make_config(family), window=WINDOW + 1))
-    return planted_arms(clean_arms(family, precision, TILE), "tile_loop", BUGS[bug][0])
+    return planted_arms(clean_arms(family, precision, TILE, layers=layers), "tile_loop", BUGS[bug][0])
 
 
 BUGS = {
@@ -129,7 +129,7 @@ NARROW = [(b, f, "bf16") for b in ("rotated", "positions", "cast") for f in PRES
 NARROW += [("rotated", "mistral", "fp16"), ("cast", "gemma3", "fp16")]
 STRUCTURAL = [(b, f, "bf16") for b in ("stale", "unwritten") for f in PRESETS]
 STRUCTURAL += [("window", f, "bf16") for f in WINDOWED]
-OFTEN = [(bug, "mistral", "bf16") for bug in BUGS] + [("cast", "gemma3", "fp16")]  # each bug once
+OFTEN = [(bug, "mistral", "bf16") for bug in BUGS]  # each bug once
 
 
 @pytest.mark.parametrize(("bug", "family", "precision"), daily(OFTEN, NARROW + STRUCTURAL))
@@ -139,10 +139,10 @@ def test_a_planted_bug_is_found_and_named(bug, family, precision):
 
 
 def both_arms(bug, family, precision):
-    """The cached arm with a bug, and the uncached arm along its tokens."""
-    clean, state = clean_arms(family, precision, TILE), state_of(family, precision)
+    """The cached arm of one layer with a bug, and the uncached arm along its tokens."""
+    clean, state = clean_arms(family, precision, TILE, layers=1), state_of(family, precision, 1)
     layout, tokens, rows = lay_out(BATCH, SPEC, clean.config, TILE)
-    cached, _ = buggy_arms(bug, family, precision).run_cached_keeping(state, tokens, rows, layout)
+    cached, _ = buggy_arms(bug, family, precision, 1).run_cached_keeping(state, tokens, rows, layout)
     return cached, clean.run_forced(state, cached, rows, layout)
 
 
@@ -162,7 +162,7 @@ def test_fp32_lets_the_16_bit_bugs_pass(bug, family):
 @pytest.mark.parametrize(
     ("precision", "cache", "family"),
     daily(
-        [("fp16", "bf16", "gemma3"), ("bf16", "fp16", "mistral")],
+        [("bf16", "fp16", "mistral")],
         [*(("fp16", "bf16", f) for f in PRESETS), ("bf16", "fp16", "mistral")],
     ),
 )
@@ -186,8 +186,10 @@ def test_a_cache_of_another_dtype_is_found(precision, cache, family):
     ),
 )
 def test_a_clean_model_passes(family, precision):
-    plain = None if (precision, family) in [("fp32", "llama"), ("fp32", "gemma2")] else clean_arms(family, precision)
-    result = gate(family, precision, plain=plain)
+    layers = 1 if precision == "fp32" else 2
+    no_plain = (precision, family) in [("fp32", "llama"), ("fp32", "gemma2")]
+    plain = None if no_plain else clean_arms(family, precision, layers=layers)
+    result = gate(family, precision, plain=plain, layers=layers)
     assert (result["passed"], result["problems"], result["tile"]) == (True, 2, TILE)
     assert 0 < result["steps"] <= 2 * NEW_TOKENS
     tolerance = 64 * np.finfo(np.float32).eps if precision == "fp32" else 0.0
@@ -195,17 +197,18 @@ def test_a_clean_model_passes(family, precision):
 
 
 def test_a_sampler_and_equal_lengths_pass():
-    arms = new_arms("gemma2", "fp16", TILE, sampler="temperature")
+    arms = new_arms("gemma2", "fp16", TILE, sampler="temperature", layers=1)
     items = [Item(i, ITEMS[0].prompt[: 5 + i % 2], "") for i in range(5)]
     spec = dataclasses.replace(SPEC, padding="equal", seed=3)
-    result = run_gate(arms, arms, state_of("gemma2", "fp16"), items, spec, 3)
+    result = run_gate(arms, arms, state_of("gemma2", "fp16", 1), items, spec, 3)
     assert result["problems"] == 4  # whole batches
     assert "plain" not in result
 
 
 def test_a_row_that_overflows_in_both_arms_passes_and_in_one_does_not():
-    arms, clean = clean_arms("mistral", "fp16", TILE), small_state("mistral", "fp16")
-    layout, tokens, rows = lay_out(BATCH, SPEC, arms.config, TILE)
+    arms, clean = clean_arms("mistral", "fp16", TILE, layers=1), small_state("mistral", "fp16", layers=1)
+    begun = Batch(tuple(dataclasses.replace(item, prompt=item.prompt[:9]) for item in ITEMS), False, False)
+    layout, tokens, rows = lay_out(begun, SPEC, arms.config, TILE)
     run, _ = arms.run_cached_keeping(arms.prepare(clean), tokens, rows, layout)
     bad = next(t for t in taken(run, layout)[0][1:] if t not in STOP_IDS)
     short = [Item(i, tuple(t for t in item.prompt if t != bad)[:9], "") for i, item in enumerate(ITEMS)]
@@ -242,6 +245,11 @@ PLAIN_BUGS = {
     "prefill: unwritten": ("prefill", slot_not_written, "v of layer 1 at position 120 "),
     "uncached: window": ("tile_loop", window_off, f"k of layer 1 at position {WINDOW} "),
 }
+# A bug of the same program is found in the same tensor, or the same bug in another program.
+NIGHTLY_PLAIN_BUGS = (
+    *("loop: position", "loop: rotation", "loop: positions", "loop: window"),
+    *("prefill: slot", "prefill: positions"),
+)
 
 
 def plain_gate(family, precision, plain):
@@ -254,11 +262,7 @@ def plain_gate(family, precision, plain):
 @pytest.mark.parametrize(
     ("bug", "family", "precision"),
     daily(
-        [
-            (bug, "mistral", "bf16")
-            for bug in PLAIN_BUGS
-            if bug not in ("loop: rotation", "loop: positions", "prefill: slot")
-        ],
+        [(bug, "mistral", "bf16") for bug in PLAIN_BUGS if bug not in NIGHTLY_PLAIN_BUGS],
         [
             *((bug, "mistral", "bf16") for bug in PLAIN_BUGS),
             *itertools.product(("loop: position", "loop: rotation"), ("llama", "gemma2", "gemma3"), ("fp16",)),
@@ -289,8 +293,8 @@ def test_plain_logits_of_another_row_are_found():
 def test_a_cache_that_all_programs_make_in_another_dtype_is_found(monkeypatch):
     other = dataclasses.replace(make_precision("fp16"), cache=jnp.bfloat16)
     monkeypatch.setattr(decode, "empty_cache", lambda config, _, *sizes: empty_cache(config, other, *sizes))
-    arms = new_arms("mistral", "fp16", TILE)
-    message = found(lambda: run_gate(arms, arms, state_of("mistral", "fp16"), ITEMS, SPEC, 2))
+    arms, state = new_arms("mistral", "fp16", TILE, layers=1), state_of("mistral", "fp16", 1)
+    message = found(lambda: run_gate(arms, arms, state, ITEMS, SPEC, 2))
     assert "from the precision, whose cache is float16 and theirs bfloat16" in message
 
 

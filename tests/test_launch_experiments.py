@@ -1,26 +1,36 @@
 """Other experiments than divergence, changed caches too, from the command: run directories, reports, resumption."""
 
 import collections
+import dataclasses
 from unittest import mock
 
+import commands
 import pytest
-from commands import FEW, LAUNCH, SMALL, parse, run_in_process
+from commands import FEW, LAUNCH, parse, run_in_process
 from plain_records import read_run
 
 from jaxkv import checkpoints
 from jaxkv.experiments.changes import make_changes
 from jaxkv.experiments.mitigations import run as mitigations
 from jaxkv.interventions.quantizers.spec import METHODS
-from jaxkv.models.families import get_preset
+from jaxkv.models.families import PRESETS, get_preset
 
-pytestmark = pytest.mark.usefixtures("one_layer")
+# One model, the soonest compiled, in one shape: the experiments share most programs.
+SMALL = [*commands.SMALL, "--model=test-llama2"]
 TWO = ["--num_problems=2", "--max_new_tokens=3", "--gate=off"]
 SPECS = ["--cache_error=normal:0,0.25;side=k", "--cache_quant=int8"]
 
 
+@pytest.fixture(autouse=True)
+def small_model(one_layer, monkeypatch):
+    """Of one layer, with heads whose channels quantizers can pack."""
+    config = dataclasses.replace(get_preset("test-llama2"), head_dim=16, query_scale=16**-0.5)
+    monkeypatch.setitem(PRESETS, "test-llama2", config)
+
+
 def test_experiments_share_a_run(tmp_path, cache, capsys):
     names = ("attribution", "divergence", "drift", "patching", "parity")
-    out, few = tmp_path / "run", ["--max_new_tokens=2", f"--experiments={','.join(names)}", "--model=test-llama2"]
+    out, few = tmp_path / "run", [f"--experiments={','.join(names)}"]
     run_in_process(*SMALL, cache, *FEW, f"--out={out}", *few)
     assert f"report: {out / 'report.md'}" in capsys.readouterr().out
     records = read_run(out)[1]
@@ -39,7 +49,7 @@ def test_mitigations_run_once_whatever_the_precisions(tmp_path, cache, capsys, m
     load = mock.Mock(wraps=checkpoints.load)
     monkeypatch.setattr(checkpoints, "load", load)
     made = mitigations.make_variants
-    few = lambda tile: {name: made(tile)[name] for name in ("bf16", "fp16 aligned")}  # noqa: E731
+    few = lambda tile: {name: made(tile)[name] for name in ("fp16", "fp16 aligned")}  # noqa: E731
     monkeypatch.setattr(mitigations, "make_variants", few)
     out = tmp_path / "run"
     run_in_process(*SMALL, cache, *FEW, f"--out={out}", "--precision=fp16,bf16", "--experiments=mitigations")
@@ -91,15 +101,15 @@ def test_injection_replays_from_its_flagfile_and_may_be_asked_for_more(tmp_path,
 def test_perplexity_reads_a_text_and_leaves_its_uncached_arm_alone(tmp_path, cache, capsys):
     text, out = tmp_path / "text.txt", tmp_path / "run"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 20)
-    few = ["--experiments=perplexity", f"--data={text}", "--context=16", "--max_new_tokens=8", "--num_problems=2"]
-    run_in_process(*SMALL, cache, *TWO, f"--out={out}", *few, "--cache_quant=int2")
+    few = ["--experiments=perplexity", f"--data={text}", "--context=16"]
+    run_in_process(*SMALL, cache, *TWO, f"--out={out}", *few, "--cache_quant=int8")
     run, records = read_run(out)
     assert run["config"]["task"] == "text"
-    assert run["config"]["prompt"] == {"context": 16, "stride": 8, "bos": True}
+    assert run["config"]["prompt"] == {"context": 16, "stride": 3, "bos": True}
     by_change = {(r["problem"], r["change"]): r for r in records}
-    assert set(by_change) == {(n, name) for n in (0, 1) for name in ("none", "int2")}
+    assert set(by_change) == {(n, name) for n in (0, 1) for name in ("none", "int8")}
     for n in (0, 1):
-        clean, changed = by_change[n, "none"], by_change[n, "int2"]
+        clean, changed = by_change[n, "none"], by_change[n, "int8"]
         assert clean["nats"]["uncached"] == changed["nats"]["uncached"]
         assert clean["nats"]["cached"] != changed["nats"]["cached"]
     run_in_process(f"--flagfile={out / 'run.flags'}")
@@ -108,9 +118,9 @@ def test_perplexity_reads_a_text_and_leaves_its_uncached_arm_alone(tmp_path, cac
 
 def test_accumulation_has_a_record_for_every_regime(tmp_path, cache, capsys):
     out = tmp_path / "run"
-    few = [*TWO, "--num_problems=1", "--experiments=accumulation", "--cache_quant=int4", "--blocks=2"]
+    few = [*TWO, "--num_problems=1", "--experiments=accumulation", "--cache_quant=int8", "--blocks=1"]
     run_in_process(*SMALL, cache, f"--out={out}", *few)
-    assert [r["regime"] for r in read_run(out)[1]] == ["static", "accumulated:2", "decode"]
+    assert [r["regime"] for r in read_run(out)[1]] == ["static", "accumulated:1", "decode"]
     run_in_process(f"--flagfile={out / 'run.flags'}")
     assert "3 of 3 records of accumulation are done already" in capsys.readouterr().err
 

@@ -84,22 +84,24 @@ def test_packing_is_the_identity(bits):
     codes = np.random.default_rng(bits).integers(0, 2**bits, (3, 5, 40), dtype=np.uint64).astype(np.uint32)
     packed = jax.jit(packing.pack, static_argnums=1)(codes, bits)
     assert (packed.shape, packed.dtype) == ((3, 5, 5 * bits), np.uint8)
-    assert np.array_equal(packing.unpack(packed, bits), codes)
+    assert np.array_equal(jax.jit(packing.unpack, static_argnums=1)(packed, bits), codes)
     whole = sum(int(code) << (bits * j) for j, code in enumerate(codes[0, 0]))  # low bits first, as one number
     assert bytes(np.asarray(packed[0, 0])) == whole.to_bytes(5 * bits, "little")
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_rotation_is_orthonormal_and_keeps_scores(head_dim):
-    matrix = np.asarray(hadamard.rotate(jnp.eye(head_dim)))
+    rotate = jax.jit(hadamard.rotate)
+    matrix = np.asarray(rotate(np.eye(head_dim, dtype=np.float32)))
     assert np.array_equal(matrix, matrix.T)
     assert np.array_equal(np.abs(matrix), np.full_like(matrix, np.float32(head_dim**-0.5)))
     assert np.allclose(matrix @ matrix, np.eye(head_dim), atol=1e-6)
     assert matrix[1, 0] > 0 > matrix[1, 1]  # Sylvester's order
     q, k = np.random.default_rng(1).normal(size=(2, 50, head_dim)).astype(np.float32)
-    rotated = [np.asarray(hadamard.rotate(jnp.asarray(x)), np.float64) for x in (q, k)]
+    once = [np.asarray(rotate(x)) for x in (q, k)]
+    rotated = [x.astype(np.float64) for x in once]
     assert np.allclose(rotated[0] @ rotated[1].T, q.astype(np.float64) @ k.T, atol=2e-5)
-    assert np.allclose(hadamard.rotate(hadamard.rotate(jnp.asarray(q))), q, atol=2e-6)
+    assert np.allclose(rotate(once[0]), q, atol=2e-6)
 
 
 @pytest.mark.parametrize(("spec", "side"), cases(SPECS))
@@ -116,8 +118,8 @@ def test_rows_and_heads_stand_alone(spec, side):
     """vmap, a loop over rows and heads, and the whole batch give the same bits."""
     quantize, dequantize = programs(spec, side)
     for name in INPUTS[:2]:
-        packed, read = results(spec, side, name)
-        x = make(spec, side).rotate(inputs(name, side))
+        packed, read = jax.tree.map(np.asarray, results(spec, side, name))
+        x = np.asarray(make(spec, side).rotate(inputs(name, side)))
         for row in range(x.shape[0]):
             alone = quantize(x[row : row + 1])
             assert same_bits(alone, jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], packed))
@@ -133,9 +135,9 @@ def test_rows_and_heads_stand_alone(spec, side):
 def test_storage_divides_along_tokens(spec, side):
     """A cache may write new tiles where they belong and read any: leaves lie in proportion on axis 1."""
     quantize, _ = programs(spec, side)
-    packed, _ = results(spec, side)
+    packed, _ = jax.tree.map(np.asarray, results(spec, side))
     size = max(128, make(spec, side).granularity)
-    part = quantize(make(spec, side).rotate(inputs("random", side))[:, size:])
+    part = quantize(np.asarray(make(spec, side).rotate(inputs("random", side)))[:, size:])
     for name, leaf in packed.items():
         assert same_bits(part[name], leaf[:, leaf.shape[1] * size // 256 :]), name
 
@@ -174,9 +176,7 @@ def test_extremes_and_constant_groups(spec, side):
         assert (np.abs(got) <= 1.4 * most).all()
 
 
-@pytest.mark.parametrize(
-    ("family", "side"), daily([("kvarn:{}", "k"), ("kivi:{}", "v"), ("int{}", "k"), ("hf:{}", "k")], cases(BITS_OF))
-)
+@pytest.mark.parametrize(("family", "side"), daily([("kivi:{}", "v"), ("int{}", "k")], cases(BITS_OF)))
 def test_more_bits_err_less(family, side):
     for name in INPUTS[1:]:
         errors = [error(family.format(bits), side, inputs(name, side)) for bits in (2, 4, 8)]
@@ -187,9 +187,9 @@ def test_more_bits_err_less(family, side):
 @EVERY
 def test_small_values_fare_no_worse(spec, side):
     """Case 15: a floor under the scale ruins a cache of 1e-3. Where a recipe has one, that is shown."""
-    x = inputs("tiny-llama2", side)
-    x = x / jnp.std(x)
-    errors = [error(spec, side, x * scale) for scale in (1.0, 1e-3)]
+    x = np.asarray(inputs("tiny-llama2", side))
+    x = x / np.std(x)
+    errors = [error(spec, side, x * np.float32(scale)) for scale in (1.0, 1e-3)]
     if spec == "fp8:e4m3":
         assert errors[1] > 10 * errors[0]  # a static scale of 1 cannot hold it
     elif spec == "fp8:e5m2" or "mask" in spec:
@@ -204,9 +204,9 @@ UNEQUAL = ("mask:2", "mask:4", "fp8:e4m3")
 @pytest.mark.parametrize(("spec", "side"), daily(cases(PATHS[:-1]), [c for c in cases(SPECS) if c[0] not in UNEQUAL]))
 def test_scale_equivariance(spec, side):
     """A power of two changes exponents alone. KVarN's floor breaks it: tests/test_quantizer_recipes.py."""
-    x = make(spec, side).rotate(inputs("tiny-llama2", side))
+    x = np.asarray(make(spec, side).rotate(inputs("tiny-llama2", side)))
     quantize, dequantize = programs(spec, side)
-    plain, scaled = dequantize(quantize(x)), dequantize(quantize(x * 8)) / 8
+    plain, scaled = (np.asarray(dequantize(quantize(x * by))) / by for by in np.float32([1, 8]))
     if "kvarn" in spec and "none" not in spec and "min" not in spec:
         assert abs(relative(x, scaled) / relative(x, plain) - 1) < 0.1
     elif "mask" in spec or spec == "fp8:e5m2":  # the smallest values have no exponent to spare
@@ -224,15 +224,23 @@ CLIPPED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("spec", "side"), [*cases(CLIPPED), *cases(["kvarn:2", "kvarn:8", "kvarn:2,aux=e4m3"])])
+MIXED = cases(["kvarn:2", "kvarn:8", "kvarn:2,aux=e4m3"])  # here elements share their scales with rows and columns
+
+
+@pytest.mark.parametrize(
+    ("spec", "side"),
+    daily([*cases(CLIPPED), ("kvarn:2", "k"), ("kvarn:2,aux=e4m3", "v")], [*cases(CLIPPED), *MIXED]),
+)
 def test_what_a_clipped_scale_spoils_is_counted(spec, side):
     """K or V in bf16 go far beyond fp16, in which scales, zeros and norms are kept."""
     quantizer = make(spec, side)
     saturated = jax.jit(quantizer.saturated)
-    x = jnp.asarray(RANDOM, jnp.bfloat16)
+    x = RANDOM.astype(jnp.bfloat16)
     assert not np.asarray(saturated(x)).any()
     for value in (1e12, -1e12):
-        counts = np.array(saturated(x.at[0, 5, 1, 3].set(value)))
+        changed = x.copy()
+        changed[0, 5, 1, 3] = value
+        counts = np.array(saturated(changed))
         row = counts[0, :, 1].copy()
         counts[0, :, 1] = 0
         assert not counts.any()
@@ -243,14 +251,15 @@ def test_what_a_clipped_scale_spoils_is_counted(spec, side):
         else:
             expected = {5: 32} if (spec, side) == ("kivi:2", "v") else CLIPPED[spec]
             assert found == expected
-    assert (np.asarray(saturated(x.at[1].multiply(1e15)))[1] > 0).all() == (spec != "mask:8,of=bf16")
+    larger = (RANDOM * np.float32([1, 1e15])[:, None, None, None]).astype(jnp.bfloat16)
+    assert (np.asarray(saturated(larger))[1] > 0).all() == (spec != "mask:8,of=bf16")
 
 
 @pytest.mark.parametrize(
     ("spec", "elements"),
     [
         ("kivi:2,group=8,window=16,first=5", 8),  # positions 13 to 20
-        ("kivi:2,group=8,window=16,first=0,recent=0", 8),  # 8 to 15
+        pytest.param("kivi:2,group=8,window=16,first=0,recent=0", 8, marks=pytest.mark.nightly),  # 8 to 15
         ("hf:4,axis=channel,group=8,anchor=end,every=4", 8),
         ("int8,first=15", HEAD_DIM),
         ("int8,first=16", 0),
@@ -299,10 +308,11 @@ def test_windows():
 
 
 def test_error_splits_into_norm_and_direction():
-    x, y = (jnp.asarray(np.random.default_rng(seed).normal(size=(7, 64)), jnp.float32) for seed in (0, 1))
-    norm, direction = split_error(x, y)
+    x, y = (np.random.default_rng(seed).normal(size=(7, 64)).astype(np.float32) for seed in (0, 1))
+    split = jax.jit(split_error)
+    norm, direction = split(x, y)
     assert np.allclose(norm + direction, np.sum(np.square(x - y), -1), rtol=1e-5)
-    assert np.allclose(split_error(x, 3 * x)[1], 0, atol=1e-3)
+    assert np.allclose(split(x, 3 * x)[1], 0, atol=1e-3)
     cosine = np.sum(x * y, -1) / np.linalg.norm(x, axis=-1) / np.linalg.norm(y, axis=-1)
     expected = 2 * np.linalg.norm(x, axis=-1) * np.linalg.norm(y, axis=-1) * (1 - cosine)
     assert np.allclose(direction, expected, rtol=1e-4)

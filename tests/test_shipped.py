@@ -31,6 +31,11 @@ FILES = {*LOADED, "tokenizer_config.json", "training.json"}
 FP16 = make_precision("fp16")
 # Six layers of width 256 sum more than the models of tests/test_parity.py, whose tolerance is 2e-5.
 TOLERANCE = 1e-4
+LENGTH = 480  # tokens: several windows of 64
+
+
+def make_text():
+    return "\n\n".join(f"{problem.question}\n{problem.solution}" for problem in arith.generate("test", 12))
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -54,14 +59,13 @@ def test_loads_by_name(name, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", SHIPPED)
 def test_transformers_computes_its_logits(name):
     checkpoint, home = load(name, precision=make_precision("fp32")), find_shipped(name)
-    problems = arith.generate("test", 12)
     theirs = transformers.AutoTokenizer.from_pretrained(home)
-    text = "\n\n".join(f"{problem.question}\n{problem.solution}" for problem in problems)
+    text = make_text()
     ids = checkpoint.tokenizer.encode(text)
     assert theirs(text)["input_ids"] == ids
     assert theirs.decode(ids, skip_special_tokens=True) == text
-    tokens = np.array([ids[:480]], np.int32)
-    assert tokens.shape[1] == 480  # several windows of 64
+    tokens = np.array([ids[:LENGTH]], np.int32)
+    assert tokens.shape[1] == LENGTH
     ours = np.asarray(run_whole(checkpoint.config, make_precision("fp32"), checkpoint.state, tokens)[0])
     with torch.no_grad():
         expected = load_torch(home)(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
@@ -77,9 +81,8 @@ def test_its_window_binds(name):
     if name == "tiny-llama2":
         assert config.window is None
         return
-    text = "\n\n".join(problem.question for problem in arith.generate("test", 6))
-    tokens = np.array([checkpoint.tokenizer.encode(text)[:128]], np.int32)
-    wide = dataclasses.replace(config, window=128)
+    tokens = np.array([checkpoint.tokenizer.encode(make_text())[:LENGTH]], np.int32)
+    wide = dataclasses.replace(config, window=LENGTH)
     narrow, open_ = (np.asarray(run_whole(c, fp32, checkpoint.state, tokens)[0]) for c in (config, wide))
     apart = np.abs(narrow - open_).max((0, 2))
     assert apart[: config.window].max() < 1e-4

@@ -5,9 +5,10 @@ import itertools
 import json
 from unittest import mock
 
+import commands
 import pytest
 from absl import flags
-from commands import FEW, LAUNCH, SMALL, parse, refuse, run_in_process
+from commands import FEW, LAUNCH, parse, refuse, run_in_process
 from plain_records import read_run
 
 from jaxkv import launch, sweep
@@ -16,6 +17,7 @@ from jaxkv.errors import UserError
 from jaxkv.experiments.driver import share_arms
 
 pytestmark = pytest.mark.usefixtures("one_layer")
+SMALL = [*commands.SMALL, "--model=test-llama2", "--regime=aligned"]  # soonest compiled
 
 
 def overview(directory):
@@ -31,8 +33,8 @@ def fails(*arguments):
 
 
 def test_a_condition_that_fails_stops_no_other(tmp_path, cache, capsys):
-    command = [*SMALL, cache, *FEW, f"--out={tmp_path}", "--precision=fp16,bf16", "--regime=aligned"]
-    broken, sound = (f"test-gemma2-{precision}-greedy" for precision in ("fp16", "bf16"))
+    command = [*SMALL, cache, *FEW, f"--out={tmp_path}", "--sampler=greedy,temperature"]
+    broken, sound = (f"test-llama2-fp16-{sampler}" for sampler in ("greedy", "temperature"))
     sweep.write_overview(tmp_path, [])  # of a sweep that was there before the file
     (tmp_path / broken).write_text("in the way")
     assert fails(*command) == 2
@@ -49,7 +51,8 @@ def test_a_condition_that_fails_stops_no_other(tmp_path, cache, capsys):
     assert f"report: {tmp_path / sound / 'report.md'}" in shown.out
     run, (sample,) = read_run(tmp_path / entries[sound]["run"])
     flags = (tmp_path / sound / "run.flags").read_text()
-    assert "--model=test-gemma2\n--checkpoint=random:0\n--precision=bf16\n" in flags
+    assert "--model=test-llama2\n--checkpoint=random:0\n--precision=fp16\n" in flags
+    assert "\n--sampler=temperature\n" in flags
     assert sample["shapes"]["tile"] == run["config"]["decoding"]["tile"] == 8
     assert all(sample["teacher_forced"]["bit_equal"])
     assert "gate" not in run["sessions"][0]

@@ -1,7 +1,9 @@
 """`--framework=torch`: the same problems, tokens and records from the command, and what it refuses."""
 
+import dataclasses
 import os
 import sys
+from unittest import mock
 
 import pytest
 from commands import SMALL, parse, run_in_process
@@ -10,6 +12,7 @@ from plain_records import read_run
 from jaxkv import launch
 from jaxkv.checks import check_condition
 from jaxkv.errors import UserError
+from jaxkv.models.families import PRESETS
 
 torch = pytest.importorskip("torch")
 MODEL = "--model=test-llama2"  # soonest traced; tests/test_torch_path.py has every family
@@ -21,6 +24,14 @@ FEW = [
     "--control_problems=1",
     "--precision=fp32",
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_layer():
+    """As the fixture of that name, for the runs that the tests here share."""
+    changed = {"test-llama2": dataclasses.replace(PRESETS["test-llama2"], num_layers=1)}
+    with mock.patch.dict(PRESETS, changed):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -177,7 +177,7 @@ def make_forward(config, precision):
 def run_whole(config, precision, state, tokens, first=None):
     """`make_forward` on all of tokens [B, T] from an empty cache."""
     batch, length = tokens.shape
-    positions = slot_positions(jnp.arange(length), jnp.asarray(first or [0] * batch, jnp.int32), length)
+    positions = slot_positions(np.arange(length), np.asarray(first or [0] * batch, np.int32), length)
     cache = empty_cache(config, precision, batch, length)
     return make_forward(config, precision)(state, jnp.asarray(tokens), positions, cache)
 
@@ -220,7 +220,7 @@ class TinyModels:
         checkpoint = self.checkpoint(family, precision=precision)
         text = make_text(checkpoint.config)[:, :TEXT]
         with jax.enable_x64(True):
-            weights = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), checkpoint.state)
+            weights = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf, np.float64)), checkpoint.state)
             logits = np.asarray(run_whole(checkpoint.config, make_precision("fp64"), weights, text)[0])
         assert logits.dtype == np.float64
         return logits

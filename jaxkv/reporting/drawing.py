@@ -253,7 +253,7 @@ def _draw_intervals(chart: Intervals) -> Drawn:
 
 def _draw_cells(chart: Cells) -> Drawn:
     found = [v for row in chart.values for v in row if v is not None and (v > 0 or not chart.log)]
-    low, high = chart.ends or ((min(found), max(found)) if found else (0.0, 1.0))
+    low, high = chart.ends or ((min(found), max(found)) if found else (0.1, 1.0))
     if not chart.log:
         low = min(low, 0.0)
     high = high if high > low else 10 * low if chart.log else low + 1

@@ -12,11 +12,13 @@ import pytest
 from checkpoint_files import make_random
 from commands import DATA, start_in_process
 from quantized_models import HEAD_DIM, wide_config
+from small_models import unaudited
 
 from jaxkv import benchmark
 from jaxkv.benchmark import Work, compare_caches, measure_memory, time_blocks, time_steps, write_figures
 from jaxkv.checkpoints.export import export
 from jaxkv.config import make_precision
+from jaxkv.decode import Arms
 from jaxkv.errors import UserError
 from jaxkv.experiments import cost
 
@@ -88,7 +90,8 @@ def test_timed_runs_get_fresh_arguments(monkeypatch):
     assert next(waits, None) is None
 
 
-def test_generation_without_a_cache_is_timed(one_layer, tmp_path):
+def test_generation_without_a_cache_is_timed(one_layer, tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark, "Arms", lambda *given: unaudited(Arms(*given)))
     checkpoint = str(tmp_path / "model")
     export(make_random(precision=make_precision("fp32")), checkpoint, dtype="fp32")
     work = Work(

@@ -65,7 +65,7 @@ def test_steps_and_blocks_are_timed(small_work):
     read = plain["weights_and_cache_share_of_copy_bandwidth"] * 1e9 * plain["ms_a_step"] / 1e3
     assert read == pytest.approx(plain["weight_bytes"] + plain["cache_bytes"])
     assert tile["block"] == 16
-    assert tile["packings"] == 4
+    assert tile["packings"] == 2 * config.num_layers
     assert tile["ms_a_token"] == tile["ms_a_block"] / 16
     assert compare_caches({"plain": plain, "packed": packed, "tile": tile}) == {
         "packed_over_plain_step": packed["ms_a_step"] / plain["ms_a_step"],

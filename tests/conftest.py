@@ -81,15 +81,27 @@ def tiny(tmp_path_factory):
     return TinyModels(tmp_path_factory.mktemp)
 
 
-@pytest.fixture
-def one_layer(monkeypatch):
-    """Test models of one layer, for commands in this process: compiling takes nearly all their time."""
+def cut_presets(monkeypatch):
     from jaxkv.models.families import PRESETS
 
     for name, config in PRESETS.items():
         if name.startswith("test-"):
             changed = dataclasses.replace(config, num_layers=1, window_pattern=(config.window is not None,))
             monkeypatch.setitem(PRESETS, name, changed)
+
+
+@pytest.fixture
+def one_layer(monkeypatch):
+    """Test models of one layer, for commands in this process: compiling takes nearly all their time."""
+    cut_presets(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def file_of_one_layer():
+    """As `one_layer`, for all tests of a file and what they share."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        cut_presets(monkeypatch)
+        yield
 
 
 @pytest.fixture(scope="session")

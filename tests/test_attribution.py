@@ -1,5 +1,6 @@
 """Records of attribution, what the end points are in them, and what is said of them."""
 
+import dataclasses
 import itertools
 import json
 
@@ -25,7 +26,8 @@ RUN = {"fingerprint": "ab"}
 
 def test_none_is_the_plain_experiment():
     arms, state, records = small_run()
-    divergence = run_all(Divergence(arms, state, SPEC, ByteTokenizer(), Scoring()), ITEMS)
+    bare = dataclasses.replace(SPEC, control_problems=0, stepwise_problems=0)
+    divergence = run_all(Divergence(arms, state, bare, ByteTokenizer(), Scoring()), ITEMS)
     plain = {r["problem"]: r["teacher_forced"] for r in divergence}
     for comparison in plain.values():
         del comparison["choice_flip"]  # attribution follows given tokens and chooses none

@@ -9,21 +9,27 @@ import types
 
 import jax
 import pytest
+from checkpoint_files import make_random
 from commands import DATA, start_in_process
 from quantized_models import HEAD_DIM, wide_config
+from small_models import unaudited
 
 from jaxkv import benchmark
 from jaxkv.benchmark import Work, compare_caches, measure_memory, time_blocks, time_steps, write_figures
+from jaxkv.checkpoints.export import export
+from jaxkv.config import make_precision
+from jaxkv.decode import Arms
 from jaxkv.errors import UserError
 from jaxkv.experiments import cost
 
+CONFIG = wide_config(layers=1)
 SMALL = {"model": "wide", "prompt_tokens": 12, "new_tokens": 24, "memory_tokens": 256, "repeats": 1}
 
 
 @pytest.fixture
 def small_work(monkeypatch):
     """Makes Work of a small model whose heads suit every quantizer."""
-    monkeypatch.setattr(benchmark, "get_preset", {"wide": wide_config()}.__getitem__)
+    monkeypatch.setattr(benchmark, "get_preset", {"wide": CONFIG}.__getitem__)
     monkeypatch.setattr(benchmark, "copy_bandwidth", lambda bytes_each: 1e9)
     return lambda quant="kvarn:k2v2,tile=16,first=8", **fields: Work(**(SMALL | fields), quant=quant)
 
@@ -35,7 +41,7 @@ def run(*arguments):
 
 def test_memory_is_counted_and_compiled(small_work):
     found = measure_memory(small_work())
-    elements = 2 * 2 * 256 * wide_config().num_kv_heads * HEAD_DIM
+    elements = 2 * CONFIG.num_layers * 256 * CONFIG.num_kv_heads * HEAD_DIM
     assert found["plain"]["counted"] == 2 * elements
     assert found["plain"]["bits"] == 16
     packed, waiting = 15 * 16, 15 + 8
@@ -51,7 +57,7 @@ def test_memory_is_counted_and_compiled(small_work):
 
 @pytest.mark.nightly
 def test_steps_and_blocks_are_timed(small_work):
-    work, config = small_work(tiles=("4",)), wide_config()
+    work, config = small_work(tiles=("4",)), CONFIG
     plain, packed, tile = time_steps(work), time_steps(small_work(), packed=True), time_blocks(work)
     assert plain["tokens_a_second"] == pytest.approx(1e3 / plain["ms_a_step"])
     assert plain["aligned_ms_a_step"]["4"] > 0
@@ -59,7 +65,7 @@ def test_steps_and_blocks_are_timed(small_work):
     read = plain["weights_and_cache_share_of_copy_bandwidth"] * 1e9 * plain["ms_a_step"] / 1e3
     assert read == pytest.approx(plain["weight_bytes"] + plain["cache_bytes"])
     assert tile["block"] == 16
-    assert tile["packings"] == 4
+    assert tile["packings"] == 2 * config.num_layers
     assert tile["ms_a_token"] == tile["ms_a_block"] / 16
     assert compare_caches({"plain": plain, "packed": packed, "tile": tile}) == {
         "packed_over_plain_step": packed["ms_a_step"] / plain["ms_a_step"],
@@ -84,9 +90,12 @@ def test_timed_runs_get_fresh_arguments(monkeypatch):
     assert next(waits, None) is None
 
 
-def test_generation_without_a_cache_is_timed():
+def test_generation_without_a_cache_is_timed(one_layer, tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark, "Arms", lambda *given: unaudited(Arms(*given)))
+    checkpoint = str(tmp_path / "model")
+    export(make_random(precision=make_precision("fp32")), checkpoint, dtype="fp32")
     work = Work(
-        precision="fp32", checkpoint="checkpoints/tiny-llama2", data=str(DATA / "problems.jsonl"), batch_size=2,
+        precision="fp32", checkpoint=checkpoint, data=str(DATA / "problems.jsonl"), batch_size=2,
         batches=1, new_tokens=4,
     )  # fmt: skip
     found = benchmark.time_uncached(work)

@@ -23,12 +23,13 @@ from jaxkv.errors import UserError
 from jaxkv.experiments import driver
 from jaxkv.experiments.record_parts import Comparison as StepColumns
 
-MODEL = ["--model=test-llama2", "--checkpoint=random:0", "--max-new-tokens=8", "--bucket=16"]
-SHAPES = {"max_new_tokens": 8, "bucket": 16}
+pytestmark = pytest.mark.usefixtures("file_of_one_layer")
+MODEL = ["--model=test-llama2", "--checkpoint=random:0", "--max-new-tokens=12", "--bucket=16"]
+SHAPES = {"max_new_tokens": 12, "bucket": 16}
 
 
 @pytest.fixture(scope="module")
-def model():
+def model(file_of_one_layer):
     return api.load("test-llama2", "random:0", precision="bf16", compilation_cache=None)
 
 
@@ -56,7 +57,7 @@ def test_steps_are_a_frame_along_the_first_text(spoilt):
     frame = spoilt[0].steps
     assert frame["token"].tolist() == spoilt[0].sides[0].tokens
     assert {"flip", "kl", "margin", "shift", "unit", "bit_equal"} <= set(frame)
-    assert len(frame) == 8
+    assert len(frame) == 12
     assert "<mark>" in spoilt[0]._repr_html_()
 
 
@@ -100,8 +101,8 @@ def test_what_is_not_understood_is_told_in_a_line(model, beside, told):
     assert told in str(caught.value)
 
 
-@pytest.mark.parametrize("where", ["the one-row step", "every program"])
-def test_a_planted_bug_of_the_cache_is_a_fault(monkeypatch, where):
+@pytest.mark.parametrize(("where", "precision"), [("the one-row step", "bf16"), ("every program", "fp32")])
+def test_a_planted_bug_of_the_cache_is_a_fault(monkeypatch, where, precision):
     """A cache whose values are off by a hundredth: in the plain step alone, or where the aligned arms see it too."""
 
     def spoil(cache, keep=False):
@@ -126,8 +127,8 @@ def test_a_planted_bug_of_the_cache_is_a_fault(monkeypatch, where):
     monkeypatch.setattr(driver, "Arms", Faulty)
     driver.share_arms.cache_clear()
     try:
-        model = api.load("test-llama2", "random:0", precision="bf16", compilation_cache=None)
-        one = api.compare(model, "7 birds", max_new_tokens=16, bucket=16)
+        model = api.load("test-llama2", "random:0", precision=precision, compilation_cache=None)
+        one = api.compare(model, "7 birds", **SHAPES)
     finally:
         driver.share_arms.cache_clear()
     assert one.status == "fault"
@@ -135,12 +136,13 @@ def test_a_planted_bug_of_the_cache_is_a_fault(monkeypatch, where):
     assert (one.checks.aligned_fault is not None) == (where == "every program")
 
 
-def test_numbers_that_are_not_finite_are_invalid():
-    """Weights so large that fp16 overflows."""
-    big = api.load("test-llama2", "random:0", precision="fp16", compilation_cache=None)
-    state = jax.tree.map(lambda x: x * 3000, big.checkpoint.state)
+@pytest.mark.parametrize(("precision", "factor"), daily([("bf16", 1e18)], [("bf16", 1e18), ("fp16", 3000)]))
+def test_numbers_that_are_not_finite_are_invalid(precision, factor):
+    """Weights so large that the precision overflows; fp16 alone is audited without that, on the same path."""
+    big = api.load("test-llama2", "random:0", precision=precision, compilation_cache=None)
+    state = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float32) * factor, x.dtype), big.checkpoint.state)
     big = dataclasses.replace(big, checkpoint=dataclasses.replace(big.checkpoint, state=state))
-    one = api.compare(big, "Seven birds", max_new_tokens=4, bucket=16)
+    one = api.compare(big, "Seven birds", **SHAPES)
     assert one.status == "invalid"
     assert one.sentence.startswith("INVALID")
     assert one.columns is None
@@ -173,7 +175,7 @@ def test_the_exit_code_says_whether_the_condition_holds(run, tmp_path):
     assert run(*spoilt, "--fail-if=diverged>50%")[0] == 1
     code, out = run("--with=precision:bf16", "--fail_if=bits>0", "0 birds")
     assert code == 0
-    assert out.startswith("test-llama2 writes the same 8 tokens in bf16 and in bf16, and every logit")
+    assert out.startswith("test-llama2 writes the same 12 tokens in bf16 and in bf16, and every logit")
 
 
 def test_conditions():

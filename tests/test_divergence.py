@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference_metrics
-from small_models import SAMPLERS, changed_state, small_config, small_state
+from small_models import SAMPLERS, changed_state, small_config, small_state, unaudited
 
 from jaxkv.checkpoints import ByteTokenizer
 from jaxkv.checkpoints.fill import flat_paths, with_leaves
@@ -20,6 +20,7 @@ from jaxkv.experiments.divergence.run import Divergence, compare_row, control_le
 from jaxkv.experiments.driver import run_missing
 from jaxkv.records import to_record
 from jaxkv.rollout import Layout, uncached_lengths
+from jaxkv.tasks import scoring
 
 TOKENIZER = ByteTokenizer()
 V = TOKENIZER.vocab_size
@@ -40,7 +41,7 @@ class Scoring:
         return {name: {"answer": text[:1] or None, "correct": text[:1] == gold} for name in SCORERS}
 
     def label_change(self, text_a, text_b, gold):
-        return dict.fromkeys(SCORERS, "same" if text_a[:1] == text_b[:1] else "answer_changed")
+        return scoring.label_change(self.score(text_a, gold), self.score(text_b, gold))
 
 
 def make_items(lengths=LENGTHS):
@@ -51,7 +52,7 @@ def make_items(lengths=LENGTHS):
 @functools.cache
 def make_arms(precision="fp16", sampler="greedy"):
     """16-bit weights stay narrow here, as on an accelerator: the arms then differ on a CPU too."""
-    config = small_config("mistral", V)
+    config = small_config("mistral", V, layers=1)
     return Arms(config, make_precision(precision), SAMPLERS[sampler], STOP_IDS, backend="cuda")
 
 
@@ -61,7 +62,7 @@ def make_state(precision="fp16", every=None):
 
     Of the pairs from each `every`-th row on, the other one does.
     """
-    state = small_state("mistral", precision, V)
+    state = small_state("mistral", precision, V, layers=1)
     leaves = {path: leaf[...] for path, leaf in flat_paths(state).items()}
     head = np.array(leaves["head"], np.float32)
     head[1::2] = head[:-1:2] * (1 + 2e-4 * np.random.default_rng(0).normal(size=head[1::2].shape))
@@ -103,7 +104,7 @@ undisturbed = functools.cache(run)
 def sampled(batch_size):
     """A run in fp32 with sampling and without controls."""
     spec = dataclasses.replace(SPEC, batch_size=batch_size, control_problems=0)
-    return run(spec, precision="fp32", sampler="temperature")
+    return run(spec, precision="fp32", arms=unaudited(make_arms("fp32", "temperature")))
 
 
 # Batches.

@@ -138,7 +138,7 @@ CONFIG = dataclasses.replace(small_config("llama", layers=1), **SIZES)  # column
 
 
 def make_asked(precision="fp16", aligned=False, tile=8, seconds=0.0):
-    layout = make_layout([[0] * 12], 16, 16, CONFIG, tile if aligned else None)
+    layout = make_layout([[0] * 8], 24, 8, CONFIG, tile if aligned else None)
     return lowering.Asked(CONFIG, make_precision(precision), parse_target("here"), layout, aligned, tile, seconds)
 
 
@@ -171,7 +171,7 @@ def test_every_sum_of_a_layer_is_placed(plain):
 
 def test_trees_are_recovered_and_settle_what_programs_do_not_tell(plain):
     assert all(one.shape is not None and one.again and one.rounding != "neither" for one in plain.recovered)
-    assert {one.rows for one in plain.recovered} == {1, 8, 16, 32}
+    assert {one.rows for one in plain.recovered} == {1, 8, 32}
     untold = [(row.operation, pair) for row in plain.rows for pair, order in row.orders.items() if order == "not told"]
     settled = {judge(plain, plain.rows, *one) for one in untold}
     assert settled & {"same", "different"}

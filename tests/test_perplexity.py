@@ -15,7 +15,7 @@ from injection_records import ERROR, quant
 from plain_records import summarize_perplexity, summarize_study, write_blocks
 from scipy.special import log_softmax
 from shown import show_by
-from small_models import changed_state, small_config, small_state
+from small_models import changed_state, small_config, small_state, unaudited
 from study_records import make_run
 
 from jaxkv.cache import empty_cache
@@ -34,15 +34,15 @@ from jaxkv.tasks.perplexity import Window, aggregate, plan_windows
 
 TEXT = "The river föx runs.\n Past nine  quiet towns, to the sea — and back."
 VOCAB = ByteTokenizer.vocab_size
-CONTEXT, STRIDE = 6, 9
+CONTEXT, STRIDE = 6, 12
 SPEC = RunSpec(new_tokens=STRIDE, batch_size=2, bucket=8)
 CLEAN_RUN = list_runs([Change(None)], (0,))
 
 
 @functools.cache
 def make_arms(family="mistral", precision="fp32", tile=None, stop_ids=()):
-    arms = Arms(small_config(family, VOCAB), make_precision(precision), stop_ids=stop_ids, tile=tile)
-    return arms, arms.prepare(small_state(family, precision, VOCAB))
+    arms = unaudited(Arms(small_config(family, VOCAB, 1), make_precision(precision), stop_ids=stop_ids, tile=tile))
+    return arms, arms.prepare(small_state(family, precision, VOCAB, 1))
 
 
 def make_windows(text=TEXT, context=CONTEXT, stride=STRIDE):
@@ -264,8 +264,8 @@ def test_a_record_says_what_was_done_to_the_cache():
 def test_a_cache_that_broke_though_no_logit_shows_it():
     runner, clean, ran = run_changed("mistral", errors=["normal:0.1,0"])
     last = int(np.asarray(ran.cache.positions[1]).argmax())
-    values = (ran.cache.v[0], ran.cache.v[1].at[1, last, 0, 0].set(jnp.inf))
-    ran = dataclasses.replace(ran, cache=dataclasses.replace(ran.cache, v=values))
+    values = (ran.cache.v[0], ran.cache.v[0].at[1, last, 0, 0].set(jnp.inf))  # as if of two layers
+    ran = dataclasses.replace(ran, cache=dataclasses.replace(ran.cache, k=ran.cache.k * 2, v=values))
     whole, broken = records_of_change(runner, clean, ran)
     assert whole["status"] == "ok"
     place = {"arm": "cached", "step": None, "layer": 1, "op": "v", "position": CONTEXT + STRIDE - 2, "value": "inf"}
@@ -291,7 +291,7 @@ def test_refusals():
         Perplexity(arms, state, SPEC, CLEAN_RUN, make_windows())
     arms, state = make_arms()
     long = Window(0, tuple(range(60)), tuple(range(9)), 9, 1)
-    with pytest.raises(UserError, match="window of 69 tokens exceeds the context of 64"):
+    with pytest.raises(UserError, match="window of 72 tokens exceeds the context of 64"):
         Perplexity(arms, state, SPEC, CLEAN_RUN, [long])
 
 

@@ -6,16 +6,24 @@ import numpy as np
 import pytest
 import scipy.special
 import scipy.stats
+from cases import daily
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_models import SAMPLERS, make_prompts, same_bits, set_up, small_arms, small_state, step_uncached, taken
+from small_models import make_prompts, same_bits, set_up, small_arms, small_state, step_uncached, taken
 
 from jaxkv.errors import UserError
 from jaxkv.options import SAMPLERS as KINDS
 from jaxkv.sampling import _kept, choose, first_argmax, gumbel_noise, make_sampler
 
-V = 37
+V, BATCH = 37, 256
+SAMPLERS = {
+    "greedy": make_sampler("greedy"),
+    "temperature": make_sampler("temperature", temperature=0.5),
+    "top_k": make_sampler("top_k", temperature=1.3, top_k=5),
+    "top_p": make_sampler("top_p", top_p=0.8),
+}
 CHOOSE = jax.jit(choose, static_argnames="sampler")
+KEPT = jax.jit(_kept, static_argnames="sampler")
 NOISE = jax.jit(gumbel_noise, static_argnames="vocab_size")
 
 
@@ -23,9 +31,13 @@ def integers(*values):
     return [jnp.asarray(value, jnp.int32) for value in values]
 
 
-def draw(logits, sampler, seed, problems, positions):
-    logits = jnp.asarray(logits)
-    return np.asarray(CHOOSE(logits, sampler, *integers(seed, problems, positions)))
+def draw(logits, sampler, seed, problems, positions, batch=BATCH):
+    """Tokens of any number of rows, in batches of one size: a program for each sampler."""
+    rows = np.arange(-(-len(logits) // batch) * batch) % len(logits)  # the last batch is filled up
+    chosen = [
+        CHOOSE(logits[at], sampler, *integers(seed, problems[at], positions[at])) for at in rows.reshape(-1, batch)
+    ]
+    return np.concatenate(chosen)[: len(logits)]
 
 
 def random_logits(rows, dtype=np.float32, spread=2.0, vocab=V):
@@ -41,27 +53,30 @@ def test_noise_depends_on_each_of_its_arguments():
     assert len(set(np.asarray(base).tolist())) == V
 
 
-def test_a_tokens_noise_does_not_depend_on_the_size_of_the_vocabulary():
-    full = np.asarray(NOISE(*integers(1, 2, 3), 259))
-    for size in (1, 2, V, 128, 258):
-        assert same_bits(NOISE(*integers(1, 2, 3), size), full[:size])
+@pytest.mark.parametrize("size", daily([1, V, 258], [1, 2, V, 128, 258]))
+def test_a_tokens_noise_does_not_depend_on_the_size_of_the_vocabulary(size):
+    assert same_bits(NOISE(*integers(1, 2, 3), size), np.asarray(NOISE(*integers(1, 2, 3), 259))[:size])
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
-@pytest.mark.parametrize("dtype", [np.float16, np.float32])
-def test_a_draw_does_not_depend_on_row_or_batch(sampler, dtype):
-    logits = random_logits(9, dtype)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    daily(
+        [*((kind, np.float32) for kind in SAMPLERS), ("greedy", np.float16)],  # the others widen their logits first
+        [(kind, dtype) for kind in SAMPLERS for dtype in (np.float32, np.float16)],
+    ),
+)
+def test_a_draw_does_not_depend_on_row_or_batch(kind, dtype):
+    logits, sampler = random_logits(9, dtype), SAMPLERS[kind]
     problems, positions = np.arange(9) * 3, 40 - np.arange(9)
     together = draw(logits, sampler, 5, problems, positions)
     order = np.random.default_rng(1).permutation(9)
     np.testing.assert_array_equal(draw(logits[order], sampler, 5, problems[order], positions[order]), together[order])
-    for row in (0, 4, 8):
-        assert draw(logits[[row]], sampler, 5, problems[[row]], positions[[row]]) == together[[row]]
+    np.testing.assert_array_equal(draw(logits, sampler, 5, problems, positions, batch=1), together)
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
-def test_draws_and_noise_are_the_same_with_x64(sampler):
-    logits, keys = random_logits(64), (5, np.arange(64), np.arange(64) * 7)
+@pytest.mark.parametrize("kind", daily(["greedy", "top_p"], SAMPLERS))
+def test_draws_and_noise_are_the_same_with_x64(kind):
+    sampler, logits, keys = SAMPLERS[kind], random_logits(64), (5, np.arange(64), np.arange(64) * 7)
     narrow, noise = draw(logits, sampler, *keys), np.asarray(NOISE(*integers(1, 2, 3), V))
     with jax.enable_x64(True):
         np.testing.assert_array_equal(draw(logits, sampler, *keys), narrow)
@@ -70,17 +85,21 @@ def test_draws_and_noise_are_the_same_with_x64(sampler):
 
 @pytest.mark.parametrize(
     "sampler",
-    [make_sampler("temperature", 1.0), make_sampler("temperature", 0.5), make_sampler("top_k", 1.3, top_k=4),
-     make_sampler("top_p", top_p=0.8)],
+    daily(
+        [SAMPLERS[kind] for kind in ("temperature", "top_k", "top_p")],
+        [make_sampler("temperature", 1.0), *(SAMPLERS[kind] for kind in ("temperature", "top_k", "top_p"))],
+    ),
     ids=lambda s: f"{s.kind}-{s.temperature}",
-)  # fmt: skip
+)
 def test_draws_follow_the_filtered_softmax(sampler):
-    logits = np.asarray([[0.3, 2.0, -1.0, 1.1, 0.0, 1.6, -0.4, 0.9]], np.float32)
+    logits = np.full((1, V), -1e9, np.float32)
+    logits[0, :8] = [0.3, 2.0, -1.0, 1.1, 0.0, 1.6, -0.4, 0.9]
     count = 20000
     draws = draw(np.repeat(logits, count, 0), sampler, 0, np.arange(count) % 7, np.arange(count))
-    kept = np.asarray(_kept(jnp.asarray(logits) / sampler.temperature, sampler))[0]
+    kept = support(logits / np.float32(sampler.temperature), sampler)[0]
     wanted = scipy.special.softmax(np.where(kept, logits[0].astype(float) / sampler.temperature, -np.inf)) * count
-    found = np.bincount(draws, minlength=8)
+    kept = kept & (wanted > 0)  # without a cut the far tokens may be drawn, and never are
+    found = np.bincount(draws, minlength=V)
     assert not found[~kept].any()
     # The noise is fixed, and so is the p value: this can not fail by chance.
     assert scipy.stats.chisquare(found[kept], wanted[kept]).pvalue > 0.01
@@ -95,19 +114,27 @@ def transformers_support(logits, sampler):
 
 
 def support(logits, sampler):
-    return np.asarray(_kept(jnp.asarray(logits), sampler))
+    return np.asarray(KEPT(logits, sampler))
 
 
-@pytest.mark.parametrize(
-    "sampler",
-    [*(make_sampler("top_k", top_k=k) for k in (1, 2, 5, 36, 37, 1000)),
-     *(make_sampler("top_p", top_p=p) for p in (1e-9, 0.1, 0.5, 0.9, 0.999, 1.0))],
-    ids=lambda s: f"{s.kind}-{s.top_k or s.top_p}",
-)  # fmt: skip
-def test_supports_are_those_of_transformers(sampler):
+CUTS = {
+    f"{sampler.kind}-{sampler.top_k or sampler.top_p}": sampler
+    for sampler in (
+        *(make_sampler("top_k", top_k=k) for k in (1, 2, 5, 36, 37, 1000)),
+        *(make_sampler("top_p", top_p=p) for p in (1e-9, 0.1, 0.5, 0.9, 0.999, 1.0)),
+    )
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_supports_are_those_of_transformers(cut):
     logits = random_logits(200)
-    kept = support(logits, sampler)
-    np.testing.assert_array_equal(kept, transformers_support(logits, sampler))
+    np.testing.assert_array_equal(support(logits, CUTS[cut]), transformers_support(logits, CUTS[cut]))
+
+
+@pytest.mark.parametrize("cut", daily(["top_k", "top_p"], ["top_k", "top_p", *CUTS]))
+def test_what_is_drawn_is_of_the_support(cut):
+    logits, sampler = random_logits(200), (SAMPLERS | CUTS)[cut]
     drawn = draw(logits, sampler, 0, np.zeros(200), np.arange(200))
     assert support(logits / np.float32(sampler.temperature), sampler)[np.arange(200), drawn].all()
 
@@ -139,11 +166,11 @@ def test_limits_that_are_greedy(sampler):
     np.testing.assert_array_equal(draw(logits, sampler, 3, np.arange(50), np.arange(50)), logits.argmax(1))
 
 
-def test_16_bit_logits_are_scaled_in_fp32():
-    logits = random_logits(300, np.float16, spread=8.0)
+@pytest.mark.parametrize("kind", daily(["top_p"], ["temperature", "top_p"]))
+def test_16_bit_logits_are_scaled_in_fp32(kind):
+    logits, sampler = random_logits(300, np.float16, spread=8.0), SAMPLERS[kind]
     keys = (3, np.arange(300), np.arange(300))
-    for sampler in (SAMPLERS["temperature"], SAMPLERS["top_p"]):
-        np.testing.assert_array_equal(draw(logits, sampler, *keys), draw(logits.astype(np.float32), sampler, *keys))
+    np.testing.assert_array_equal(draw(logits, sampler, *keys), draw(logits.astype(np.float32), sampler, *keys))
 
 
 # What is in effect is what is recorded.
@@ -197,11 +224,11 @@ def test_every_kind_has_a_default():
     assert [make_sampler(kind).kind for kind in KINDS] == list(KINDS)
 
 
-@pytest.mark.parametrize("kind", ["greedy", "temperature"])
+@pytest.mark.parametrize("kind", daily(["temperature"], ["greedy", "temperature"]))
 def test_both_arms_meet_the_same_noise(kind):
     """In fp32 the arms' logits differ by roundings; with one noise for both they draw the same tokens."""
-    arms = small_arms("mistral", "fp32", kind)
-    state = arms.prepare(small_state("mistral", "fp32"))
+    arms = small_arms("mistral", "fp32", kind, layers=1)
+    state = arms.prepare(small_state("mistral", "fp32", layers=1))
     runs = {}
     for seed in (0, 1):
         layout, tokens, rows = set_up(make_prompts((7, 3, 5)), problems=[4, 9, 2], seed=seed)

@@ -29,6 +29,7 @@ import trainer  # noqa: E402
 import vocabulary  # noqa: E402
 
 from jaxkv.cache import empty_cache  # noqa: E402
+from jaxkv.checkpoints.fill import flat_paths  # noqa: E402
 from jaxkv.checkpoints.tokenizer import Tokenizer  # noqa: E402
 from jaxkv.config import make_precision  # noqa: E402
 from jaxkv.models.families import get_preset  # noqa: E402
@@ -206,11 +207,21 @@ def small_learner(model="tiny-mistral", layers=1, schedule=SCHEDULE, **options):
     return learner.Learner(config, make_precision("fp32"), schedule, question_weight=0.25, bos=BOS, **options)
 
 
+def random_weights(ours):
+    """As `initialize` makes them, by numpy: to compile an initialiser for every shape takes longer."""
+    rng, norm = np.random.default_rng(0), np.float32(1.0 - ours.config.norm_offset)
+    return {
+        path: jnp.asarray(np.full(leaf.shape, norm) if len(leaf.shape) == 1 else rng.normal(size=leaf.shape) * 32**-0.5,
+                          jnp.float32)
+        for path, leaf in flat_paths(ours.abstract_state).items()
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("model", daily(["tiny-gemma2"], TINY))
 def test_loss_is_that_of_each_document_alone(rows, model):
     """Packed rows against the plain decoder on one document at a time, as in decoding."""
     ours = small_learner(model, layers=2)
-    params = ours.initialize(0)[0]
+    params = random_weights(ours)
     state = ours.to_state(params)
     row = next(row for row in rows.tokens if 3 <= (row == BOS).sum() <= 6)
     packed = np.asarray(jax.jit(ours._forward)(params, jnp.asarray(row[None], jnp.int32)))[0]
@@ -247,7 +258,7 @@ def test_weights_of_the_loss(rows):
 def test_gradient_of_the_lookup_and_remat_change_nothing(rows, options, monkeypatch):
     batch = jnp.asarray(rows.tokens[:2], jnp.int32), jnp.asarray(rows.answers[:2])
     ours = small_learner(**options)
-    params = ours.initialize(0)[0]
+    params = random_weights(ours)
     gradient = jax.jit(jax.grad(ours._loss))(params, *batch)
     monkeypatch.setattr(learner, "look_up", lambda table, tokens: table[tokens])
     plain = small_learner()
@@ -271,12 +282,13 @@ def test_loss_falls(rows, optimizer):
 
 def test_norms_do_not_decay():
     ours = small_learner(schedule=dataclasses.replace(SCHEDULE, weight_decay=1.0))
-    params, opt_state = ours.initialize(0)
-    params = {path: jnp.ones_like(value) for path, value in params.items()}
-    update = jax.jit(ours.optimizer.update)
+    params = {path: np.ones(leaf.shape, np.float32) for path, leaf in flat_paths(ours.abstract_state).items()}
+    opt_state, update = jax.jit(ours.optimizer.init)(params), jax.jit(ours.optimizer.update)
     for _ in range(3):  # the first step of a warmup has a rate of 0
-        updates, opt_state = update(jax.tree.map(jnp.zeros_like, params), opt_state, params)
-    assert {path for path, value in updates.items() if jnp.any(value)} == {p for p, v in params.items() if v.ndim > 1}
+        updates, opt_state = update(jax.tree.map(np.zeros_like, params), opt_state, params)
+    assert {path for path, value in updates.items() if np.any(np.asarray(value))} == {
+        p for p, v in params.items() if v.ndim > 1
+    }
 
 
 # The command.

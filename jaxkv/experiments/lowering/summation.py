@@ -75,11 +75,10 @@ class Bench:
         shapes = [jax.ShapeDtypeStruct(shape, held.operand) for shape in (of.x, of.w)]
         program = jax.jit(functools.partial(product, of.spec, precision=held), compiler_options=COMPILER_OPTIONS)
         self.compiled = program.lower(*shapes).compile()
-        self._ones = jnp.ones(of.x, held.operand)
+        self._ones = jnp.asarray(np.ones(of.x, held.operand))
         self._write = jax.jit(self._write_tests, static_argnames="numbers")
         self._place = jax.jit(self._place_columns)
         self._arrange = jax.jit(self._arrange_rows)
-        self._agree = jax.jit(lambda rows: jnp.all(rows == rows[:1]))
 
     def _place_columns(self, columns: jax.Array) -> jax.Array:
         """The w that has columns [summands, width] for all that it is batched over."""
@@ -92,12 +91,13 @@ class Bench:
         """On the device, since they are larger by far than their pairs."""
         return self._place_columns(numbers.write(pairs, first, self.of.count, jnp))
 
-    def multiply(self, x: jax.Array, w: jax.Array) -> jax.Array:
-        """Their product as [rows, width], of the rows of all batches."""
+    def multiply(self, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Their product as [rows, width], of the rows of all batches, and whether all rows are the first one's."""
         return self._arrange(self.compiled(x, w))
 
-    def _arrange_rows(self, out: jax.Array) -> jax.Array:
-        return jnp.moveaxis(out, self._out.index(self._columns), -1).reshape(-1, self._width)
+    def _arrange_rows(self, out: jax.Array) -> tuple[jax.Array, jax.Array]:
+        rows = jnp.moveaxis(out, self._out.index(self._columns), -1).reshape(-1, self._width)
+        return rows, jnp.all(rows == rows[:1])
 
     def measure(self, pairs: np.ndarray, numbers: Numbers, shift: int = 0) -> np.ndarray:
         """Summands [pairs] below what has both of each pair [pairs, 2]; tests are moved on by `shift` columns.
@@ -107,8 +107,8 @@ class Bench:
 
         def add(some: np.ndarray, first: int) -> np.ndarray:
             full = np.roll(np.resize(some, (self._width, 2)), shift, axis=0)
-            rows = self.multiply(self._ones, self._write(full, first, numbers=numbers))
-            if self._agree(rows):
+            rows, agree = self.multiply(self._ones, self._write(full, first, numbers=numbers))
+            if agree:
                 rows = rows[:1]  # the others need not leave the device
             return np.roll(np.asarray(rows, np.float64), -shift, axis=1)[:, : len(some)]
 
@@ -143,7 +143,7 @@ class Bench:
         x, w = (jnp.asarray(values, self.held.activation) for values in _draw_cancelling(self.of.count, self._width))
         shape = [self.of.count if letter == self.of.summed else 1 for letter in self.of.spec.split(",")[0]]
         rows = jnp.broadcast_to(x.reshape(shape), self.of.x).astype(self.held.operand)
-        found = np.asarray(self.multiply(rows, self._place(w)), np.float64)
+        found = np.asarray(self.multiply(rows, self._place(w))[0], np.float64)
         wide = np.dtype(jnp.promote_types(self.held.accumulation, jnp.float32))
         factors = np.asarray(x, wide), np.asarray(w, wide)
         least = int(jnp.finfo(self.held.activation).minexp)

@@ -8,14 +8,17 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
-from jaxkv.checkpoints import load
-from jaxkv.checkpoints.fill import flat_paths
+from jaxkv.checkpoints import ByteTokenizer, load
+from jaxkv.checkpoints.checkpoint import Checkpoint, Provenance
+from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.config import make_precision
 from jaxkv.errors import UserError
+from jaxkv.models.decoder import abstract_decoder
 from jaxkv.models.families import FAMILIES, get_preset, key_table
 
 FP32, FP16 = make_precision("fp32"), make_precision("fp16")
@@ -50,6 +53,18 @@ def fails(path, words, precision=FP32, **options):
 def make_random(preset="test-llama2", precision=FP16, seed=1, **options):
     """Random weights of a preset."""
     return load(f"random:{seed}", precision=precision, config=get_preset(preset), **options)
+
+
+def draw_weights(preset="test-llama2", precision=FP16, seed=1):
+    """As `make_random`, but of weights that numpy draws: an initialiser is compiled for every shape."""
+    config, tokenizer = get_preset(preset), ByteTokenizer()
+    (graphdef, abstract), rng = abstract_decoder(config, precision), np.random.default_rng(seed)
+    leaves = {
+        path: jnp.asarray((rng.normal(size=leaf.shape) * 0.2 + (len(leaf.shape) == 1)).astype(leaf.dtype))
+        for path, leaf in flat_paths(abstract).items()
+    }
+    provenance = Provenance(f"random:{seed}", "random", add_bos=tokenizer.add_bos, note="random weights")
+    return Checkpoint(config, graphdef, with_leaves(abstract, leaves), tokenizer, {}, provenance)
 
 
 def new_model(family, **sizes):

@@ -12,6 +12,7 @@ from jaxkv.checkpoints.checkpoint import Checkpoint
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.interventions.cache_errors import CacheError, make_keys, site_number
+from jaxkv.interventions.quantizers import packing
 from jaxkv.interventions.quantizers.base import Quantizer
 from jaxkv.interventions.quantizers.integers import Integer
 from jaxkv.interventions.quantizers.kvarn import KVarN
@@ -40,7 +41,7 @@ def prefill_kv(checkpoint: Checkpoint, prompt: list[int]) -> dict[str, np.ndarra
     tokens, rows = make_rows([prompt], [0], 0, layout)
     cache = empty_cache(checkpoint.config, PRECISION, 1, layout.slots)
     _, cache = arms.prefill(arms.prepare(checkpoint.state), jnp.asarray(tokens), rows, cache)
-    values = {side: np.asarray(jnp.concatenate(getattr(cache, side)), np.float32) for side in ("k", "v")}
+    values = {side: np.concatenate([np.asarray(x, np.float32) for x in getattr(cache, side)]) for side in ("k", "v")}
     return {side: x[:, : len(prompt)] for side, x in values.items()}
 
 
@@ -57,10 +58,19 @@ def spread(shape: tuple[int, ...], over: tuple[float, float] = (1.0, 0.5), seed:
     return (normal(*shape, seed=seed + 2) * np.exp(tokens)[:, None, None] * np.exp(channels)).astype(np.float32)
 
 
+unpack = jax.jit(packing.unpack, static_argnums=1)
+
+
+@functools.cache
+def compiled(quantizer, method):
+    """A method of a quantizer as a program."""
+    return jax.jit(getattr(quantizer, method))
+
+
 def run(quantizer, x):
     """What is packed and what is read, through compiled programs."""
-    packed = jax.jit(quantizer.quantize)(x)
-    return packed, np.asarray(jax.jit(quantizer.dequantize)(packed))
+    packed = compiled(quantizer, "quantize")(x)
+    return packed, np.asarray(compiled(quantizer, "dequantize")(packed))
 
 
 def relative(x, y) -> float:

@@ -4,16 +4,17 @@ import dataclasses
 import functools
 import json
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 from cases import daily
 from quantized_models import weights_of, wide_arms, wide_config
-from small_models import SAMPLERS, make_prompts, same_bits
+from small_models import NEW_TOKENS, SAMPLERS, make_prompts, same_bits, unaudited
 
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
+from jaxkv.experiments.accumulation import run as accumulation
 from jaxkv.experiments.accumulation.run import Accumulation, list_regimes, plan_bins
 from jaxkv.experiments.batches import Item, RunSpec, plan_batches
 from jaxkv.interventions.quantizers import parse_cache_quant
@@ -22,11 +23,12 @@ from jaxkv.records import to_line, to_record
 
 LENGTHS = (9, 6)
 ITEMS = tuple(Item(index, tuple(make_prompts((n,), index)[0]), "1") for index, n in enumerate(LENGTHS))
-SPEC = RunSpec(new_tokens=22, batch_size=2, padding="left", bucket=8)
-PACKED = "kivi:k2v2,group=4,window=4"
-PLAIN = "mask:16"  # every bit of fp16
-# A prefill reads its rows as they are, and a format with an end; all history is packed anew every 9 tokens.
-PROMPT, HISTORY = "k=kvarn:2,tile=8,first=0;v=fp8:e4m3,scale=0.002", "k=hf:2,every=9;v=none"
+SPEC = RunSpec(new_tokens=NEW_TOKENS, batch_size=2, padding="left", bucket=8)
+PACKED = "k=kivi:2,group=4,window=4;v=fp8:e4m3,scale=0.002"  # whole groups, and a format with an end
+PLAIN = "k=mask:16;v=none"  # every bit of fp16
+# A step sees its own row as it is in a cache of the first kind, and packed in the second, but for a prefill's rows; all
+# history is packed anew every 9 tokens.
+KIVI, KVARN, HISTORY = "kivi:k2v2,group=4,window=4", "kvarn:2,tile=8,first=0", "k=hf:2,every=9;v=none"
 BLOCKS = (1, 5)
 
 
@@ -35,7 +37,11 @@ def set_up():
     arms = wide_arms("mistral", "fp16", sampler=SAMPLERS["greedy"])
     state = weights_of(arms)
     runs = Accumulation(
-        arms, state, SPEC, [parse_cache_quant(spec) for spec in (PACKED, PLAIN, PROMPT, HISTORY)], BLOCKS
+        unaudited(arms),
+        state,
+        SPEC,
+        [parse_cache_quant(spec) for spec in (PACKED, PLAIN, KIVI, KVARN, HISTORY)],
+        BLOCKS,
     )
     return runs, runs.begin(plan_batches(ITEMS, SPEC)[0])
 
@@ -58,7 +64,7 @@ def valid_logits(logits):
 
 @pytest.mark.parametrize(
     ("quant", "own"),
-    daily([(PROMPT, "prompt")], [(PACKED, "step"), (PROMPT, "prompt"), (HISTORY, "step")]),
+    daily([(PACKED, "step")], [(PACKED, "step"), (KIVI, "step"), (KVARN, "prompt"), (HISTORY, "step")]),
 )
 def test_accumulated_1_is_decode(quant, own):
     """Blocks of one token by the program of the regimes, and the arm's own loop: bit for bit, left padding included."""
@@ -71,14 +77,14 @@ def test_accumulated_1_is_decode(quant, own):
 
 
 def test_longer_blocks_see_other_things():
-    assert not same_bits(ran("accumulated:1", PROMPT).replay.errors, ran("accumulated:5", PROMPT).replay.errors)
+    assert not same_bits(ran("accumulated:1").replay.errors, ran("accumulated:5").replay.errors)
 
 
 def test_saturated_elements_are_counted():
-    """Values that fp8 e4m3 at this scale cannot hold; keys of KVarN have no such end."""
-    clean, record = set_up()[1].clean, record_of("decode", PROMPT)
+    """Values that fp8 e4m3 at this scale cannot hold; keys of KIVI have no such end."""
+    clean, record = set_up()[1].clean, record_of("decode")
     to_record(json.loads(to_line(record)))
-    cache, over, elements = ran("decode", PROMPT).replay.cache, 0, 0
+    cache, over, elements = ran("decode").replay.cache, 0, 0
     for layer in range(record["num_layers"]):
         k, v = (np.asarray(packed)[1] for packed in cache.packed(layer))
         values = np.asarray(clean.values[f"v.{layer}"], np.float64)[1]
@@ -86,45 +92,48 @@ def test_saturated_elements_are_counted():
         elements += (k.sum() + v.sum()) * values[0].size
     assert record["saturated"] == {"k": 0, "v": over, "elements": elements}
     assert 0 < over < elements
-    assert record_of("accumulated:1", PROMPT)["saturated"] == record["saturated"]
+    assert record_of("accumulated:1")["saturated"] == record["saturated"]
 
 
-def test_static_feeds_nothing_back():
+@pytest.mark.parametrize("quant", daily([PACKED], [PACKED, KIVI]))
+def test_static_feeds_nothing_back(quant):
     """The model goes on from the clean run's values: its logits are the clean ones, its first layers' error its own."""
     reference = set_up()[1].reference
-    static, decode = ran("static"), ran("decode")
+    static, decode = ran("static", quant), ran("decode", quant)
     assert same_bits(valid_logits(static.replay.logits), valid_logits(reference.cached.logits))
     errors = [np.asarray(x) for x in static.replay.errors]
     assert all((error > 0).any() for error in errors)
     prompt = reference.layout.prompt
-    assert not any(error[:, :prompt].any() for error in errors)  # KIVI's prefill sees its rows as they are
-    first = np.asarray(decode.replay.errors[0])
+    assert any(error[:, :prompt].any() for error in errors) == (quant == PACKED)  # KIVI's prefill sees rows as they are
     # Layer 0 has clean inputs in both regimes, later layers have them in one.
-    assert same_bits(first[:, prompt:], errors[0][:, prompt:])
+    assert same_bits(np.asarray(decode.replay.errors[0]), errors[0])
     assert not same_bits(np.asarray(decode.replay.errors[1])[:, prompt:], errors[1][:, prompt:])
 
 
-def test_a_quantizer_of_nothing_errs_nowhere():
-    run, reference = ran("static", PLAIN), set_up()[1].reference
+@pytest.mark.parametrize("repaired", daily([False], [False, True]))
+def test_a_quantizer_of_nothing_errs_nowhere(repaired, monkeypatch):
+    choices = CHOICES if repaired else ()
+    monkeypatch.setattr(accumulation, "CHOICES", choices)
+    run, reference = ran.__wrapped__("static", PLAIN), set_up()[1].reference
     assert same_bits(valid_logits(run.replay.logits), valid_logits(reference.cached.logits))
     assert not any(np.asarray(error).any() for error in run.replay.errors)
-    record = record_of("static", PLAIN)
+    record = record_of("static", PLAIN, replay=run)
     assert record["logits"]["kl_sum"] == 0
     assert record["logits"]["bit_equal"] == record["steps"]
     assert record["stored"]["k"]["relative"] == [0.0, 0.0]
-    assert record["stored"]["v"]["packed"] == [LENGTHS[1] + record["steps"] - 1] * 2
-    assert not np.any([record["repair"][choice] for choice in CHOICES])
+    assert record["stored"]["k"]["packed"] == [LENGTHS[1] + record["steps"] - 1] * 2
+    assert not np.any([record["repair"][choice] for choice in choices])
 
 
 def test_repair():
     rng = np.random.default_rng(0)
-    exact = jnp.asarray(rng.normal(size=(1, 40, 1, 8)), jnp.float32)
+    exact = rng.normal(size=(1, 40, 1, 8)).astype(np.float32)
     scale = np.ones(40)
     scale[[3, 7]], scale[20:] = (3.0, 0.2), 1.05
     view = exact * scale[None, :, None, None].astype(np.float32)
-    packed = jnp.arange(40)[None] < 39  # 5 % of 39 tokens are 2
+    packed, repair = np.arange(40)[None] < 39, jax.jit(repair_tokens)  # 5 % of 39 tokens are 2
     size = lambda x: np.linalg.norm(np.asarray(x)[0, :, 0], axis=-1) / np.linalg.norm(exact[0, :, 0], axis=-1)  # noqa: E731
-    nothing, worst, others, everything = (size(repair_tokens(view, exact, packed, n)) for n in range(4))
+    nothing, worst, others, everything = (size(repair(view, exact, packed, n)) for n in range(4))
     assert np.allclose(nothing, scale)
     assert np.allclose(worst[[3, 7]], 1)
     assert np.allclose(np.delete(worst, [3, 7]), np.delete(scale, [3, 7]))
@@ -144,7 +153,7 @@ def test_an_oracle_repairs_norms_alone():
 
 
 def test_records_are_valid():
-    for given in ({"regime": "static"}, {"regime": "accumulated:5", "quant": PROMPT}, {"regime": "decode", "row": 0}):
+    for given in ({"regime": "static"}, {"regime": "accumulated:5"}, {"regime": "decode", "row": 0}):
         to_record(json.loads(to_line(record_of(**given))))
     record = record_of("decode")
     steps = record["steps"]

@@ -6,12 +6,14 @@ report; no flag is about checking.
 
 import json
 
+import jax.numpy as jnp
 import planted_bugs
 import pytest
 from cases import daily
 from commands import DATA, run_in_process
 
 from jaxkv import report
+from jaxkv.decode import Arms
 from jaxkv.experiments.divergence.cause import CANNOT_TELL, FAULT, ROUNDING
 
 pytestmark = pytest.mark.usefixtures("one_layer")
@@ -31,6 +33,12 @@ FAULTS = {
     "norm in bf16 uncached": ("llama2", UNCACHED, planted_bugs.narrow_norm),
     "cache in bf16 in the step": ("mistral", STEP, planted_bugs.narrow_cache),
 }
+
+
+@pytest.fixture(autouse=True)
+def no_audit(monkeypatch):
+    """Its program is the largest, and verdicts do not ask it."""
+    monkeypatch.setattr(Arms, "_audit_pass", lambda self, state, tokens, *_: {"00000 logits": jnp.zeros(tokens.shape)})
 
 
 def run(family, out, cache, problems=2):
@@ -60,6 +68,6 @@ def test_a_default_run_calls_a_fault_by_its_name(fault, tmp_path, cache):
 
 def test_the_same_run_without_a_fault_is_rounding(tmp_path, cache):
     """Of as many problems as it takes beside the gate's two; in fp16 a CPU's arms agree in too many of them to tell."""
-    found = run("gemma3", tmp_path, cache, problems=6)
+    found = run("qwen2", tmp_path, cache, problems=6)
     assert found["fp32"] == ROUNDING
     assert found["fp16"] in (ROUNDING, CANNOT_TELL)

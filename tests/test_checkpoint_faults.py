@@ -18,7 +18,7 @@ import pytest
 import torch
 import transformers
 from cases import daily
-from checkpoint_files import FP16, FP32, assert_same_bits, fails, make_random, refused
+from checkpoint_files import FP16, FP32, assert_same_bits, draw_weights, fails, refused
 from safetensors.torch import load_file, save_file
 from small_models import changed_state
 from test_checkpoints_gguf import write_gguf
@@ -283,7 +283,7 @@ def test_weights_that_are_not_finite(llama, dtype, value):
 
 
 def test_weights_that_became_infinite_are_not_written(tmp_path):
-    checkpoint = make_random()
+    checkpoint = draw_weights()
     bad = dataclasses.replace(checkpoint, state=changed_state(checkpoint.state, "layers/1/attn/q", (0, 0, 0), np.nan))
     for write in (orbax.save, export):
         with refused("a weight is NaN or infinite"):
@@ -294,7 +294,7 @@ def test_weights_that_became_infinite_are_not_written(tmp_path):
 def test_a_file_that_changes_while_it_is_read(llama, tmp_path):
     """What is hashed is what is read, or nothing is."""
     write_gguf(tmp_path / "tiny.gguf")
-    orbax.save(make_random(precision=FP32), tmp_path / "ours")
+    orbax.save(draw_weights(precision=FP32), tmp_path / "ours")
     for source, file in (
         (llama, llama / "model.safetensors"),
         (tmp_path / "tiny.gguf", tmp_path / "tiny.gguf"),
@@ -412,7 +412,7 @@ def test_lengths_are_checked_before_anything_is_allocated(tmp_path):
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
     path = tmp_path_factory.mktemp("stored") / "dest"
-    orbax.save(make_random(), path)
+    orbax.save(draw_weights(), path)
     return path
 
 
@@ -519,7 +519,7 @@ def test_arrays_identify_an_orbax_checkpoint(tmp_path):
     """Two conversions of one model are the same weights; other weights at the same path are not."""
     identities = []
     for seed in (1, 1, 2):
-        checkpoint = make_random(seed=seed)
+        checkpoint = draw_weights(seed=seed)
         provenance = dataclasses.replace(checkpoint.provenance, source="somewhere")
         shutil.rmtree(tmp_path / "ours", ignore_errors=True)
         orbax.save(dataclasses.replace(checkpoint, provenance=provenance), tmp_path / "ours")
@@ -542,14 +542,14 @@ runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no limit of a file's size there")
 @pytest.mark.parametrize("command", daily(["convert"], ["convert", "export"]))
-def test_writes_that_fail_leave_nothing(tmp_path, command):
+def test_writes_that_fail_leave_nothing(llama, tmp_path, command):
     """The system refuses a file past some size, as a full disk would: a real write fails inside each library."""
-    arguments = [f"jaxkv.checkpoints.{command}", "random:1", str(tmp_path / "new" / "dest"), "--model=test-llama2"]
+    arguments = [f"jaxkv.checkpoints.{command}", str(llama), str(tmp_path / "new" / "dest")]
     done = subprocess.run([sys.executable, "-c", FULL, *arguments], capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
     words = r"error: cannot write .*dest \(File too large\); choose another destination or free some space"
     assert re.fullmatch(words, done.stderr.strip())
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [llama]
 
 
 def test_a_full_disk_inside_the_libraries(tmp_path, monkeypatch):
@@ -560,13 +560,13 @@ def test_a_full_disk_inside_the_libraries(tmp_path, monkeypatch):
 
     monkeypatch.setattr(ocp.Checkpointer, "save", full)
     with refused(r"cannot write .*dest \(No space left on device\); "):
-        orbax.save(make_random(), tmp_path / "new" / "dest")
+        orbax.save(draw_weights(), tmp_path / "new" / "dest")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("save", [orbax.save, export])
 def test_nothing_of_the_users_is_overwritten(tmp_path, save):
-    checkpoint = make_random()
+    checkpoint = draw_weights()
     (tmp_path / "empty").mkdir()
     save(checkpoint, tmp_path / "empty")
     load(str(tmp_path / "empty"), precision=FP16)

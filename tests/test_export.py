@@ -10,14 +10,12 @@ import pytest
 import torch
 import transformers
 from cases import daily
-from checkpoint_files import FP16, FP32, make_tokenizer, refused, run_module, weights
-from checkpoint_files import make_random as make_plain
+from checkpoint_files import FP16, FP32, draw_weights, make_random, make_tokenizer, refused, run_module, weights
 from safetensors import safe_open
 from test_checkpoints_gguf import write_gguf
 from tiny_models import FAMILIES, TEXT, load_torch, make_text, run_whole, torch_logits
 
 from jaxkv.checkpoints import ByteTokenizer, Tokenizer, export, load, orbax
-from jaxkv.checkpoints.fill import flat_paths, with_leaves
 from jaxkv.checkpoints.hf_config import transformers_config
 from jaxkv.config import make_precision
 from jaxkv.models.families import PRESETS, get_preset, parse_config
@@ -27,17 +25,6 @@ TOLERANCE = 2e-5
 TEXTS = ["", " ", "Of the 12 cafés,\n  which?  345.6", "I'll\t\r\n\x00\x7f", "中文 \U0001f642 e\u0301\ufeff"]
 TEXTS += [" " * 40 + "x"]
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['content'] }} {% endfor %}"
-
-
-def make_random(preset="test-gemma2", precision="fp32"):
-    """A checkpoint of random weights, norms included."""
-    checkpoint = make_plain(preset, make_precision(precision))
-    rng = np.random.default_rng(2)
-    leaves = {
-        path: (leaf[...] + 0.1 * rng.normal(size=leaf.shape)).astype(leaf[...].dtype)
-        for path, leaf in flat_paths(checkpoint.state).items()
-    }
-    return dataclasses.replace(checkpoint, state=with_leaves(checkpoint.state, leaves))
 
 
 def with_tokenizer(checkpoint, tokenizer, **generation):
@@ -82,7 +69,7 @@ DTYPES = ("fp16", "bf16", "fp32")
     daily(zip(TEST_PRESETS, itertools.cycle(DTYPES)), itertools.product(TEST_PRESETS, DTYPES)),
 )
 def test_round_trip_is_bit_exact(tmp_path, preset, dtype):
-    checkpoint = make_random(preset, dtype)
+    checkpoint = draw_weights(preset, make_precision(dtype))
     export.export(checkpoint, str(tmp_path / "dest"), dtype=dtype)
     again = load(str(tmp_path / "dest"), precision=make_precision(dtype))
     assert weights(again) == weights(checkpoint)
@@ -97,7 +84,7 @@ def test_round_trip_is_bit_exact(tmp_path, preset, dtype):
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_rounds_once(tmp_path, dtype):
-    checkpoint = make_random()
+    checkpoint = draw_weights("test-gemma2", FP32)
     export.export(checkpoint, str(tmp_path / "wide"), dtype="fp32")
     export.export(checkpoint, str(tmp_path / "narrow"), dtype=dtype)
     policy = make_precision(dtype)
@@ -107,7 +94,7 @@ def test_rounds_once(tmp_path, dtype):
 
 
 def test_a_weight_past_the_range_leaves_nothing_behind(tmp_path):
-    checkpoint = make_random()
+    checkpoint = draw_weights("test-gemma2", FP32)
     checkpoint.state["layers"][1]["mlp"]["up"][...] = checkpoint.state["layers"][1]["mlp"]["up"][...] * 1e6
     with refused(r"model.layers.1.mlp.up_proj.weight: the weight .* float16"):
         export.export(checkpoint, str(tmp_path / "dest"))
@@ -116,7 +103,7 @@ def test_a_weight_past_the_range_leaves_nothing_behind(tmp_path):
 
 def test_large_models_are_sharded(tmp_path, monkeypatch):
     monkeypatch.setattr(export, "_SHARD_BYTES", 20_000)
-    checkpoint = make_random("test-llama2", "bf16")
+    checkpoint = draw_weights("test-llama2", make_precision("bf16"))
     export.export(checkpoint, str(tmp_path / "dest"), dtype="bf16")
     files = sorted(path.name for path in (tmp_path / "dest").glob("*.safetensors"))
     assert files == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
@@ -159,7 +146,7 @@ def test_every_preset_is_the_config_of_its_export(tmp_path):
 def test_what_transformers_cannot_express_is_refused_by_name(tmp_path, preset, changes, words):
     config = dataclasses.replace(get_preset(preset), **changes)
     with refused(words):
-        export.export(dataclasses.replace(make_plain(preset), config=config), str(tmp_path / "dest"))
+        export.export(dataclasses.replace(draw_weights(preset), config=config), str(tmp_path / "dest"))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -172,7 +159,7 @@ def test_a_window_pattern_written_another_way_is_none_of_them():
 @pytest.mark.parametrize("add_bos", [True, False])
 def test_byte_tokenizer(tmp_path, add_bos):
     ours = ByteTokenizer(add_bos=add_bos)
-    export.export(with_tokenizer(make_random(), ours), str(tmp_path / "dest"))
+    export.export(with_tokenizer(draw_weights("test-gemma2", FP32), ours), str(tmp_path / "dest"))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "dest")
     rng = random.Random(0)
     planes = [*range(0x800), *range(0xE000, 0x110000, 997)]
@@ -191,7 +178,7 @@ def test_byte_tokenizer(tmp_path, add_bos):
 def test_tokenizer_generation_config_and_ids(tmp_path, adds_bos):
     ours = Tokenizer(make_tokenizer(adds_bos=adds_bos, template=TEMPLATE), eos_ids=[6])
     values = {"temperature": 0.6, "do_sample": True, "eos_token_id": 2, "pad_token_id": 5, "temp": 0.7}
-    export.export(with_tokenizer(make_random(), ours, **values), str(tmp_path / "dest"))
+    export.export(with_tokenizer(draw_weights("test-gemma2", FP32), ours, **values), str(tmp_path / "dest"))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "dest")
     assert theirs("hello world")["input_ids"] == ours.encode("hello world") == [1] * adds_bos + [3, 4]
     assert theirs.chat_template == TEMPLATE
@@ -209,7 +196,7 @@ def test_tokenizer_generation_config_and_ids(tmp_path, adds_bos):
 def test_tokenizer_that_its_class_would_rebuild(tmp_path):
     """LlamaTokenizer makes its pipeline from the vocabulary alone; what was loaded is what must be written."""
     ours = Tokenizer(make_tokenizer(kind=type("LlamaTokenizer", (transformers.PreTrainedTokenizerFast,), {})))
-    export.export(with_tokenizer(make_random("test-llama2"), ours), str(tmp_path / "dest"))
+    export.export(with_tokenizer(draw_weights("test-llama2", FP32), ours), str(tmp_path / "dest"))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "dest")
     assert theirs("hello world")["input_ids"] == [1, 3, 4]
 
@@ -217,7 +204,7 @@ def test_tokenizer_that_its_class_would_rebuild(tmp_path):
 def test_tokenizer_that_cannot_be_said_is_refused(tmp_path):
     ours = Tokenizer(make_tokenizer(adds_bos=False), add_bos=True)
     with refused("would not read this tokenizer back"):
-        export.export(with_tokenizer(make_random(), ours), str(tmp_path / "dest"))
+        export.export(with_tokenizer(draw_weights("test-gemma2", FP32), ours), str(tmp_path / "dest"))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -241,4 +228,4 @@ def test_command(tmp_path):
     assert "test-gemma3, 0.0" in done.stderr
     bf16 = make_precision("bf16")
     again = load(str(tmp_path / "dest"), precision=bf16, config=get_preset("test-gemma3"))
-    assert weights(again) == weights(make_plain("test-gemma3", bf16, seed=3))
+    assert weights(again) == weights(make_random("test-gemma3", bf16, seed=3))

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from plain_records import summarize_mitigations
-from small_models import changed_state, make_prompts, random_state, small_config
+from small_models import changed_state, make_prompts, random_state, small_config, unaudited
 
 from jaxkv.config import make_precision
 from jaxkv.decode import Arms
 from jaxkv.errors import UserError
 from jaxkv.experiments import truth
-from jaxkv.experiments.batches import Item, RunSpec, plan_batches
+from jaxkv.experiments.batches import Item, RunSpec, lay_out, plan_batches
 from jaxkv.experiments.divergence.run import compare_row, run_batch
 from jaxkv.experiments.driver import run_missing
 from jaxkv.experiments.mitigations import run as mitigations
@@ -29,12 +29,12 @@ PROBLEMS = (10, 11, 12)
 CONFIG = dataclasses.replace(small_config(), num_layers=1, window_pattern=(False,))
 
 
-repeat_arms = functools.cache(Arms)
+repeat_arms = functools.cache(lambda *given, **named: unaudited(Arms(*given, **named)))
 
 
 @pytest.fixture(autouse=True)
 def compile_once(monkeypatch):
-    """Programs of the same arms are compiled once for all tests."""
+    """Programs of the same arms are compiled once for all tests, audits not at all."""
     monkeypatch.setattr(mitigations, "Arms", repeat_arms)
 
 
@@ -108,9 +108,9 @@ def test_weights_are_rounded_however_they_are_held(backend):
 def test_outputs_in_fp32_round_at_the_next_product():
     """Its products are of 16-bit numbers and its results of 32 bits: more than fp16 has."""
     arms = Arms(CONFIG, make_variants(4)["fp16 outputs fp32"].precision)
-    (batch,) = plan_batches(make_items(1), SPEC)
-    state = hold(arms, make_state())
-    logits = np.asarray(run_batch(arms, state, batch, SPEC).cached.logits)
+    layout, tokens, rows = lay_out(plan_batches(make_items(1), SPEC)[0], SPEC, CONFIG)
+    prompt, cache = jnp.asarray(tokens[:, : layout.prefill]), arms.make_cache(rows, layout)
+    logits = np.asarray(arms.prefill(hold(arms, make_state()), prompt, rows, cache)[0])
     assert logits.dtype == np.float32
     assert np.mean(logits != logits.astype(np.float16)) > 0.9
 
@@ -140,7 +140,7 @@ def test_float64_does_not_leak(monkeypatch):
     assert {entry for entry in seen if entry[0] != "fp64"} == {("fp32", False, "float32"), ("fp16", False, "float16")}
     assert not jax.config.read("jax_enable_x64")
     (batch,) = plan_batches(make_items(1), dataclasses.replace(SPEC, control_problems=0, stepwise_problems=0))
-    arms = Arms(CONFIG, make_precision("fp32"), backend="cuda")
+    arms = repeat_arms(CONFIG, make_precision("fp32"), backend="cuda")
     alone = compare_row(arms, batch.items[0], 0, run_batch(arms, arms.prepare(make_state()), batch, SPEC), SPEC)
     for name in ("teacher_forced", "free_running", "headroom", "shapes"):
         assert to_plain(alone)[name] == records[0][name]
@@ -232,8 +232,9 @@ def test_a_perturbed_arm_is_the_farther_one(monkeypatch, method, nearer):
         assert (judged["kl"]["mean"] > 0) == (nearer == "uncached")
 
 
-def test_numbers_that_break_are_no_agreement():
+def test_numbers_that_break_are_no_agreement(monkeypatch):
     """A weight that fp16 cannot hold breaks fp16 and leaves fp32 alone."""
+    monkeypatch.setattr(mitigations, "Arms", Arms)
     broken = changed_state(make_state(), "embed", (slice(None), 0), 1e5)
     records, _ = run(["fp16", "fp32"], make_items(2), state=broken)
     for record in records:

@@ -5,14 +5,15 @@ Caches that differ in traced settings share their programs; layers are packed in
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import daily
-from quantized_models import HEAD_DIM, quantized, run_wide, wide_arms, wide_config
-from small_models import same_bits
+from quantized_models import HEAD_DIM, quantized, run_wide, set_up, weights_of, wide_arms, wide_config
+from small_models import make_prompts, same_bits
 
 from jaxkv.cache import EMPTY, empty_cache
 from jaxkv.config import make_precision
@@ -82,8 +83,11 @@ def place(texts, lengths, prompt):
 
 
 @functools.cache
-def run(spec, lengths=LENGTHS, precision="fp16", seed=0):
-    """The cache at the end, and what every call saw: k and v as lists of [B, S, K, H]; also the rows placed."""
+def run(spec, lengths=LENGTHS, precision="fp16", seed=0, compiled=None):
+    """The cache at the end, and what every call saw: k and v as lists of [B, S, K, H]; also the rows placed.
+
+    By the programs that were compiled for `compiled`, if that is another one.
+    """
     prompt = max(lengths)
     first = np.asarray([prompt - n for n in lengths], np.int32)
     cache = quantized(spec).make_cache(CONFIG, make_precision(precision), len(lengths), SLOTS)
@@ -91,7 +95,7 @@ def run(spec, lengths=LENGTHS, precision="fp16", seed=0):
     early, late = zip(*rows.values(), strict=True)
     slots = np.arange(PREFILL, dtype=np.int32)[None]
     positions = np.where((slots >= first[:, None]) & (slots < prompt), slots - first[:, None], EMPTY)
-    prefill, loop = programs(spec)
+    prefill, loop = programs(compiled or spec)
     cache, views = prefill(cache, *early, positions, 0)
     cache, later = loop(cache, *late, jnp.asarray(first), jnp.asarray(prompt))
     seen = {side: [np.asarray(views[i]), *np.asarray(later[i])] for i, side in enumerate("kv")}
@@ -166,7 +170,7 @@ def test_reads_are_the_quantizers_own_at_every_step(spec):
 ALONE = (SPECS[1], SPECS[2], SPECS[8])
 
 
-@pytest.mark.parametrize("spec", daily([*ALONE[:1], ALONE[2]], [*ALONE, "kvarn:k2v3,tile=16,first=5"]))
+@pytest.mark.parametrize("spec", daily([SPECS[0], SPECS[8]], [SPECS[0], *ALONE]))
 def test_neighbours_and_left_padding_change_no_bit(spec):
     """Other neighbours, of other lengths, so that a row's slots move: what is stored of it stays."""
     cache, seen, _ = run(spec)
@@ -254,29 +258,48 @@ def test_a_2_bit_cache_of_32k_tokens_is_a_fifth_at_most():
 # Programs.
 
 CELLS = (
-    "kvarn:k2v2,tile=8,first=2",
-    "kvarn:k2v2,tile=8,rotate=off,first=2",
-    "kvarn:k2v2,tile=8,normalize=off,first=2",
-    "k=kvarn:2,tile=8,rotate=off,first=2;v=kvarn:2,tile=8,normalize=off,first=2",
+    SPECS[0],
+    "kvarn:k2v3,tile=16,rotate=off,first=5",
+    "kvarn:k2v3,tile=16,normalize=off,first=5",
+    "k=kvarn:2,tile=16,rotate=off,first=5;v=kvarn:3,tile=16,normalize=off,first=5",
 )
-
-
-def generate(arms, spec=None, new_tokens=6):
-    """What the cached arm makes of two prompts, and the cache it ends with."""
-    return run_wide(arms, quantized(spec), (21, 14), new_tokens=new_tokens)[0]
+PARTED = ((0, 1), (0, 2), (1, 3), (2, 3))  # cells that differ, and yet they do what they say
 
 
 def test_rotation_and_normalisation_share_one_program():
+    run(SPECS[0])
+    before = [program._cache_size() for program in programs(SPECS[0])]
+    runs = [run(spec, compiled=SPECS[0])[1] for spec in CELLS]
+    assert [program._cache_size() for program in programs(SPECS[0])] == before
+    for first, second in PARTED:
+        assert not np.array_equal(*(np.stack([*run["k"], *run["v"]]) for run in (runs[first], runs[second])))
+
+
+@pytest.mark.nightly
+def test_rotation_and_normalisation_share_the_arms_programs():
     arms = wide_arms("gemma2")
     before = arms.prefill._cache_size(), arms.cached_loop._cache_size()
-    logits = [np.asarray(generate(arms, spec)[0].logits) for spec in CELLS]
+    logits = [np.asarray(run_wide(arms, quantized(spec), (21, 14), new_tokens=6)[0][0].logits) for spec in CELLS]
     assert (arms.prefill._cache_size() - before[0], arms.cached_loop._cache_size() - before[1]) == (1, 1)
-    for first, second in ((0, 1), (0, 2), (1, 3), (2, 3)):  # and yet they do what they say
+    for first, second in PARTED:
         assert not np.array_equal(logits[first], logits[second])
 
 
-@pytest.mark.parametrize("settings", ["", ",rotate=off", ",passes=0", ",passes=3,rotate=off"])
-@pytest.mark.parametrize("side", "kv")
+def prefill(arms, spec=None, call=lambda program, *arguments: program(*arguments)):
+    """Logits and cache after the prefill of two prompts; nothing else is compiled."""
+    prompts = [make_prompts((n,), seed)[0] for seed, n in enumerate((21, 14))]
+    layout, tokens, rows = set_up(prompts, 6)
+    cache = arms.make_cache(rows, layout, quantized(spec))
+    return call(arms.prefill, weights_of(arms), jnp.asarray(tokens[:, : layout.prefill]), rows, cache)
+
+
+@pytest.mark.parametrize(
+    ("side", "settings"),
+    daily(
+        [("k", ""), ("k", ",passes=0"), ("v", ",passes=3,rotate=off")],
+        itertools.product("kv", ("", ",rotate=off", ",passes=0", ",passes=3,rotate=off")),
+    ),
+)
 def test_a_traced_setting_has_the_bits_of_a_static_one(side, settings):
     quantizer = getattr(parse_cache_quant(f"kvarn:2,tile=16{settings}"), side).quantizer
     x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 32, 2, 32)) * np.geomspace(0.1, 9, 32), jnp.float16)
@@ -296,10 +319,14 @@ def test_a_head_without_a_rotation_is_left_as_it_is():
 
 
 @pytest.mark.parametrize(
-    "spec", daily([CELLS[0]], [CELLS[0], "kivi:k2v2,group=8,window=8", "turboquant:3,edges=0", "quarot:4,first=3"])
+    "spec",
+    daily(
+        ["quarot:4,first=3"],
+        [CELLS[0], "kivi:k2v2,group=8,window=8", "turboquant:3,edges=0", "quarot:4,first=3"],
+    ),
 )
 def test_layers_packed_in_a_loop_have_the_bits_of_layers_packed_one_by_one(spec, monkeypatch):
-    run, cache = generate(wide_arms("gemma2"), spec)
+    logits, cache = prefill(wide_arms(), spec)
     late = []
 
     def never(plan, rows):
@@ -307,9 +334,9 @@ def test_layers_packed_in_a_loop_have_the_bits_of_layers_packed_one_by_one(spec,
         return False
 
     monkeypatch.setattr(quantized_cache, "_packs_late", never)
-    one_by_one, other = generate(Arms(wide_config("gemma2"), make_precision("fp16")), spec)  # traced anew
+    one_by_one, other = prefill(Arms(wide_config(), make_precision("fp16")), spec)  # traced anew
     assert any(late)
-    assert same_bits(run.logits, one_by_one.logits)
+    assert same_bits(logits, one_by_one)
     assert same_bits((cache.k, cache.v), (other.k, other.v))
 
 
@@ -318,15 +345,14 @@ def test_layers_that_are_left_hold_what_the_clean_cache_does(layers):
     config = wide_config("gemma2")
     assert set(config.windowed_layers) == {True, False}
     arms = wide_arms("gemma2")
-    _, clean = generate(arms, new_tokens=1)
-    _, cache = generate(arms, f"int4,layers={layers}", new_tokens=1)
+    runs = layers == "global"
+    _, cache = prefill(arms, f"int4,layers={layers}", *([] if runs else [jax.eval_shape]))
     for layer, windowed in enumerate(config.windowed_layers):
         packed = windowed == (layers == "windowed")
         assert isinstance(cache.k[layer], SideStore) == isinstance(cache.v[layer], SideStore) == packed
-    if layers == "windowed":
-        return
-    # Gemma-2 begins with a windowed layer, whose rows no packed one has changed.
-    assert same_bits((cache.k[0], cache.v[0]), (clean.k[0], clean.v[0]))
+    if runs:  # Gemma-2 begins with a windowed layer, whose rows no packed one has changed
+        _, clean = prefill(arms)
+        assert same_bits((cache.k[0], cache.v[0]), (clean.k[0], clean.v[0]))
 
 
 def test_bits_count_the_layers_that_are_left():

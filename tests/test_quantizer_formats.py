@@ -6,10 +6,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from kv_inputs import normal, on_a_grid, real_kv, relative, run, spread
+from kv_inputs import compiled, normal, on_a_grid, real_kv, relative, run, spread, unpack
 
 from jaxkv.errors import UserError
-from jaxkv.interventions.quantizers import packing
 from jaxkv.interventions.quantizers.floats import Float8
 from jaxkv.interventions.quantizers.integers import Integer
 from jaxkv.interventions.quantizers.llama_cpp import BITS, LlamaCpp
@@ -51,7 +50,7 @@ def test_masking(of):
     width = 8 * x.dtype.itemsize
     for bits in (2, 7, 8, width):
         kept = (words >> (width - bits) << (width - bits)).view(dtype).astype(np.float32)
-        assert np.array_equal(run(Mask("k", bits, of), jnp.asarray(x))[1], kept)
+        assert np.array_equal(run(Mask("k", bits, of), x)[1], kept)
         assert Mask("k", bits).stored_as(dtype) == Mask("k", bits, of).stored_as(np.float32) == Mask("k", bits, of)
     assert np.array_equal(kept, x.astype(np.float32))  # all bits: the identity
 
@@ -75,7 +74,7 @@ def test_fp8_is_clipped_and_rounded(name):
         codes = np.clip(x / np.float32(scale), -most, most).astype(dtype)
         assert np.array_equal(np.asarray(packed["codes"]).view(np.uint8), codes.view(np.uint8))
         assert np.array_equal(read, codes.astype(np.float32) * np.float32(scale))
-        counted = np.asarray(Float8("v", name, scale).saturated(jnp.asarray(x)))
+        counted = np.asarray(compiled(Float8("v", name, scale), "saturated")(x))
         assert np.array_equal(counted, (np.abs(x) > most * np.float32(scale)).sum(-1))
     x = x[:, :100]
     packed, read = run(Float8("v", name, None), x)
@@ -93,7 +92,7 @@ def test_integers(bits):
     for bound, levels in (("whole", top - 1), ("half", top - 0.5)):
         codes = np.clip(np.rint(x * (np.float32(levels) / amax)), -top, top - 1)
         packed, read = run(Integer("k", bits, bound), x)
-        stored = np.asarray(packing.unpack(packed["codes"], bits)).astype(np.int32)
+        stored = np.asarray(unpack(packed["codes"], bits)).astype(np.int32)
         assert np.array_equal(np.where(stored < top, stored, stored - 2 * top), codes)
         assert np.allclose(read, codes * (amax / np.float32(levels)), rtol=1e-6)
     # The largest element drifts where the bound is half a step beyond the codes: .933 and 1.067 at 4 bits.
@@ -113,10 +112,10 @@ def test_integers(bits):
 def repack(quantizer, x, rounds, prompt):
     """Errors of the prompt after each turn."""
     turn = jax.jit(lambda y, n: quantizer.dequantize(quantizer.quantize(y, n)))
-    y, errors = jnp.asarray(x), []
+    y, errors = x, []
     for n in prompt + quantizer.every * np.arange(rounds + 1):
-        y = jnp.where((np.arange(x.shape[1]) < n)[None, :, None, None], turn(y, jnp.full(x.shape[0], n)), x)
-        errors.append(relative(x[:, :prompt], np.asarray(y)[:, :prompt]))
+        y = np.where((np.arange(x.shape[1]) < n)[None, :, None, None], turn(y, np.full(x.shape[0], n)), x)
+        errors.append(relative(x[:, :prompt], y[:, :prompt]))
     return errors
 
 
@@ -140,8 +139,9 @@ def test_repeated_packing_compounds_where_groups_shift():
 def test_repeated_packing_groups(anchor):
     quantizer = Requantize("k", 4, 32, axis="channel", anchor=anchor)
     x, length = spread((2, 128, 2, 64)), np.array([70, 128])
-    packed = jax.jit(quantizer.quantize)(jnp.asarray(x).at[0, 70:].set(1e4), jnp.asarray(length))
-    read = np.asarray(quantizer.dequantize(packed))
+    filled = x.copy()
+    filled[0, 70:] = 1e4
+    read = np.asarray(compiled(quantizer, "dequantize")(compiled(quantizer, "quantize")(filled, length)))
     for row, n in enumerate(length):
         edges = list(range(0, n, 32)) if anchor == "start" else [0, *range(n % 32 or 32, n, 32)]
         for low, high in zip(edges, [*edges[1:], n], strict=True):

@@ -6,6 +6,7 @@ from unittest import mock
 
 import commands
 import pytest
+from cases import daily
 from commands import FEW, LAUNCH, parse, run_in_process
 from plain_records import read_run
 
@@ -28,17 +29,26 @@ def small_model(one_layer, monkeypatch):
     monkeypatch.setitem(PRESETS, "test-llama2", config)
 
 
-def test_experiments_share_a_run(tmp_path, cache, capsys):
-    names = ("attribution", "divergence", "drift", "patching", "parity")
-    out, few = tmp_path / "run", [f"--experiments={','.join(names)}"]
+SHARED = {  # records of one problem, and what the page calls it
+    "divergence": (1, "Divergence"),
+    "drift": (1, "Drift by layer"),
+    "parity": (1, "JAX beside PyTorch"),
+    "patching": (18, "Activation patching"),
+    "attribution": (22, "Attribution"),
+}
+
+
+@pytest.mark.parametrize("number", daily([4], [4, 5]))
+def test_experiments_share_a_run(tmp_path, cache, capsys, number):
+    shared = dict(list(SHARED.items())[:number])
+    out, few = tmp_path / "run", [f"--experiments={','.join(shared)}"]
     run_in_process(*SMALL, cache, *FEW, f"--out={out}", *few)
     assert f"report: {out / 'report.md'}" in capsys.readouterr().out
     records = read_run(out)[1]
     counts = collections.Counter(record["experiment"] for record in records)
-    assert counts == {"attribution": 22, "divergence": 1, "drift": 1, "patching": 18, "parity": 1}
+    assert counts == {name: count for name, (count, _) in shared.items()}
     page = (out / "report.md").read_text()
-    titles = ("Attribution", "Divergence", "Drift by layer", "Activation patching", "JAX beside PyTorch")
-    assert all(f"\n## {title}\n" in page for title in titles)
+    assert all(f"\n## {title}\n" in page for _, title in shared.values())
     run_in_process(*SMALL, cache, *FEW, f"--out={out}", *few)
     shown = capsys.readouterr().err
     assert all(f"{count} of {count} records of {name} are done already" in shown for name, count in counts.items())

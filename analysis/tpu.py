@@ -58,7 +58,8 @@ def show(args: argparse.Namespace, preset: str, precision: str, text: str) -> No
         except UserError as error:
             print(f"{cells} | {time.monotonic() - begin:.0f} | {error} |", flush=True)
             continue
-        facts = describe_program(compiled, target)
+        hlo = compiled.as_text()
+        facts = describe_program(compiled, hlo, target, time.monotonic() - begin)
         figures = (
             facts.needed / 2**30,
             (target.memory or 0) / 2**30,
@@ -66,11 +67,11 @@ def show(args: argparse.Namespace, preset: str, precision: str, text: str) -> No
             (facts.accessed or 0) / 1e9,
         )
         told = " | ".join(f"{figure:.2f}" for figure in figures)
-        print(f"{cells} | {time.monotonic() - begin:.0f} | {told} |", flush=True)
+        print(f"{cells} | {facts.seconds:.0f} | {told} |", flush=True)
         if args.hlo:
             args.hlo.mkdir(parents=True, exist_ok=True)
             file = f"{name}.{config.num_layers}.{precision}.{text.replace(':', '-')}.{placing.chips}.{which}.hlo"
-            (args.hlo / file).write_text(compiled.as_text())
+            (args.hlo / file).write_text(hlo)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def change(error, keys, rows, positions):
     return error.change(rows, positions, error.sample(keys, rows.shape[2:]))
 
 
-def compiled(text, rows):
+def apply(text, rows):
     """Rows with an error that is drawn, in float64, by two programs: levels of a law share them, laws the first."""
     batch, length = rows.shape[:2]
     positions = np.tile(np.arange(length, dtype=np.int32), (batch, 1))
@@ -67,7 +67,7 @@ def compiled(text, rows):
 @functools.cache
 def factors(text):
     """1 + e of many components."""
-    return compiled(text, np.ones((40, 64, 4, 32), np.float32))
+    return apply(text, np.ones((40, 64, 4, 32), np.float32))
 
 
 MOMENTS = [
@@ -112,7 +112,7 @@ def test_channels_that_share_their_error_have_the_same_mean_squared_error(kind):
     x = rows.astype(np.float64)
     found = {}
     for correlate in CHOICES["correlate"]:
-        changed = compiled(f"normal:0,0.5;kind={kind};correlate={correlate}", rows) - x
+        changed = apply(f"normal:0,0.5;kind={kind};correlate={correlate}", rows) - x
         found[correlate] = (changed**2).sum(-1)
         assert found[correlate].mean() == pytest.approx(0.25 * (x**2).sum(-1).mean(), rel=0.07)
         scale = changed / (x if kind == "mul" else 1)
@@ -122,7 +122,7 @@ def test_channels_that_share_their_error_have_the_same_mean_squared_error(kind):
 
 def test_added_error_is_in_units_of_the_row():
     rows = normal(B, T, K, H) * np.float32([1.0, 100.0])[:, None]  # heads of other sizes
-    added = compiled("points:0.5,0;kind=add", rows) - rows
+    added = apply("points:0.5,0;kind=add", rows) - rows
     rms = np.sqrt((rows.astype(np.float64) ** 2).mean(-1, keepdims=True))
     np.testing.assert_allclose(added, np.broadcast_to(0.5 * rms, added.shape), rtol=1e-4)
 

@@ -6,11 +6,11 @@ report; no flag is about checking.
 
 import json
 
-import jax.numpy as jnp
 import planted_bugs
 import pytest
 from cases import daily
 from commands import DATA, run_in_process
+from small_models import find_nothing
 
 from jaxkv import report
 from jaxkv.decode import Arms
@@ -37,8 +37,8 @@ FAULTS = {
 
 @pytest.fixture(autouse=True)
 def no_audit(monkeypatch):
-    """Its program is the largest, and verdicts do not ask it."""
-    monkeypatch.setattr(Arms, "_audit_pass", lambda self, state, tokens, *_: {"00000 logits": jnp.zeros(tokens.shape)})
+    """Verdicts do not ask it."""
+    monkeypatch.setattr(Arms, "_audit_pass", staticmethod(find_nothing))
 
 
 def run(family, out, cache, problems=2):

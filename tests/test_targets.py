@@ -159,7 +159,7 @@ def test_programs_compile_for_chips_that_are_not_there(libtpu, chips, capfd):
     placing = choose_placing(arms, LAYOUT, target, chips)
     program = abstract_programs(arms, LAYOUT, placing)["decode"]
     compiled = program.compile()
-    facts = describe_program(compiled, target)
+    facts = describe_program(compiled, compiled.as_text(), target, 0.0)
     held = count_held(arms, LAYOUT, chips)
     assert facts.chips == chips
     assert held <= facts.arguments <= facts.needed <= target.memory

@@ -1,9 +1,7 @@
 """`--framework=torch`: the same problems, tokens and records from the command, and what it refuses."""
 
-import dataclasses
 import os
 import sys
-from unittest import mock
 
 import pytest
 from commands import SMALL, parse, run_in_process
@@ -12,9 +10,9 @@ from plain_records import read_run
 from jaxkv import launch
 from jaxkv.checks import check_condition
 from jaxkv.errors import UserError
-from jaxkv.models.families import PRESETS
 
 torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.usefixtures("file_of_one_layer")
 MODEL = "--model=test-llama2"  # soonest traced; tests/test_torch_path.py has every family
 FEW = [
     "--num_problems=2",
@@ -26,16 +24,8 @@ FEW = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_layer():
-    """As the fixture of that name, for the runs that the tests here share."""
-    changed = {"test-llama2": dataclasses.replace(PRESETS["test-llama2"], num_layers=1)}
-    with mock.patch.dict(PRESETS, changed):
-        yield
-
-
 @pytest.fixture(scope="module")
-def both(tmp_path_factory, cache):
+def both(file_of_one_layer, tmp_path_factory, cache):
     """A sweep of both frameworks, sampled."""
     out = tmp_path_factory.mktemp("both")
     run_in_process(*SMALL, cache, *FEW, f"--out={out}", MODEL, "--framework=jax,torch", "--sampler=top_p")

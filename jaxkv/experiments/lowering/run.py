@@ -141,7 +141,8 @@ def make_map(asked: Asked, arms: Arms, placing: targets.Placing | None) -> Line:
     texts = {name: text for name, (_, text, _) in compiled.items()}
     sums = {name: find_kernels(text, name, asked.layout.slots) for name, text in texts.items()}
     facts = {
-        name: targets.describe_program(made, asked.target, seconds) for name, (made, _, seconds) in compiled.items()
+        name: targets.describe_program(made, text, asked.target, seconds)
+        for name, (made, text, seconds) in compiled.items()
     }
     return {
         "experiment": "lowering",

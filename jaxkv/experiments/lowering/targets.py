@@ -300,8 +300,8 @@ def choose_placing(arms: Arms, layout: Layout, target: Target, chips: int | None
     return Placing(Mesh(np.asarray(devices[:chips]), (AXIS,), axis_types=(AxisType.Auto,)))
 
 
-def describe_program(compiled: Any, target: Target, seconds: float = 0.0) -> ProgramFacts:
-    """Memory and work of a compiled program (jax.stages.Compiled), which took `seconds` to compile."""
+def describe_program(compiled: Any, text: str, target: Target, seconds: float) -> ProgramFacts:
+    """Memory and work of a compiled program (jax.stages.Compiled), its text, and how long it took to compile."""
     used, costs = compiled.memory_analysis(), compiled.cost_analysis() or {}
     devices = {device for sharding in jax.tree.leaves(compiled.input_shardings) for device in sharding.device_set}
     facts = ProgramFacts(
@@ -315,7 +315,7 @@ def describe_program(compiled: Any, target: Target, seconds: float = 0.0) -> Pro
         accessed=costs.get("bytes accessed"),
         fits=None,
         seconds=round(seconds, 1),
-        sha256=hashlib.sha256(compiled.as_text().encode()).hexdigest(),
+        sha256=hashlib.sha256(text.encode()).hexdigest(),
     )
     memory = target.memory
     return facts if memory is None else msgspec.structs.replace(facts, fits=facts.needed <= memory)
